@@ -1,0 +1,46 @@
+# `make demo` and `make test` do all their own set-up in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
+	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
+
+.PHONY: install protos check-protos lint test demo bench wheel clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	touch $@
+
+protos: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(call PROTOC,.)
+
+# Regenerates into a fresh folder and compares: the committed code must be what the contracts say.
+check-protos: $(STAMP)
+	rm -rf build/protos && mkdir -p build/protos
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(call PROTOC,build/protos)
+	diff -r -x __pycache__ -x __init__.py stratagem/rpc/generated build/protos/stratagem/rpc/generated
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+demo: $(STAMP)
+	$(BIN)/stratagem run --workers 2 --ps 2 examples/digits.py
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks ps --json
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:
+	rm -rf .venv build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

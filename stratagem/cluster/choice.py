@@ -1,0 +1,47 @@
+"""Which strategy a name and a cluster ask for. Pure, no I/O."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stratagem.cluster.spec import nearest
+from stratagem.errors import ClusterSpecError, ConfigurationError
+
+StrategyName = Literal["one", "ps"]
+STRATEGIES = ("auto", "one", "ps")
+
+
+def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
+    """The strategy to use for ``name`` (``"auto"``: what the cluster asks for).
+
+    Args:
+        name: ``"auto"``, ``"one"`` (OneDeviceStrategy) or ``"ps"`` (ParameterServerStrategy).
+        num_workers: workers in the cluster; 1 without a cluster.
+        num_ps: parameter servers in the cluster.
+
+    Raises:
+        ConfigurationError: unknown name.
+        ClusterSpecError: the strategy cannot run on this cluster.
+    """
+    if name not in STRATEGIES:
+        raise ConfigurationError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+    if name == "auto":
+        name = "ps" if num_ps else "one"
+    if name == "ps":
+        if num_ps < 1 or num_workers < 1:
+            raise ClusterSpecError(
+                f"ParameterServerStrategy needs at least one ps and one worker, got {num_ps} ps and "
+                f"{num_workers} workers; add them to the cluster (`stratagem run --workers 2 --ps 1`)"
+            )
+        return "ps"
+    if num_ps:
+        raise ClusterSpecError(
+            f"OneDeviceStrategy trains in one process, but the cluster has {num_ps} ps; "
+            "choose the strategy 'ps' or leave the ps out"
+        )
+    if num_workers > 1:
+        raise ClusterSpecError(
+            f"OneDeviceStrategy trains in one process, but the cluster has {num_workers} workers; "
+            "add parameter servers (`--ps 1`) or use one worker"
+        )
+    return "one"

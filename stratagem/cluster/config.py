@@ -1,0 +1,86 @@
+"""Configuration of each role: frozen, strict, unknown keys refused. No I/O.
+
+The order of sources is flag > environment > YAML > default; :mod:`stratagem.cluster.sources` applies it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pydantic
+
+
+class RoleConfig(pydantic.BaseModel):
+    """What every role has in common."""
+
+    model_config = pydantic.ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+
+    task: str
+    """Task id, for example "ps:0"."""
+    bind: str = "127.0.0.1:0"
+    """host:port to listen on; port 0 takes a free one and prints it."""
+    chief: str = ""
+    """host:port of the chief. Empty only for the chief itself."""
+    insecure: bool = False
+    """Listen and connect beyond loopback without TLS."""
+    num_threads: int = pydantic.Field(default=1, ge=1)
+    """Intra-op threads of torch; 1 because several processes usually share a machine."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of the log lines on stderr."""
+    max_message_bytes: int = pydantic.Field(default=64 << 20, ge=1 << 16)
+    """Largest gRPC message accepted, in bytes. Payload travels in frames of about 1 MiB; control messages are small."""
+    peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """Seconds to wait for a peer that restarts before giving up with its name."""
+    start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """Seconds to wait for the whole cluster to come up."""
+
+
+class ChiefConfig(RoleConfig):
+    """The chief."""
+
+    task: str = "chief:0"
+    """Task id."""
+    num_workers: int = pydantic.Field(ge=1)
+    """Workers in the cluster."""
+    num_ps: int = pydantic.Field(default=0, ge=0)
+    """Parameter servers in the cluster."""
+    evaluator: bool = False
+    """Whether an evaluator belongs to the job (it is not waited for at start)."""
+    state_dir: str = ""
+    """Directory of the journal; empty keeps none: then a restarted chief starts a new job."""
+    checkpoint_dir: str = ""
+    """Where checkpoints are committed; every ps must see it. Empty: only requests that name a directory."""
+    checkpoint_every_s: float = pydantic.Field(default=0.0, ge=0)
+    """Seconds between checkpoints that the chief takes by itself; 0: none beyond the first and those requested."""
+    keep_checkpoints: int = pydantic.Field(default=3, ge=1)
+    """Complete checkpoints to keep in checkpoint_dir; older ones that the chief made itself are removed."""
+    heartbeat_interval_s: float = pydantic.Field(default=0.5, gt=0)
+    """Seconds between heartbeats."""
+    session_timeout_s: float = pydantic.Field(default=6.0, gt=0)
+    """Seconds of silence after which a session is lost."""
+    worker_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """Seconds a lost worker may stay away before the job is stopped."""
+    seed: int = pydantic.Field(default=0, ge=0)
+    """Seed of the permutations of the data."""
+
+
+class PsConfig(RoleConfig):
+    """A parameter server."""
+
+    checkpoint_dir: str = ""
+    """Where a restarted ps looks for the newest complete checkpoint; empty: it starts without values."""
+    max_variables: int = pydantic.Field(default=100_000, ge=1)
+    """Largest number of shards held."""
+    max_store_bytes: int = pydantic.Field(default=1 << 40, ge=1)
+    """Largest size of variables and slots, in bytes."""
+
+
+class WorkerConfig(RoleConfig):
+    """A worker (or evaluator): the connection its script makes."""
+
+    frame_bytes: int = pydantic.Field(default=1 << 20, ge=1 << 10)
+    """Payload bytes of one frame; about 1 MiB measured best for gRPC."""
+    strategy: str = "auto"
+    """Strategy that ``strategy_from_environment`` builds."""
+    staleness: float = pydantic.Field(default=float("inf"), ge=0)
+    """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""

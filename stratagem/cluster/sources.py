@@ -1,0 +1,213 @@
+"""Where each value of a role's configuration comes from: flag > environment > YAML > default. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import pydantic
+
+from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.spec import ClusterSpec, nearest
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import Placement, placement_from_environment
+from stratagem.errors import ClusterSpecError, ConfigurationError
+
+Config = TypeVar("Config", bound=RoleConfig)
+
+ROLES: dict[str, type[RoleConfig]] = {
+    "chief": ChiefConfig,
+    "ps": PsConfig,
+    "worker": WorkerConfig,
+    "evaluator": WorkerConfig,
+}
+ENV_PREFIX = "STRATAGEM_"
+LAUNCHER_VARIABLES = ("STRATAGEM_REPORT_FILE",)
+"""Variables that the launcher sets and that are no field of a role."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Values from one source."""
+
+    origin: str
+    """Where they come from, for people; "{name}" and "{NAME}" stand for the field, "{flag}" for its flag."""
+    values: Mapping[str, Any]
+    """Field name to value."""
+    textual: bool = False
+    """The values are text to be read as the field's type (environment)."""
+
+    def origin_of(self, name: str) -> str:
+        """The origin of one field."""
+        return self.origin.format(name=name, NAME=name.upper(), flag=name.replace("_", "-"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved(Generic[Config]):
+    """A configuration, and where each value came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+
+def flag_layer(values: Mapping[str, Any]) -> Layer:
+    """The flags that were given; None means "not given"."""
+    return Layer("flag --{flag}", {name: value for name, value in values.items() if value is not None})
+
+
+def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> Layer:
+    """The variables ``STRATAGEM_<FIELD>`` of a role; those of other roles are left alone.
+
+    Raises:
+        ConfigurationError: a variable belongs to no role; offers the nearest one that does.
+    """
+    known = {ENV_PREFIX + name.upper() for role in ROLES.values() for name in role.model_fields}
+    for variable in environ:
+        if variable.startswith(ENV_PREFIX) and variable not in known and variable not in LAUNCHER_VARIABLES:
+            raise ConfigurationError(
+                f"unknown variable {variable}={environ[variable]!r} in the environment; {nearest(variable, known)}"
+            )
+    names = {name: ENV_PREFIX + name.upper() for name in model.model_fields}
+    values = {name: environ[variable] for name, variable in names.items() if variable in environ}
+    return Layer("environment " + ENV_PREFIX + "{NAME}", values, textual=True)
+
+
+def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer]:
+    """The layers of a cluster file for a role: its own section, then the section ``defaults``.
+
+    Args:
+        role: "chief", "ps", "worker" or "evaluator".
+        document: the parsed YAML: ``cluster``, ``defaults`` and one section per role, each optional.
+        file: name of the file, for messages.
+
+    Raises:
+        ConfigurationError: an unknown section or key.
+    """
+    sections = ("cluster", "defaults", *ROLES)
+    for section, values in document.items():
+        if section not in sections:
+            raise ConfigurationError(f"unknown section {section!r} in {file}; {nearest(str(section), sections)}")
+        if section != "cluster":
+            if not isinstance(values, Mapping):
+                raise ConfigurationError(f"expected keys and values in section {section!r} of {file}, got {values!r}")
+            models = ROLES.values() if section == "defaults" else [ROLES[section]]
+            known = {name for model in models for name in model.model_fields}
+            _refuse_unknown(values, known, f"section {section!r} of {file}")
+    fields = ROLES[role].model_fields
+    own = {name: value for name, value in document.get(role, {}).items()}
+    defaults = {name: value for name, value in document.get("defaults", {}).items() if name in fields}
+    return [Layer(f"{file} ({role})", own), Layer(f"{file} (defaults)", defaults)]
+
+
+def cluster_layer(cluster: ClusterSpec, task: TaskId, origin: str) -> Layer:
+    """What the place of a task in a cluster says about its configuration."""
+    values: dict[str, Any] = {"task": str(task), "bind": cluster.bind_address(task)}
+    if task.type == "chief":
+        values |= {
+            "num_workers": cluster.num_workers,
+            "num_ps": cluster.num_ps,
+            "evaluator": bool(cluster.evaluator),
+        }
+    else:
+        values["chief"] = cluster.chief_address
+    return Layer(origin, values)
+
+
+def gather(
+    role: str,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any] | None = None,
+    document: Mapping[str, Any] | None = None,
+    file: str = "the cluster file",
+) -> tuple[Resolved[RoleConfig], Placement | None]:
+    """The configuration of a task of ``role``, and its place in the cluster (None: there is no cluster).
+
+    Args:
+        role: "chief", "ps", "worker" or "evaluator".
+        environ: the environment (TF_CONFIG, torchrun's variables, ``STRATAGEM_<FIELD>``).
+        flags: fields given on the command line; None values count as not given.
+        document: the parsed cluster file.
+        file: name of the cluster file, for messages.
+
+    Raises:
+        ConfigurationError: a source is not valid; sources contradict each other about the cluster or the role.
+    """
+    model, document = ROLES[role], document or {}
+    given, variables = flag_layer(flags or {}), environment_layer(model, environ)
+    in_file = file_layers(role, document, file)
+    told = placement_from_environment(environ)
+    written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") else None
+    if told is not None and written is not None and told.cluster != written:
+        raise ClusterSpecError(
+            f"the environment (TF_CONFIG or RANK) says the cluster is {told.cluster.as_dict()}, but {file} says it is "
+            f"{written.as_dict()}; unset one of the two"
+        )
+    cluster = told.cluster if told is not None else written
+    name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)
+    task = TaskId.parse(str(name)) if name is not None else None
+    if task is None and (role in ("chief", "evaluator") or (role == "worker" and cluster is None)):
+        task = TaskId(role, 0)
+    if task is not None and task.type != role:
+        raise ClusterSpecError(f"expected a task of type {role!r}, got {task}; name one with --task {role}:0")
+    layers = [given, variables]
+    placement = None
+    if cluster is None:
+        layers += [*in_file, Layer("default", {} if task is None else {"task": str(task)})]
+    elif task is None:
+        raise ClusterSpecError(f"which {role} of the cluster is this? Name it with --task {role}:0, or in TF_CONFIG")
+    else:
+        if task != TaskId("chief", 0):
+            cluster.check_task(task)
+        placement = Placement(cluster, task)
+        from_environment = [cluster_layer(cluster, task, "environment TF_CONFIG")] if told is not None else []
+        from_file = [cluster_layer(cluster, task, f"{file} (cluster)")] if told is None else []
+        layers += [*from_environment, *in_file, *from_file]
+    return resolve(model, layers), placement
+
+
+def _refuse_unknown(values: Collection[str], known: Collection[str], where: str) -> None:
+    for name in values:
+        if name not in known:
+            raise ConfigurationError(f"unknown key {name!r} in {where}; {nearest(str(name), known)}")
+
+
+def resolve(model: type[Config], layers: Sequence[Layer]) -> Resolved[Config]:
+    """The configuration of a role from its sources, strongest first.
+
+    Raises:
+        ConfigurationError: an unknown key, a value of the wrong type or range, or a value that nobody gave;
+            says where it came from.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        _refuse_unknown(layer.values, model.model_fields.keys(), layer.origin.split("{")[0].strip())
+        for name, value in layer.values.items():
+            if name not in values:
+                origins[name] = layer.origin_of(name)
+                values[name] = _read(model, name, value, origins[name]) if layer.textual else value
+    for name in model.model_fields:
+        origins.setdefault(name, "default")
+    try:
+        return Resolved(model(**values), origins)
+    except pydantic.ValidationError as error:
+        raise ConfigurationError(_explain(error, origins)) from None
+
+
+def _read(model: type[RoleConfig], name: str, text: str, origin: str) -> Any:
+    annotation: Any = model.model_fields[name].annotation
+    try:
+        return pydantic.TypeAdapter(annotation).validate_python(text, strict=False)
+    except pydantic.ValidationError as error:
+        raise ConfigurationError(_explain(error, {}, name, origin)) from None
+
+
+def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: str = "", origin: str = "") -> str:
+    first = error.errors(include_url=False)[0]
+    field = name or str(first["loc"][0])
+    if first["type"] == "missing":
+        return f"{field} is needed, but no flag (--{field.replace('_', '-')}), variable or cluster file gives it"
+    source = origin or origins.get(field, "default")
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{field} from {source}: {message}, got {first['input']!r}"

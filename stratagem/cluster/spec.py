@@ -1,0 +1,158 @@
+"""The cluster: which tasks exist and where they serve. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+from stratagem.cluster.task import TASK_TYPES, TaskId
+from stratagem.errors import ClusterSpecError
+
+_SINGLE = ("chief", "evaluator")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``"host:port"``; an IPv6 host stands in brackets, which are taken off.
+
+    Raises:
+        ClusterSpecError: there is no host, or no port between 0 and 65535.
+    """
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    valid_host = bool(host) and (bracketed or ":" not in host) and not any(c.isspace() or c == "/" for c in host)
+    if not colon or not valid_host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ClusterSpecError(f"expected an address like 'host:2222' ('[::1]:2222' for IPv6), got {address!r}")
+    return (host[1:-1] if bracketed else host), int(port)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A clause that offers the known word nearest to ``word``, or all of them when none is near."""
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSpec:
+    """Addresses of every task, by role, in the order of their indices.
+
+    Port 0 means "a free one": the task takes one and registers it with the chief. The chief's own
+    address cannot have port 0, because everyone else must find it.
+    """
+
+    chief: tuple[str, ...] = ()
+    """At most one. Without it worker 0 spawns the chief, which owns worker 0's address."""
+    worker: tuple[str, ...] = ()
+    ps: tuple[str, ...] = ()
+    evaluator: tuple[str, ...] = ()
+    """At most one, outside the training cluster."""
+
+    def __post_init__(self) -> None:
+        for role in TASK_TYPES:
+            for address in getattr(self, role):
+                split_address(address)
+        for role in _SINGLE:
+            if len(addresses := getattr(self, role)) > 1:
+                raise ClusterSpecError(f"expected at most one {role}, got {len(addresses)}: {', '.join(addresses)}")
+        if not self.worker:
+            have = ", ".join(role for role in TASK_TYPES if getattr(self, role)) or "nothing"
+            raise ClusterSpecError(
+                f"expected at least one worker, got a cluster of {have}; only workers run the training script, "
+                "so add them under 'worker' (the chief is not a replica)"
+            )
+        self._check_duplicates()
+        if split_address(self.chief_address)[1] == 0:
+            owner = "chief:0" if self.chief else "worker:0 (where the chief will serve)"
+            raise ClusterSpecError(f"the address of {owner} needs a port other than 0, got {self.chief_address!r}")
+
+    def _check_duplicates(self) -> None:
+        owners: dict[str, TaskId] = {}
+        for task in self.tasks:
+            address = self.address(task)
+            if split_address(address)[1] == 0:
+                continue
+            if address in owners:
+                raise ClusterSpecError(
+                    f"{owners[address]} and {task} have the same address {address!r}; give each task its own"
+                )
+            owners[address] = task
+
+    @classmethod
+    def from_mapping(cls, cluster: object) -> ClusterSpec:
+        """The cluster written as ``{role: ["host:port", …]}``.
+
+        Raises:
+            ClusterSpecError: says what was expected and what came.
+        """
+        if not isinstance(cluster, Mapping):
+            raise ClusterSpecError(f"expected a cluster like {{'worker': ['host:port']}}, got {cluster!r}")
+        roles: dict[str, tuple[str, ...]] = {}
+        for role, addresses in cluster.items():
+            if role not in TASK_TYPES:
+                raise ClusterSpecError(f"unknown role {role!r} in the cluster; {nearest(str(role), TASK_TYPES)}")
+            if not isinstance(addresses, Sequence) or isinstance(addresses, str | bytes):
+                raise ClusterSpecError(f"expected a list of addresses for {role!r}, got {addresses!r}")
+            if wrong := [address for address in addresses if not isinstance(address, str)]:
+                raise ClusterSpecError(f"expected 'host:port' strings for {role!r}, got {wrong[0]!r}")
+            roles[role] = tuple(addresses)
+        return cls(**roles)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """``{role: [address, …]}`` without empty roles, as TF_CONFIG writes it."""
+        return {role: list(addresses) for role in TASK_TYPES if (addresses := getattr(self, role))}
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in the cluster."""
+        return len(self.worker)
+
+    @property
+    def num_ps(self) -> int:
+        """Parameter servers in the cluster."""
+        return len(self.ps)
+
+    @property
+    def tasks(self) -> tuple[TaskId, ...]:
+        """Every task: chief, workers, ps, evaluator."""
+        return tuple(TaskId(role, index) for role in TASK_TYPES for index in range(len(getattr(self, role))))
+
+    @property
+    def chief_address(self) -> str:
+        """Where the chief serves: its own address, or worker 0's when the cluster names no chief."""
+        return self.chief[0] if self.chief else self.worker[0]
+
+    def check_task(self, task: TaskId) -> None:
+        """Refuses a task that the cluster does not have (an evaluator's entry is optional).
+
+        Raises:
+            ClusterSpecError: names the task and how many of its type there are.
+        """
+        num_tasks = len(getattr(self, task.type))
+        if task.index >= num_tasks and task != TaskId("evaluator", 0):
+            raise ClusterSpecError(
+                f"task {task} is not in the cluster, which has {num_tasks} of type {task.type!r}"
+                + (f" (indices 0 to {num_tasks - 1})" if num_tasks else "")
+            )
+
+    def address(self, task: TaskId) -> str:
+        """The address that the cluster gives ``task``.
+
+        Raises:
+            ClusterSpecError: the task has no entry.
+        """
+        addresses: tuple[str, ...] = getattr(self, task.type)
+        if task.index >= len(addresses):
+            raise ClusterSpecError(f"the cluster has no address for {task}")
+        return addresses[task.index]
+
+    def bind_address(self, task: TaskId) -> str:
+        """Where ``task`` listens: its address, or a free port where the chief owns it or there is none."""
+        if task == TaskId("chief", 0):
+            return self.chief_address
+        if task.index >= len(getattr(self, task.type)):
+            return "127.0.0.1:0"
+        address = self.address(task)
+        if task == TaskId("worker", 0) and not self.chief:
+            return f"{address.rpartition(':')[0]}:0"
+        return address

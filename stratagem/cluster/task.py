@@ -1,0 +1,33 @@
+"""Task ids: ``worker:1`` names a task for life, across all its process lives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from stratagem.errors import ClusterSpecError
+
+TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class TaskId:
+    """Type and index of a task; ``str()`` gives ``"worker:1"``."""
+
+    type: str
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> TaskId:
+        """The task named by ``text``.
+
+        Raises:
+            ClusterSpecError: ``text`` is not ``type:index`` with a known type.
+        """
+        task_type, colon, index = text.partition(":")
+        if task_type not in TASK_TYPES or not colon or not index.isascii() or not index.isdigit():
+            known = ", ".join(TASK_TYPES)
+            raise ClusterSpecError(f"expected a task like 'worker:0' (types: {known}), got {text!r}")
+        return cls(task_type, int(index))
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"

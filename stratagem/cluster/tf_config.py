@@ -1,0 +1,161 @@
+"""TF_CONFIG and torchrun's variables: read, written, and checked against one another. Pure, no I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from stratagem.cluster.spec import ClusterSpec, nearest, split_address
+from stratagem.cluster.task import TASK_TYPES, TaskId
+from stratagem.errors import ClusterSpecError
+
+_KEYS = ("cluster", "task", "environment", "job", "rpc_layer")
+_TASK_KEYS = ("type", "index", "trial", "cloud")
+
+
+class Placement(NamedTuple):
+    """A cluster and the place of this process in it."""
+
+    cluster: ClusterSpec
+    task: TaskId | None
+    """None when only the cluster was described."""
+
+
+def parse_tf_config(text: str) -> Placement | None:
+    """What the JSON of TF_CONFIG says; None for a config without a cluster, which means "not distributed".
+
+    Raises:
+        ClusterSpecError: malformed JSON, an unknown role or key, or a task that is not in the cluster.
+    """
+    try:
+        config = json.loads(text) if text.strip() else {}
+    except json.JSONDecodeError as error:
+        raise ClusterSpecError(
+            f"TF_CONFIG is not JSON: {error.msg} at line {error.lineno} column {error.colno}; "
+            f'expected {{"cluster": {{"worker": ["host:port"]}}, "task": {{"type": "worker", "index": 0}}}}, '
+            f"got {text[:200]!r}"
+        ) from None
+    if not isinstance(config, dict):
+        raise ClusterSpecError(f"expected TF_CONFIG to be a JSON object, got {text[:200]!r}")
+    for key in config:
+        if key not in _KEYS:
+            raise ClusterSpecError(f"unknown key {key!r} in TF_CONFIG; {nearest(key, _KEYS)}")
+    if config.get("rpc_layer", "grpc") != "grpc":
+        raise ClusterSpecError(f"expected rpc_layer 'grpc' in TF_CONFIG, got {config['rpc_layer']!r}")
+    task = _parse_task(config["task"]) if "task" in config else None
+    if not config.get("cluster"):
+        return None
+    cluster = ClusterSpec.from_mapping(config["cluster"])
+    if task is not None:
+        cluster.check_task(task)
+    return Placement(cluster, task)
+
+
+def _parse_task(task: object) -> TaskId:
+    if not isinstance(task, dict) or "type" not in task:
+        raise ClusterSpecError(f'expected "task": {{"type": "worker", "index": 0}} in TF_CONFIG, got {task!r}')
+    fields: dict[str, Any] = task
+    for key in fields:
+        if key not in _TASK_KEYS:
+            raise ClusterSpecError(f"unknown key {key!r} in the task of TF_CONFIG; {nearest(key, _TASK_KEYS)}")
+    if fields["type"] not in TASK_TYPES:
+        raise ClusterSpecError(
+            f"unknown task type {fields['type']!r} in TF_CONFIG; {nearest(str(fields['type']), TASK_TYPES)}"
+        )
+    index = fields.get("index", 0)
+    if isinstance(index, bool) or not str(index).isdecimal():
+        raise ClusterSpecError(f"expected a task index like 0 in TF_CONFIG, got {index!r}")
+    return TaskId(fields["type"], int(index))
+
+
+def emit_tf_config(cluster: ClusterSpec, task: TaskId) -> str:
+    """TF_CONFIG for ``task``.
+
+    Raises:
+        ClusterSpecError: the task is not in the cluster.
+    """
+    cluster.check_task(task)
+    return json.dumps({"cluster": cluster.as_dict(), "task": {"type": task.type, "index": task.index}})
+
+
+def torchrun_environment(cluster: ClusterSpec, task: TaskId) -> dict[str, str]:
+    """torchrun's variables for a worker; ranks count workers only. Empty for any other task.
+
+    LOCAL_RANK counts the workers on the same host; MASTER_ADDR and MASTER_PORT are the chief's.
+    """
+    if task.type != "worker":
+        return {}
+    cluster.check_task(task)
+    hosts = [split_address(address)[0] for address in cluster.worker]
+    host, port = split_address(cluster.chief_address)
+    return {
+        "RANK": str(task.index),
+        "WORLD_SIZE": str(cluster.num_workers),
+        "LOCAL_RANK": str(hosts[: task.index].count(hosts[task.index])),
+        "LOCAL_WORLD_SIZE": str(hosts.count(hosts[task.index])),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def parse_torchrun(environ: Mapping[str, str]) -> Placement | None:
+    """The cluster of workers that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; None without RANK.
+
+    Worker 0 is at MASTER_ADDR:MASTER_PORT (there the chief will serve); the others take free ports.
+
+    Raises:
+        ClusterSpecError: a variable is missing or no number, or RANK is not below WORLD_SIZE.
+    """
+    if "RANK" not in environ:
+        return None
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
+        raise ClusterSpecError(f"RANK={environ['RANK']} is set, but not {', '.join(missing)}; set them or unset RANK")
+    numbers = {name: environ[name].strip() for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    for name, value in numbers.items():
+        if not (value.isascii() and value.isdigit()):
+            raise ClusterSpecError(f"expected a whole number in {name}, got {environ[name]!r}")
+    rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ClusterSpecError(f"expected RANK below WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world_size}")
+    address = environ["MASTER_ADDR"]
+    host = f"[{address}]" if ":" in address else address
+    others = ("127.0.0.1:0",) * (world_size - 1)
+    return Placement(ClusterSpec(worker=(f"{host}:{numbers['MASTER_PORT']}", *others)), TaskId("worker", rank))
+
+
+def placement_from_environment(environ: Mapping[str, str]) -> Placement | None:
+    """Where this process stands, by TF_CONFIG, else by torchrun's variables; None: it is not part of a cluster.
+
+    Raises:
+        ClusterSpecError: what is written is not valid, or TF_CONFIG and torchrun's variables disagree.
+    """
+    placement = parse_tf_config(environ.get("TF_CONFIG", ""))
+    if placement is None:
+        return parse_torchrun(environ)
+    if placement.task is not None:
+        _check_agreement(placement.cluster, placement.task, environ)
+    return placement
+
+
+def _check_agreement(cluster: ClusterSpec, task: TaskId, environ: Mapping[str, str]) -> None:
+    if task.type != "worker":
+        if "RANK" in environ:
+            raise ClusterSpecError(
+                f"TF_CONFIG says this process is {task}, which has no rank, but RANK={environ['RANK']} is set "
+                "(ranks count workers); unset one of the two"
+            )
+        return
+    told = torchrun_environment(cluster, task)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name in environ and _normal(environ[name]) != _normal(told[name]):
+            raise ClusterSpecError(
+                f"TF_CONFIG and torchrun's variables disagree: by TF_CONFIG ({task} of {cluster.num_workers} workers, "
+                f"chief at {cluster.chief_address}) {name} is {told[name]}, but {name}={environ[name]} is set; "
+                "unset one of the two"
+            )
+
+
+def _normal(value: str) -> str:
+    value = value.strip().removeprefix("[").removesuffix("]")
+    return "127.0.0.1" if value == "localhost" else value

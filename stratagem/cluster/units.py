@@ -1,0 +1,183 @@
+"""Units of data and updates of weights: the vocabulary that chief, ps and workers share. Pure, no I/O.
+
+A *unit* is the examples a worker takes from the iterator at once. The *plan* of an epoch cuts the
+order of the examples into units once; units are never regrouped. An *update* is one
+``optimizer.step()``: (the units whose gradients it holds, its ordinal within the last of them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Unit:
+    """Identity of a unit, for life."""
+
+    dataset: int
+    """Ordinal of the distributed dataset in the script, starting at 1."""
+    epoch: int
+    """Pass over the dataset, starting at 0."""
+    index: int
+    """Position in the plan of the epoch, starting at 0."""
+
+    def __str__(self) -> str:
+        return f"unit {self.dataset}/{self.epoch}/{self.index}"
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Update:
+    """Identity of one ``optimizer.step()``."""
+
+    units: tuple[Unit, ...]
+    """Units whose gradients are in it, oldest first; empty without a distributed dataset."""
+    ordinal: int
+    """Ordinal of the step within the last unit, starting at 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How every epoch of a dataset is cut into units.
+
+    A unit is one of ``num_slices`` slices of a global batch: contiguous, ceil(batch / num_slices)
+    examples each until the batch is used up (the rule of ``tf.distribute``). A slice without
+    examples is not a unit.
+    """
+
+    num_examples: int
+    """Examples in the dataset."""
+    batch_size: int
+    """Examples in a global batch."""
+    drop_last: bool = False
+    """Leave out a last batch that is not full."""
+    shuffle: bool = True
+    """Whether epochs follow a seeded permutation or the examples' own order."""
+    num_slices: int = 1
+    """Slices of a global batch; 1 when a unit is a whole batch."""
+    staleness: float = math.inf
+    """Staleness bound: 0 synchronous, inf asynchronous."""
+    seed: int = 0
+    """Seed of the permutation."""
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 0 or self.batch_size < 1 or self.num_slices < 1 or not self.staleness >= 0:
+            raise ValueError(f"not a plan: {self}")
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches in an epoch."""
+        if self.drop_last:
+            return self.num_examples // self.batch_size
+        return -(-self.num_examples // self.batch_size)
+
+    def _slices(self, num_examples: int) -> int:
+        """Slices with at least one example in a batch of ``num_examples``."""
+        return -(-num_examples // -(-num_examples // self.num_slices)) if num_examples else 0
+
+    def _batch_examples(self, batch: int) -> int:
+        return min(self.batch_size, self.num_examples - batch * self.batch_size)
+
+    @property
+    def units_per_batch(self) -> int:
+        """Units in a full batch."""
+        return self._slices(self.batch_size)
+
+    @property
+    def num_units(self) -> int:
+        """Units in an epoch."""
+        if self.num_batches == 0:
+            return 0
+        last = self._slices(self._batch_examples(self.num_batches - 1))
+        return (self.num_batches - 1) * self.units_per_batch + last
+
+    def batch_of(self, index: int) -> int:
+        """The global batch that unit ``index`` is a slice of."""
+        self._check(index)
+        return index // self.units_per_batch
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """First and one-past-last position, in the epoch's order of examples, of unit ``index``."""
+        batch, slice_index = self.batch_of(index), index % self.units_per_batch
+        examples = self._batch_examples(batch)
+        per_slice = -(-examples // self.num_slices)
+        start = min(slice_index * per_slice, examples)
+        stop = min(start + per_slice, examples)
+        return batch * self.batch_size + start, batch * self.batch_size + stop
+
+    def unit_examples(self, index: int) -> int:
+        """Examples in unit ``index``."""
+        start, stop = self.bounds(index)
+        return stop - start
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.num_units:
+            raise IndexError(f"unit {index} of {self.num_units}")
+
+
+class UnitBitmap:
+    """A set of unit indices of one epoch, kept as a bitmap (least significant bit of byte 0 is unit 0)."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._bits = int.from_bytes(data, "little")
+
+    @classmethod
+    def of(cls, indices: Iterable[int]) -> UnitBitmap:
+        """The set of ``indices``."""
+        bitmap = cls()
+        for index in indices:
+            bitmap.add(index)
+        return bitmap
+
+    def add(self, index: int) -> bool:
+        """Adds ``index``; False if it was there."""
+        bit = 1 << index
+        new = not self._bits & bit
+        self._bits |= bit
+        return new
+
+    def discard(self, index: int) -> None:
+        """Takes ``index`` out if it is there."""
+        self._bits &= ~(1 << index)
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._bits >> index & 1)
+
+    def __len__(self) -> int:
+        return self._bits.bit_count()
+
+    def __iter__(self) -> Iterator[int]:
+        bits = self._bits
+        while bits:
+            low = bits & -bits
+            yield low.bit_length() - 1
+            bits ^= low
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnitBitmap) and self._bits == other._bits
+
+    def __hash__(self) -> int:
+        return hash(self._bits)
+
+    def __and__(self, other: UnitBitmap) -> UnitBitmap:
+        return self._from_int(self._bits & other._bits)
+
+    def __or__(self, other: UnitBitmap) -> UnitBitmap:
+        return self._from_int(self._bits | other._bits)
+
+    def __sub__(self, other: UnitBitmap) -> UnitBitmap:
+        return self._from_int(self._bits & ~other._bits)
+
+    @classmethod
+    def _from_int(cls, bits: int) -> UnitBitmap:
+        bitmap = cls()
+        bitmap._bits = bits
+        return bitmap
+
+    def to_bytes(self) -> bytes:
+        """The bitmap; no trailing zero bytes."""
+        return self._bits.to_bytes(-(-self._bits.bit_length() // 8), "little")
+
+    def __repr__(self) -> str:
+        return f"UnitBitmap({len(self)} units)"

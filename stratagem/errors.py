@@ -1,0 +1,128 @@
+"""Every error that Stratagem raises on purpose.
+
+    StratagemError
+    ├── ConfigurationError            what the user wrote cannot work (exit code 2)
+    │   └── ClusterSpecError          TF_CONFIG, cluster file or flags describe no valid cluster
+    ├── VariableError                 a variable is unknown, or has another shape or dtype than expected
+    ├── UnsupportedOptimizerError     an optimizer that a ps cannot run
+    ├── NonFiniteGradientError        NaN or Inf in a gradient, under the policy "error"
+    ├── ProtocolError                 a peer broke the rules of the wire (bad frame, sequence gap, too large)
+    │   ├── FrameError                a payload frame that cannot be what it says
+    │   ├── SequenceError             a request out of sequence; names the expected number
+    │   └── LimitError                a request over a limit; names the limit
+    ├── StaleStoreError               the ps went back to a checkpoint; the sender must introduce itself again
+    ├── FencedError                   this process life has been declared dead; it must end
+    ├── PeerUnavailableError          a peer did not answer in time; names the peer
+    ├── ClusterTimeoutError           the cluster did not come up in time; names who is missing
+    ├── JobStoppedError               the chief ended the job; carries the exit code
+    └── CheckpointError               a checkpoint cannot be written or read
+
+A message says what was expected, what came, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class StratagemError(Exception):
+    """Base of all errors raised on purpose. ``reason`` is its name on the wire."""
+
+    reason = "INTERNAL"
+
+
+class ConfigurationError(StratagemError, ValueError):
+    """What the user wrote cannot work. Ends a command with exit code 2."""
+
+    reason = "CONFIGURATION"
+
+
+class ClusterSpecError(ConfigurationError):
+    """The description of the cluster is not valid."""
+
+    reason = "CLUSTER_SPEC"
+
+
+class VariableError(StratagemError):
+    """A variable is unknown, or has another shape or dtype than expected."""
+
+    reason = "VARIABLE"
+
+
+class UnsupportedOptimizerError(StratagemError):
+    """The parameter server cannot run this optimizer."""
+
+    reason = "UNSUPPORTED_OPTIMIZER"
+
+
+class NonFiniteGradientError(StratagemError):
+    """A gradient holds NaN or Inf and the policy is ``"error"``."""
+
+    reason = "NON_FINITE_GRADIENT"
+
+
+class ProtocolError(StratagemError):
+    """A peer broke the rules of the wire."""
+
+    reason = "PROTOCOL"
+
+
+class FrameError(ProtocolError):
+    """A payload frame cannot be what it says."""
+
+    reason = "FRAME"
+
+
+class SequenceError(ProtocolError):
+    """A request came out of sequence."""
+
+    reason = "SEQUENCE"
+
+
+class LimitError(ProtocolError):
+    """A request is over a limit."""
+
+    reason = "LIMIT"
+
+
+class StaleStoreError(StratagemError):
+    """The parameter server went back to a checkpoint since the sender last spoke to it."""
+
+    reason = "STALE_STORE"
+
+
+class FencedError(StratagemError):
+    """This process life has been declared dead by the chief."""
+
+    reason = "FENCED"
+
+
+class PeerUnavailableError(StratagemError):
+    """A peer did not answer in time."""
+
+    reason = "PEER_UNAVAILABLE"
+
+
+class ClusterTimeoutError(StratagemError):
+    """The cluster did not come up in time."""
+
+    reason = "CLUSTER_TIMEOUT"
+
+
+class JobStoppedError(StratagemError):
+    """The chief ended the job.
+
+    Args:
+        message: why, in words.
+        exit_code: with which code this process should end.
+    """
+
+    reason = "JOB_STOPPED"
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class CheckpointError(StratagemError):
+    """A checkpoint cannot be written or read."""
+
+    reason = "CHECKPOINT"

@@ -1,0 +1,45 @@
+"""Client channels: one place for their arguments (measured: PERFORMANCE notes in ``docs/design/grpc.md``)."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+KEEPALIVE_TIME_MS = 2000
+KEEPALIVE_TIMEOUT_MS = 1000
+
+_Option = tuple[str, int | str]
+
+
+def channel_options(max_message_bytes: int = -1) -> list[_Option]:
+    """Arguments of a channel inside the cluster: dead peers noticed within 3 s, large frames, reconnects within 1 s.
+
+    Args:
+        max_message_bytes: largest message accepted; -1 for no limit.
+    """
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_frame_size", (1 << 24) - 1),
+        ("grpc.http2.lookahead_bytes", 16 << 20),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Control and data must not share a connection: a channel with its own pool has its own.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def connect(address: str, *, max_message_bytes: int = -1) -> grpc.Channel:
+    """A channel of its own connection to ``host:port``."""
+    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+def connect_aio(address: str, *, max_message_bytes: int = -1) -> grpc.aio.Channel:
+    """The same for ``grpc.aio``."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))

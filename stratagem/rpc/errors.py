@@ -1,0 +1,186 @@
+"""Domain errors on the wire: one interceptor turns them into status codes, one function turns them back.
+
+The reason travels as ``ErrorInfo`` (``grpcio-status``), so that a client sees the same class that the server raised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from stratagem import errors
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "stratagem"
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+_CODES: dict[type[errors.StratagemError], int] = {
+    errors.LimitError: code_pb2.RESOURCE_EXHAUSTED,
+    errors.SequenceError: code_pb2.FAILED_PRECONDITION,
+    errors.StaleStoreError: code_pb2.FAILED_PRECONDITION,
+    errors.FencedError: code_pb2.PERMISSION_DENIED,
+    errors.ProtocolError: code_pb2.INVALID_ARGUMENT,
+    errors.ConfigurationError: code_pb2.INVALID_ARGUMENT,
+    errors.VariableError: code_pb2.INVALID_ARGUMENT,
+    errors.UnsupportedOptimizerError: code_pb2.INVALID_ARGUMENT,
+    errors.NonFiniteGradientError: code_pb2.INVALID_ARGUMENT,
+    errors.PeerUnavailableError: code_pb2.UNAVAILABLE,
+    errors.ClusterTimeoutError: code_pb2.DEADLINE_EXCEEDED,
+    errors.JobStoppedError: code_pb2.ABORTED,
+    errors.CheckpointError: code_pb2.INTERNAL,
+}
+
+
+def _subclasses(cls: type[errors.StratagemError]) -> Iterator[type[errors.StratagemError]]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _subclasses(sub)
+
+
+_BY_REASON = {cls.reason: cls for cls in _subclasses(errors.StratagemError)}
+
+
+def status_of(error: errors.StratagemError) -> grpc.Status:
+    """The gRPC status that carries ``error``."""
+    code = next((_CODES[cls] for cls in type(error).__mro__ if cls in _CODES), code_pb2.INTERNAL)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if isinstance(error, errors.JobStoppedError):
+        info.metadata["exit_code"] = str(error.exit_code)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=[detail]))
+
+
+def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
+    """The error that the server raised; what the transport says becomes ``PeerUnavailableError``.
+
+    Args:
+        error: what a call raised.
+        peer: task id of the callee, for the message.
+    """
+    info = _error_info(error)
+    call: Any = error
+    if info is not None:
+        cls = _BY_REASON.get(info.reason, errors.StratagemError)
+        if cls is errors.JobStoppedError:
+            return errors.JobStoppedError(call.details(), int(info.metadata["exit_code"]))
+        return cls(call.details())
+    code = call.code()
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.LimitError(f"{peer} refused a message as too large: {call.details()}")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return errors.PeerUnavailableError(f"{peer} cannot be reached ({code.name}: {call.details()})")
+    return errors.StratagemError(f"{peer} failed ({code.name}): {call.details()}")
+
+
+def _error_info(call: Any) -> error_details_pb2.ErrorInfo | None:
+    status = rpc_status.from_call(call)
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return info
+    return None
+
+
+if TYPE_CHECKING:  # generic in the stubs only
+    _Interceptor = grpc.ServerInterceptor[Any, Any]
+    _AioInterceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.ServerInterceptor
+    _AioInterceptor = grpc.aio.ServerInterceptor
+
+
+def _log(method: str, error: BaseException) -> None:
+    if isinstance(error, errors.StratagemError):
+        logger.warning("%s refused: %s", method.rpartition("/")[2], error)
+    else:
+        logger.error("%s failed", method.rpartition("/")[2], exc_info=error)
+
+
+class ErrorInterceptor(_Interceptor):
+    """Sync servers: domain errors raised by a servicer become statuses, and a log line."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+
+        def unary(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return inner(request, context)
+            except errors.StratagemError as error:
+                _log(method, error)
+                context.abort_with_status(status_of(error))
+
+        def streaming(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                yield from inner(request, context)
+            except errors.StratagemError as error:
+                _log(method, error)
+                context.abort_with_status(status_of(error))
+
+        inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+        if handler.unary_unary:
+            return handler._replace(unary_unary=unary)  # type: ignore[no-any-return]
+        if handler.stream_unary:
+            return handler._replace(stream_unary=unary)  # type: ignore[no-any-return]
+        if handler.unary_stream:
+            return handler._replace(unary_stream=streaming)  # type: ignore[no-any-return]
+        return handler._replace(stream_stream=streaming)  # type: ignore[no-any-return]
+
+
+class AioErrorInterceptor(_AioInterceptor):
+    """The same for ``grpc.aio`` servers."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+
+        async def unary(request: Any, context: Any) -> Any:
+            try:
+                return await inner(request, context)
+            except errors.StratagemError as error:
+                _log(method, error)
+                await _abort(context, error)
+
+        async def streaming(request: Any, context: Any) -> Any:
+            try:
+                async for response in inner(request, context):
+                    yield response
+            except errors.StratagemError as error:
+                _log(method, error)
+                await _abort(context, error)
+
+        inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+        if handler.unary_unary:
+            return handler._replace(unary_unary=unary)
+        if handler.stream_unary:
+            return handler._replace(stream_unary=unary)
+        if handler.unary_stream:
+            return handler._replace(unary_stream=streaming)
+        return handler._replace(stream_stream=streaming)
+
+
+async def _abort(context: Any, error: errors.StratagemError) -> None:
+    status = status_of(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)

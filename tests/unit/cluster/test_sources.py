@@ -1,0 +1,166 @@
+"""Flag > environment > YAML > default, with provenance; unknown keys offer the nearest known one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.sources import (
+    ROLES,
+    Layer,
+    cluster_layer,
+    environment_layer,
+    file_layers,
+    flag_layer,
+    gather,
+    resolve,
+)
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import Placement, emit_tf_config
+from stratagem.errors import ConfigurationError
+
+DOCUMENT = {"defaults": {"num_threads": 4, "session_timeout_s": 9.0}, "ps": {"peer_timeout_s": 1}}
+
+
+def test_order_and_provenance() -> None:
+    environ = {"STRATAGEM_PEER_TIMEOUT_S": "2", "STRATAGEM_NUM_THREADS": "3", "STRATAGEM_STALENESS": "1", "PATH": "x"}
+    layers = [
+        flag_layer({"peer_timeout_s": 3.0, "num_threads": None, "task": "ps:0"}),
+        environment_layer(PsConfig, environ),
+        *file_layers("ps", DOCUMENT, "c.yaml"),
+    ]
+    resolved = resolve(PsConfig, layers)
+    assert (resolved.config.peer_timeout_s, resolved.config.num_threads) == (3.0, 3)
+    assert resolved.origins["peer_timeout_s"] == "flag --peer-timeout-s"
+    assert resolved.origins["num_threads"] == "environment STRATAGEM_NUM_THREADS"
+    assert resolved.origins["bind"] == "default"
+    weaker = resolve(PsConfig, [Layer("flag", {"task": "ps:0"}), *file_layers("ps", DOCUMENT, "c.yaml")])
+    assert (weaker.config.peer_timeout_s, weaker.config.num_threads) == (1, 4)
+    assert weaker.origins["peer_timeout_s"] == "c.yaml (ps)"
+    assert weaker.origins["num_threads"] == "c.yaml (defaults)"
+
+
+def test_environment_is_read_as_the_field_s_type() -> None:
+    environ = {"STRATAGEM_STALENESS": "inf", "STRATAGEM_INSECURE": "true", "STRATAGEM_TASK": "worker:0"}
+    config = resolve(WorkerConfig, [environment_layer(WorkerConfig, environ)]).config
+    assert math.isinf(config.staleness)
+    assert config.insecure is True
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_field_can_come_from_the_environment(role: str) -> None:
+    model = ROLES[role]
+    layer = environment_layer(model, {f"STRATAGEM_{name.upper()}": "1" for name in model.model_fields})
+    assert set(layer.values) == set(model.model_fields)
+
+
+@pytest.mark.parametrize("model", [ChiefConfig, PsConfig, WorkerConfig])
+def test_every_field_says_what_it_is(model: type[RoleConfig]) -> None:
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+def test_unknown_variable() -> None:
+    with pytest.raises(ConfigurationError, match=r"STRATAGEM_STALNESS='1'.*did you mean 'STRATAGEM_STALENESS'"):
+        environment_layer(PsConfig, {"STRATAGEM_STALNESS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"chef": {}}, "unknown section 'chef' in c.yaml; did you mean 'chief'"),
+        ({"ps": {"peer_timeout": 1}}, "unknown key 'peer_timeout' in section 'ps' of c.yaml; did you mean"),
+        ({"defaults": {"bnd": 1}}, "unknown key 'bnd' in section 'defaults' of c.yaml; did you mean 'bind'"),
+        ({"ps": 3}, "expected keys and values in section 'ps' of c.yaml, got 3"),
+    ],
+)
+def test_file_refused(document: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        file_layers("worker", document, "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Layer("c.yaml", {"peer_timeout_s": "soon"}), "peer_timeout_s from c.yaml: .*number, got 'soon'"),
+        (Layer("c.yaml", {"insecure": "yes"}), "insecure from c.yaml: .*boolean, got 'yes'"),
+        (Layer("env {NAME}", {"num_threads": "0"}, textual=True), "num_threads from env NUM_THREADS: .*got 0"),
+        (Layer("env {NAME}", {"num_threads": "x"}, textual=True), "num_threads from env NUM_THREADS: .*got 'x'"),
+        (Layer("c.yaml", {"log_format": "xml"}), "log_format from c.yaml: .*'text' or 'json'.*'xml'"),
+        (Layer("c.yaml", {"color": "red"}), "unknown key 'color' in c.yaml"),
+    ],
+)
+def test_wrong_values_name_their_source(layer: Layer, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        resolve(PsConfig, [flag_layer({"task": "ps:0"}), layer])
+
+
+def test_missing_value() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_workers is needed, .*--num-workers"):
+        resolve(ChiefConfig, [])
+
+
+def test_what_a_cluster_says() -> None:
+    cluster = ClusterSpec(worker=("a:1", "b:1"), ps=("p:1",), evaluator=("e:1",))
+    chief = resolve(ChiefConfig, [cluster_layer(cluster, TaskId("chief", 0), "TF_CONFIG")])
+    assert (chief.config.num_workers, chief.config.num_ps, chief.config.evaluator) == (2, 1, True)
+    assert (chief.config.bind, chief.origins["bind"], chief.config.chief) == ("a:1", "TF_CONFIG", "")
+    worker = resolve(WorkerConfig, [cluster_layer(cluster, TaskId("worker", 0), "TF_CONFIG")])
+    assert (worker.config.task, worker.config.bind, worker.config.chief) == ("worker:0", "a:0", "a:1")
+
+
+CLUSTER = ClusterSpec(chief=("c:1",), worker=("a:1", "b:1"), ps=("p:1",))
+
+
+def test_gather_from_the_environment() -> None:
+    environ = {"TF_CONFIG": emit_tf_config(CLUSTER, TaskId("worker", 1)), "STRATAGEM_STALENESS": "2"}
+    resolved, placement = gather("worker", environ)
+    assert isinstance(resolved.config, WorkerConfig)
+    assert (resolved.config.task, resolved.config.chief, resolved.config.staleness) == ("worker:1", "c:1", 2.0)
+    assert resolved.origins["chief"] == "environment TF_CONFIG"
+    assert placement == Placement(CLUSTER, TaskId("worker", 1))
+
+
+def test_gather_from_a_file() -> None:
+    document = {"cluster": CLUSTER.as_dict(), "ps": {"bind": "0.0.0.0:9"}}
+    resolved, _ = gather("ps", {}, {"task": "ps:0", "num_threads": 2}, document, "c.yaml")
+    assert (resolved.config.bind, resolved.config.chief, resolved.config.num_threads) == ("0.0.0.0:9", "c:1", 2)
+    assert (resolved.origins["bind"], resolved.origins["chief"]) == ("c.yaml (ps)", "c.yaml (cluster)")
+
+
+def test_gather_without_a_cluster_is_local() -> None:
+    resolved, placement = gather("worker", {})
+    assert (resolved.config.task, resolved.config.chief, placement) == ("worker:0", "", None)
+
+
+def test_worker_0_can_start_the_chief_it_owns() -> None:
+    cluster = ClusterSpec(worker=("a:1",), ps=("p:1",))
+    environ = {"TF_CONFIG": emit_tf_config(cluster, TaskId("worker", 0))}
+    resolved, _ = gather("chief", environ, {"task": "chief:0"})
+    assert (resolved.config.task, resolved.config.bind) == ("chief:0", "a:1")
+
+
+@pytest.mark.parametrize(
+    ("role", "environ", "flags", "document", "words"),
+    [
+        ("ps", {}, {}, {"cluster": CLUSTER.as_dict()}, "which ps of the cluster is this"),
+        ("ps", {}, {"task": "worker:0"}, {}, "expected a task of type 'ps', got worker:0"),
+        ("ps", {"TF_CONFIG": emit_tf_config(CLUSTER, TaskId("worker", 0))}, {}, {}, "type 'ps', got worker:0"),
+        ("ps", {}, {"task": "ps:1"}, {"cluster": CLUSTER.as_dict()}, "ps:1 is not in the cluster, which has 1"),
+        (
+            "ps",
+            {"TF_CONFIG": emit_tf_config(CLUSTER, TaskId("ps", 0))},
+            {},
+            {"cluster": {"worker": ["z:1"]}},
+            "TF_CONFIG or RANK.*c:1.*c.yaml says.*z:1",
+        ),
+        ("ps", {}, {}, {}, "task is needed"),
+    ],
+)
+def test_gather_refuses(
+    role: str, environ: dict[str, str], flags: dict[str, str], document: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        gather(role, environ, flags, document, "c.yaml")
