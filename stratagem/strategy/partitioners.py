@@ -1,0 +1,113 @@
+"""Partitioners: into how many shards a variable is cut. Axis 0 only, contiguous rows, as in ``tf.distribute``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError
+
+Partitioner = Callable[[Sequence[int], torch.dtype], list[int]]
+"""``(shape, dtype) -> shards per axis``, for example ``[6, 1]``."""
+
+
+def _per_axis(shape: Sequence[int], shards: int) -> list[int]:
+    return [max(1, shards), *[1] * (len(shape) - 1)]
+
+
+class FixedShardsPartitioner:
+    """``min(num_shards, rows)`` shards."""
+
+    def __init__(self, num_shards: int) -> None:
+        if num_shards < 1:
+            raise ConfigurationError(f"expected num_shards of at least 1, got {num_shards}")
+        self._num_shards = num_shards
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+        return _per_axis(shape, min(self._num_shards, shape[0]))
+
+
+class MinSizePartitioner:
+    """As many shards as keep each at ``min_shard_bytes`` or more, at most ``max_shards`` and one a row."""
+
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
+        if min_shard_bytes < 1 or max_shards < 1:
+            raise ConfigurationError(
+                f"expected min_shard_bytes and max_shards of at least 1, got {min_shard_bytes} and {max_shards}"
+            )
+        self._min_shard_bytes = min_shard_bytes
+        self._max_shards = max_shards
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return _per_axis(shape, min(self._max_shards, shape[0], math.ceil(num_bytes / self._min_shard_bytes)))
+
+
+class MaxSizePartitioner:
+    """As few shards as keep each at ``max_shard_bytes`` or less (a row is never cut), at most ``max_shards``."""
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
+        if max_shard_bytes < 1 or (max_shards is not None and max_shards < 1):
+            raise ConfigurationError(
+                f"expected max_shard_bytes and max_shards of at least 1, got {max_shard_bytes} and {max_shards}"
+            )
+        self._max_shard_bytes = max_shard_bytes
+        self._max_shards = max_shards
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+        row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+        rows_per_shard = max(1, self._max_shard_bytes // row_bytes)
+        shards = math.ceil(shape[0] / rows_per_shard)
+        return _per_axis(shape, shards if self._max_shards is None else min(self._max_shards, shards))
+
+
+def shard_rows(rows: int, num_shards: int) -> list[tuple[int, int]]:
+    """``(first_row, num_rows)`` of each shard; the first shards take the remainder: 13 rows / 5 → 3, 3, 3, 2, 2."""
+    small, more = divmod(rows, num_shards)
+    sizes = [small + 1] * more + [small] * (num_shards - more)
+    return [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
+
+
+def place(
+    variables: Sequence[tuple[Sequence[int], torch.dtype]],
+    partitioner: Partitioner | None,
+    load_bytes: list[int],
+) -> list[list[tuple[int, int, int]]]:
+    """Which rows of which variable live on which ps.
+
+    Without a partitioner a variable lies whole on one ps. The largest are placed first, each on the ps that holds the
+    fewest bytes (the first of several); the shards of a cut variable go to the ps in turn, from the emptiest on.
+
+    Args:
+        variables: shape and dtype of each.
+        partitioner: cuts variables of rank 1 and more; never a scalar.
+        load_bytes: bytes that each ps holds; changed in place.
+
+    Returns:
+        for each variable ``(ps, first_row, num_rows)`` of each shard.
+
+    Raises:
+        ConfigurationError: the partitioner cuts another axis than 0, or into no shards at all.
+    """
+    placed: list[list[tuple[int, int, int]]] = [[] for _ in variables]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in variables]
+    for index in sorted(range(len(variables)), key=lambda i: (-sizes[i], i)):
+        shape, dtype = variables[index]
+        rows = shape[0] if shape else 1
+        shards = 1
+        if partitioner is not None and shape and rows:
+            counts = list(partitioner(shape, dtype))
+            if len(counts) != len(shape) or any(count != 1 for count in counts[1:]) or not 1 <= counts[0] <= rows:
+                raise ConfigurationError(
+                    f"a partitioner must cut axis 0 only, into 1 to {rows} shards for shape {list(shape)}; got {counts}"
+                )
+            shards = counts[0]
+        row_bytes = sizes[index] // max(1, rows)
+        by_load = sorted(range(len(load_bytes)), key=lambda ps: (load_bytes[ps], ps))
+        for number, (first_row, num_rows) in enumerate(shard_rows(rows, shards)):
+            ps = by_load[number % len(by_load)]
+            placed[index].append((ps, first_row, num_rows))
+            load_bytes[ps] += num_rows * row_bytes
+    return placed

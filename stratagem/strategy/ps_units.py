@@ -1,0 +1,98 @@
+"""Units under parameter servers: on loan from the chief, matched to steps, closed on every ps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+from stratagem.cluster.units import Plan
+from stratagem.errors import StratagemError
+from stratagem.worker.close_reports import CloseReports
+from stratagem.worker.leases import Grant, LeaseClient
+from stratagem.worker.step_meter import StepMeter
+from stratagem.worker.unit_tracker import ClosedUnit, UnitTracker
+
+
+class LeasedUnits:
+    """Implements :class:`stratagem.data.distributed.UnitSource` with leases.
+
+    Args:
+        plan: the plan of the dataset.
+        lease: borrows its units.
+        tracker: matches units and steps.
+        closes: tells the ps which units are complete.
+        meter: counts steps and examples, times waiting.
+        pull: takes newer weights from the ps.
+        on_begin: hears of each unit before its batch is handed out.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        lease: LeaseClient,
+        tracker: UnitTracker,
+        closes: CloseReports,
+        meter: StepMeter,
+        pull: Callable[[], None],
+        on_begin: Callable[[Grant | None], None],
+    ) -> None:
+        self._bounded = 0 < plan.staleness < math.inf
+        self._lease = lease
+        self._tracker = tracker
+        self._closes = closes
+        self._meter = meter
+        self._pull = pull
+        self._on_begin = on_begin
+        self._clock = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        self._lease.start_epoch(epoch)
+        self._meter.epoch = epoch
+        self._meter.start_clock()
+
+    def next(self, wait: bool) -> Grant | None:
+        grant = self._lease.next(wait=False)
+        if grant is not None or not wait:
+            return grant
+        # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
+        self._close(self._tracker.end())
+        self._closes.flush()
+        with self._meter.exposed("the other workers to finish the epoch"):
+            return self._lease.next(wait=True)
+
+    def holds(self, grant: Grant) -> bool:
+        return self._lease.holds(grant.unit)
+
+    def begin(self, grant: Grant) -> None:
+        if self._bounded:
+            with self._meter.exposed("slower workers (staleness bound)"):
+                self._clock = self._lease.start_step(self._clock)
+                self._pull()
+        elif grant.refresh:
+            with self._meter.exposed("weights of the step that was missed"):
+                self._pull()
+        self._tracker.take(grant.unit)
+        self._on_begin(grant)
+
+    def done(self, grant: Grant) -> None:
+        self._close(self._tracker.leave())
+        self._on_begin(None)
+        self._clock += 1
+        self._meter.step_done(grant.num_examples)
+
+    def end_epoch(self, complete: bool) -> None:
+        self._on_begin(None)
+        if complete:
+            self._pull()  # evaluation after the epoch sees every update of the epoch
+            return
+        # The script left its loop, or failed: a unit it was working on goes back. If it had stepped, the next
+        # worker's update is recognised as a duplicate.
+        self._tracker.abandon()
+        with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
+            self._lease.leave()
+
+    def _close(self, closed: list[ClosedUnit]) -> None:
+        self._closes.add(closed)
+        for close in closed:
+            self._lease.accept(close.unit)

@@ -1,0 +1,176 @@
+"""From models and optimizers to variables on parameter servers: names, groups, placement."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+from stratagem.strategy.partitioners import Partitioner, place
+from stratagem.worker.layout import Layout, VariableSpec
+from stratagem.worker.runtime import WorkerRuntime
+from stratagem.worker.staging import GradientStaging
+from stratagem.worker.variables import RemoteVariables
+
+GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizedVariables:
+    """What one optimizer changes."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[torch.nn.Parameter]
+    variables: RemoteVariables
+    staging: GradientStaging
+
+
+class VariableGroups:
+    """Creates the variables of every ``prepare`` and keeps their copies here up to date.
+
+    Args:
+        runtime: the connections.
+        partitioner: cuts variables; None: each lies whole on one ps.
+        on_backward: called whenever a gradient was accumulated.
+    """
+
+    def __init__(
+        self, runtime: WorkerRuntime, partitioner: Partitioner | None, on_backward: Callable[[], None]
+    ) -> None:
+        self._runtime = runtime
+        self._partitioner = partitioner
+        self._on_backward = on_backward
+        self._load_bytes = [0] * len(runtime.clients)
+        self._all: list[RemoteVariables] = []
+        self._staging: list[GradientStaging] = []
+        self._num_models = 0
+        self._next_group = 0
+
+    def create(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> list[OptimizedVariables]:
+        """Creates or attaches to the variables of ``models``; returns those that each optimizer changes."""
+        names = self._names(models)
+        optimized: list[OptimizedVariables] = []
+        taken: set[int] = set()
+        for optimizer in optimizers:
+            _check_optimizer(optimizer)
+            parameters, groups = _parameters(optimizer, names, taken)
+            variables = self._add(
+                [names[id(parameter)] for parameter in parameters],
+                parameters,
+                groups,
+                type(optimizer).__name__,
+            )
+            staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward)
+            self._staging.append(staging)
+            optimized.append(OptimizedVariables(optimizer, parameters, variables, staging))
+        rest = [
+            (names[id(tensor)], tensor)
+            for model in models
+            for tensor in (*model.parameters(), *_saved_buffers(model))
+            if id(tensor) not in taken
+        ]
+        rest = list({id(tensor): (name, tensor) for name, tensor in rest}.values())
+        if rest:
+            self._add([name for name, _ in rest], [tensor for _, tensor in rest], [0] * len(rest), "")
+        return optimized
+
+    def pull(self) -> None:
+        """Takes newer weights of everything an optimizer changes."""
+        for variables in self._all:
+            if variables.optimized:
+                variables.pull()
+
+    def reattach(self) -> None:
+        """After the ps went back to a checkpoint: forgets what was staged, takes their weights."""
+        for staging in self._staging:
+            staging.reset()
+        for variables in self._all:
+            for client in self._runtime.clients:
+                variables.attach(client, False)
+        self.pull()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward sends nothing."""
+        with contextlib.ExitStack() as stack:
+            for staging in self._staging:
+                stack.enter_context(staging.paused())
+            yield
+
+    def _add(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], param_groups: Sequence[int], optimizer: str
+    ) -> RemoteVariables:
+        first_group = self._next_group
+        self._next_group += GROUPS_PER_OPTIMIZER
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        specs = [
+            VariableSpec(name, tuple(tensor.shape), tensor.dtype, first_group + dtypes.index(tensor.dtype), param_group)
+            for name, tensor, param_group in zip(names, tensors, param_groups, strict=True)
+        ]
+        shapes = [(spec.shape, spec.dtype) for spec in specs]
+        rows = place(shapes, self._partitioner, self._load_bytes)
+        layout = Layout(specs, rows, len(self._runtime.clients), self._runtime.config.frame_bytes)
+        variables = RemoteVariables(
+            self._runtime.clients,
+            layout,
+            [tensor.data for tensor in tensors] if not optimizer else list(tensors),
+            {first_group + index: optimizer for index in range(len(dtypes))},
+            self._runtime.is_lead,
+            self._runtime.config.start_timeout_s,
+        )
+        variables.create_or_attach()
+        self._all.append(variables)
+        return variables
+
+    def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
+        """Names as in ``state_dict``; of several models, with the prefix "model0.", "model1.", …"""
+        plain = self._num_models == 0 and len(models) == 1
+        names: dict[int, str] = {}
+        for model in models:
+            prefix = "" if plain else f"model{self._num_models}."
+            self._num_models += 1
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                names.setdefault(id(tensor), prefix + name)
+        return names
+
+
+def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    saved = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], taken: set[int]
+) -> tuple[list[torch.nn.Parameter], list[int]]:
+    parameters: list[torch.nn.Parameter] = []
+    groups: list[int] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigurationError(
+                    f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that "
+                    "is in none of the models given to prepare; pass its model in the same call"
+                )
+            if id(parameter) in taken:
+                raise ConfigurationError(
+                    f"{names[id(parameter)]} belongs to two optimizers; a ps keeps one optimizer state for it"
+                )
+            taken.add(id(parameter))
+            parameters.append(parameter)
+            groups.append(index)
+    return parameters, groups
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what cannot be named on the wire; the ps itself refuses what it cannot run."""
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is not cls:
+        raise UnsupportedOptimizerError(
+            f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
+            "a parameter server runs optimizers by name, and cannot run code of yours"
+        )

@@ -1,0 +1,92 @@
+"""What a strategy's constructor does in each kind of task, and how a script's end reaches the chief."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from types import TracebackType
+from typing import cast
+
+from stratagem.chief.__main__ import run as run_chief
+from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.resolvers import ClusterResolver
+from stratagem.cluster.sources import cluster_layer, environment_layer, gather, resolve
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import ConfigurationError
+from stratagem.ps.__main__ import run as run_ps
+from stratagem.rpc.logs import configure_logging
+from stratagem.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+
+def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec]:
+    """The configuration of this worker. In a task that is no worker: serves until the job ends, then exits.
+
+    Raises:
+        ConfigurationError: there is no cluster to join.
+    """
+    task, cluster = _place(resolver)
+    if task.type in ("chief", "ps"):
+        raise SystemExit(_serve(task, cluster, resolver))
+    if not logging.getLogger("stratagem").handlers:
+        configure_logging(str(task))
+    config = cast(WorkerConfig, _config(task, cluster, resolver))
+    return config, cluster
+
+
+def _place(resolver: ClusterResolver | None) -> tuple[TaskId, ClusterSpec]:
+    if resolver is None:
+        placement = placement_from_environment(os.environ)
+        task, cluster = (placement.task, placement.cluster) if placement else (None, None)
+    else:
+        task, cluster = resolver.task, resolver.cluster_spec()
+    if cluster is None:
+        raise ConfigurationError(
+            "there is no cluster to join: neither TF_CONFIG nor RANK is set. Start the script with "
+            "`stratagem run --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG for each task"
+        )
+    if task is None:
+        raise ConfigurationError(
+            'which task is this? Set "task" in TF_CONFIG, or task_type and task_id of the resolver'
+        )
+    return task, cluster
+
+
+def _config(
+    task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None
+) -> ChiefConfig | PsConfig | WorkerConfig:
+    if resolver is None:
+        resolved, _ = gather(task.type, os.environ)
+        return cast(ChiefConfig | PsConfig | WorkerConfig, resolved.config)
+    models: dict[str, type[RoleConfig]] = {"chief": ChiefConfig, "ps": PsConfig}
+    model = models.get(task.type, WorkerConfig)
+    layers = [environment_layer(model, os.environ), cluster_layer(cluster, task, "cluster_resolver")]
+    return cast(ChiefConfig | PsConfig | WorkerConfig, resolve(model, layers).config)
+
+
+def _serve(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None) -> int:
+    configure_logging(str(task))
+    config = _config(task, cluster, resolver)
+    if isinstance(config, ChiefConfig):
+        logger.info("the chief is not a replica: the cluster trains with %d workers", cluster.num_workers)
+        return run_chief(config)
+    assert isinstance(config, PsConfig)
+    return run_ps(config)
+
+
+def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
+    """Tells the chief how the script ended when this process ends by itself (``python train.py``)."""
+    failure: list[str] = []
+    previous = sys.excepthook
+
+    def on_exception(cls: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        failure.append(f"{cls.__name__}: {error}")
+        previous(cls, error, traceback)
+
+    sys.excepthook = on_exception
+    atexit.register(lambda: runtime.goodbye(1 if failure else 0, failure[0] if failure else ""))

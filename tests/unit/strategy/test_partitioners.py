@@ -1,0 +1,71 @@
+"""Partitioners and placement; the numbers are those of SEMANTICS.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    place,
+    shard_rows,
+)
+
+F32 = torch.float32
+
+
+def test_rows_of_shards() -> None:
+    assert [rows for _, rows in shard_rows(13, 5)] == [3, 3, 3, 2, 2]
+    assert [first for first, _ in shard_rows(10, 4)] == [0, 3, 6, 8]
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_shards_are_contiguous_and_complete(rows: int, shards: int) -> None:
+    cut = shard_rows(rows, min(rows, shards))
+    assert [first for first, _ in cut] == [sum(n for _, n in cut[:i]) for i in range(len(cut))]
+    assert sum(n for _, n in cut) == rows
+    assert max(n for _, n in cut) - min(n for _, n in cut) <= 1
+
+
+def test_fixed_shards() -> None:
+    assert FixedShardsPartitioner(4)([6, 1], F32) == [4, 1]
+    assert FixedShardsPartitioner(9)([6, 1], F32) == [6, 1]
+
+
+def test_min_size() -> None:
+    assert MinSizePartitioner(4, 6)([6, 1], F32) == [6, 1]
+    assert MinSizePartitioner(4, 2)([6, 1], F32) == [2, 1]
+    assert MinSizePartitioner(4, 10)([6, 1], F32) == [6, 1]
+    assert MinSizePartitioner()([6, 1], F32) == [1, 1]
+
+
+def test_max_size() -> None:
+    assert MaxSizePartitioner(4)([6, 1], F32) == [6, 1]
+    assert MaxSizePartitioner(8)([6, 1], F32) == [3, 1]
+    assert MaxSizePartitioner(4, 2)([6, 1], F32) == [2, 1]
+    assert MaxSizePartitioner(1024)([6, 1], F32) == [1, 1]
+    assert MaxSizePartitioner(1)([6, 4], F32) == [6, 1]
+
+
+def test_largest_first_on_the_emptiest() -> None:
+    sizes = [[10], [100], [60], [50]]
+    load = [0, 0]
+    placed = place([(size, F32) for size in sizes], None, load)
+    assert placed == [[(0, 0, 10)], [(0, 0, 100)], [(1, 0, 60)], [(1, 0, 50)]]
+    assert load == [440, 440]
+
+
+def test_scalars_are_never_cut() -> None:
+    assert place([([], F32)], FixedShardsPartitioner(4), [0, 0]) == [[(0, 0, 1)]]
+
+
+def test_other_axes_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="axis 0"):
+        place([([4, 4], F32)], lambda shape, dtype: [1, 2], [0])
+    with pytest.raises(ConfigurationError, match="num_shards"):
+        FixedShardsPartitioner(0)

@@ -1,0 +1,74 @@
+"""Units and steps: plain loops, several steps a batch, accumulation, skipped batches."""
+
+from __future__ import annotations
+
+from stratagem.cluster.units import Unit, Update
+from stratagem.worker.unit_tracker import ClosedUnit, UnitTracker
+
+A, B, C = (Unit(1, 0, index) for index in range(3))
+
+
+def test_plain_loop() -> None:
+    tracker = UnitTracker()
+    tracker.take(A)
+    tracker.backward()
+    assert tracker.step() == Update((A,), 0)
+    assert tracker.stepped() == []
+    assert tracker.leave() == [ClosedUnit(A, 1)]
+
+
+def test_two_optimizers_a_batch() -> None:
+    tracker = UnitTracker()
+    tracker.take(A)
+    for ordinal in range(2):
+        tracker.backward()
+        assert tracker.step() == Update((A,), ordinal)
+        tracker.stepped()
+    assert tracker.leave() == [ClosedUnit(A, 2)]
+
+
+def test_accumulation_spans_units() -> None:
+    tracker = UnitTracker()
+    for unit in (A, B):
+        tracker.take(unit)
+        tracker.backward()
+        assert tracker.leave() == []
+    tracker.take(C)
+    tracker.backward()
+    assert tracker.open_units == (A, B, C)
+    assert tracker.step() == Update((A, B, C), 0)
+    assert tracker.stepped() == [ClosedUnit(A, 1), ClosedUnit(B, 1)]
+    assert tracker.leave() == [ClosedUnit(C, 1)]
+
+
+def test_a_batch_without_backward_is_complete() -> None:
+    tracker = UnitTracker()
+    tracker.take(A)
+    assert tracker.leave() == [ClosedUnit(A, 0)]
+
+
+def test_gradients_left_over_at_the_end_are_dropped() -> None:
+    tracker = UnitTracker()
+    tracker.take(A)
+    tracker.backward()
+    assert tracker.leave() == []
+    tracker.take(B)
+    tracker.backward()
+    assert tracker.end() == [ClosedUnit(A, 0), ClosedUnit(B, 0)]
+    assert tracker.open_units == ()
+
+
+def test_without_a_dataset_updates_have_no_unit() -> None:
+    tracker = UnitTracker()
+    tracker.backward()
+    assert tracker.step() == Update((), 0)
+
+
+def test_abandon_forgets_everything() -> None:
+    tracker = UnitTracker()
+    tracker.take(A)
+    tracker.backward()
+    tracker.leave()
+    tracker.take(B)
+    assert tracker.abandon() == (A, B)
+    assert tracker.leave() == []

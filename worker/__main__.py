@@ -1,0 +1,67 @@
+"""``python -m stratagem.worker SCRIPT [ARGS…]``: a training script as a worker of the cluster in TF_CONFIG."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+
+from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.sources import gather
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.logs import configure_logging
+from stratagem.worker.runtime import active_runtime
+from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
+
+EXIT_TERMINATED = 143
+
+
+def run(config: WorkerConfig, script: str, arguments: Sequence[str]) -> int:
+    """Runs the script and says goodbye to the chief. Returns the exit code.
+
+    The script's traceback goes to stderr first, then one line that names the task.
+    """
+    configure_logging(config.task, config.log_format)
+    torch.set_num_threads(config.num_threads)
+    signal.signal(signal.SIGTERM, _on_terminate)
+    outcome = run_script(script, arguments)
+    runtime = active_runtime()
+    reason = runtime.stop_reason() if runtime is not None else None
+    if outcome.exit_code == EXIT_SCRIPT_FAILED and reason is not None and str(reason) not in outcome.message:
+        # The script failed because the job was already over for it: say so.
+        outcome = Outcome(outcome.exit_code, f"{outcome.message} [{reason}]", outcome.traceback)
+    if outcome.traceback:
+        sys.stderr.write(outcome.traceback)
+    if outcome.message:
+        print(f"{config.task}: {outcome.message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if runtime is not None:
+        runtime.goodbye(outcome.exit_code, outcome.message)
+    return outcome.exit_code
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_TERMINATED)
+
+
+def main() -> int:
+    """The command line of ``python -m stratagem.worker``."""
+    if len(sys.argv) < 2:
+        print("usage: python -m stratagem.worker SCRIPT [ARGS…]", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        resolved, _ = gather("worker", os.environ)
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    assert isinstance(resolved.config, WorkerConfig)
+    return run(resolved.config, sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

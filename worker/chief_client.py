@@ -1,0 +1,104 @@
+"""Calls to the chief, repeated while it restarts. All of them may be repeated without harm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from stratagem.cluster.units import Plan
+from stratagem.errors import PeerUnavailableError
+from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2
+from stratagem.rpc.session import SessionClient
+
+_Reply = TypeVar("_Reply")
+
+PATIENCE_S = 10.0  # a call that waits for other workers is repeated this often, to see the end of the job
+
+
+class ChiefClient:
+    """The worker's side of the ``Chief`` service.
+
+    Args:
+        session: the session; its channel carries the calls, its end ends them.
+        timeout_s: seconds the chief may be away.
+    """
+
+    def __init__(self, session: SessionClient, timeout_s: float) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._stub = chief_pb2_grpc.ChiefStub(session.channel)
+
+    @property
+    def _sender(self) -> common_pb2.Sender:
+        return common_pb2.Sender(task=self._session.task, incarnation=self._session.incarnation)
+
+    def open_dataset(self, dataset: int, plan: Plan) -> int:
+        """Registers the plan; returns the seed of its permutations."""
+        request = chief_pb2.OpenDatasetRequest(
+            sender=self._sender,
+            dataset=dataset,
+            num_examples=plan.num_examples,
+            batch_size=plan.batch_size,
+            drop_last=plan.drop_last,
+            shuffle=plan.shuffle,
+            num_slices=plan.num_slices,
+            staleness=plan.staleness,
+        )
+        return self._call(self._stub.OpenDataset, request).seed
+
+    def next_units(
+        self, dataset: int, epoch: int, accepted: Sequence[int], held: Sequence[int], want: int, wait: bool
+    ) -> chief_pb2.NextUnitsReply:
+        """Reports accepted units and borrows up to ``want`` further ones."""
+        request = chief_pb2.NextUnitsRequest(
+            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, held=held, want=want, wait=wait
+        )
+        return self._call(self._stub.NextUnits, request, patient=wait)
+
+    def start_step(self, dataset: int, epoch: int, accepted: Sequence[int], clock: int) -> int:
+        """Waits until the staleness bound lets this worker start; returns its clock."""
+        request = chief_pb2.StartStepRequest(
+            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, clock=clock
+        )
+        return self._call(self._stub.StartStep, request, patient=True).clock
+
+    def leave_epoch(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
+        """Gives back what was borrowed for an epoch."""
+        request = chief_pb2.LeaveEpochRequest(sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted)
+        self._call(self._stub.LeaveEpoch, request)
+
+    def save_checkpoint(self, directory: str) -> tuple[str, int]:
+        """Takes a checkpoint of all ps; returns its path and step."""
+        reply = self._call(
+            self._stub.SaveCheckpoint, chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
+        )
+        return reply.path, reply.step
+
+    def status(self) -> chief_pb2.GetStatusReply:
+        """What every task is doing."""
+        return self._call(self._stub.GetStatus, chief_pb2.GetStatusRequest())
+
+    def _call(self, method: Callable[..., _Reply], request: Any, patient: bool = False) -> _Reply:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            self._session.raise_if_stopped()
+            try:
+                return method(request, timeout=PATIENCE_S if patient else self._timeout_s)
+            except grpc.RpcError as rpc_error:
+                code: Any = rpc_error
+                if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    deadline = time.monotonic() + self._timeout_s
+                    continue
+                error = error_from_rpc(rpc_error, "chief")
+                self._session.raise_if_stopped()
+                if not isinstance(error, PeerUnavailableError):
+                    raise error from None
+                if time.monotonic() > deadline:
+                    raise PeerUnavailableError(
+                        f"{self._session.task} could not reach the chief for {self._timeout_s:.0f} s: {error}"
+                    ) from None
+                self._session.wait_stopped(0.1)

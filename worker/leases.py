@@ -1,0 +1,93 @@
+"""Units on loan to this worker, and the report of what was accepted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from stratagem.cluster.units import Unit
+from stratagem.rpc.generated import chief_pb2
+from stratagem.worker.chief_client import ChiefClient
+
+
+@dataclasses.dataclass(frozen=True)
+class Grant:
+    """A unit on loan."""
+
+    unit: Unit
+    num_examples: int
+    step: int = 0
+    """Staleness 0: the step of the job it is a slice of; 0 otherwise."""
+    step_units: tuple[Unit, ...] = ()
+    """Staleness 0: the units of all slices of the step, in slice order."""
+    refresh: bool = False
+    """Pull weights before computing: this worker had no part in the last step."""
+
+
+class LeaseClient:
+    """Borrows units of one dataset.
+
+    Args:
+        chief: the chief.
+        dataset: ordinal of the dataset.
+        ahead: units to borrow at once.
+    """
+
+    def __init__(self, chief: ChiefClient, dataset: int, ahead: int) -> None:
+        self._chief = chief
+        self._dataset = dataset
+        self._ahead = ahead
+        self._epoch = 0
+        self._ready: collections.deque[Grant] = collections.deque()
+        self._accepted: list[int] = []
+        self._held: dict[Unit, chief_pb2.Grant] = {}
+
+    def start_epoch(self, epoch: int) -> None:
+        """The following calls are about this pass over the dataset."""
+        self._epoch = epoch
+
+    def next(self, wait: bool) -> Grant | None:
+        """The next unit; None when the epoch is closed, or (without ``wait``) when there is none right now."""
+        if not self._ready:
+            accepted, self._accepted = self._accepted, []
+            held = [unit.index for unit in self._held if unit.epoch == self._epoch]
+            try:
+                reply = self._chief.next_units(self._dataset, self._epoch, accepted, held, self._ahead, wait)
+            except BaseException:
+                self._accepted = accepted + self._accepted
+                raise
+            for grant in reply.grants:
+                unit = Unit(grant.unit.dataset, grant.unit.epoch, grant.unit.index)
+                self._held[unit] = grant
+                steps = tuple(Unit(unit.dataset, unit.epoch, index) for index in grant.step_units)
+                self._ready.append(Grant(unit, grant.num_examples, grant.step, steps, grant.refresh))
+        return self._ready.popleft() if self._ready else None
+
+    def accept(self, unit: Unit) -> None:
+        """Every ps has the unit's updates; the chief hears of it with the next call."""
+        if self._held.pop(unit, None) is not None:
+            self._accepted.append(unit.index)
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether the unit is on loan to this worker."""
+        return unit in self._held
+
+    def start_step(self, clock: int) -> int:
+        """Waits for the staleness bound; returns the clock the chief holds for this worker."""
+        accepted, self._accepted = self._accepted, []
+        try:
+            return self._chief.start_step(self._dataset, self._epoch, accepted, clock)
+        except BaseException:
+            self._accepted = accepted + self._accepted
+            raise
+
+    def leave(self) -> None:
+        """Gives back everything that is not accepted."""
+        accepted, self._accepted = self._accepted, []
+        self._ready.clear()
+        self._held.clear()
+        self._chief.leave_epoch(self._dataset, self._epoch, accepted)
+
+    def held(self) -> list[chief_pb2.Grant]:
+        """Units on loan, for a chief that restarted."""
+        return list(self._held.values())

@@ -1,0 +1,134 @@
+"""A worker in a cluster: its session, its server, its connections. What a strategy holds while a script trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from stratagem.cluster.config import ChiefConfig, WorkerConfig
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.errors import JobStoppedError, StratagemError
+from stratagem.rpc.generated import chief_pb2, worker_pb2_grpc
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.server import RunningServer, serve
+from stratagem.rpc.session import SessionClient
+from stratagem.worker.chief_client import ChiefClient
+from stratagem.worker.chief_process import ChiefProcess
+from stratagem.worker.leases import LeaseClient
+from stratagem.worker.ps_client import PsClient
+from stratagem.worker.servicer import SERVICE, WorkerServicer
+from stratagem.worker.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
+
+_newest: WorkerRuntime | None = None
+
+
+def active_runtime() -> WorkerRuntime | None:
+    """The runtime of this process, if a strategy has joined a cluster."""
+    return _newest
+
+
+class WorkerRuntime:
+    """Joins the cluster, waits until it is complete, and connects to every ps.
+
+    Args:
+        config: this worker's configuration.
+        cluster: the cluster.
+    """
+
+    def __init__(self, config: WorkerConfig, cluster: ClusterSpec) -> None:
+        global _newest
+        self.config = config
+        self.cluster = cluster
+        self.task = TaskId.parse(config.task)
+        self.meter = StepMeter()
+        self.bytes = BytesMeter()
+        self.leases: list[LeaseClient] = []
+        self.clients: Sequence[PsClient] = ()
+        self._chief_process = self._spawn_chief()
+        self._server: RunningServer = serve(
+            config.bind,
+            lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(), server),
+            services=[SERVICE],
+            max_threads=4,
+            max_message_bytes=config.max_message_bytes,
+            insecure=config.insecure,
+        )
+        self.session = SessionClient(
+            config.chief,
+            config.task,
+            self._server.address,
+            progress=self.meter.progress,
+            held=self._held,
+            chief_timeout_s=config.peer_timeout_s,
+        )
+        self.chief = ChiefClient(self.session, config.peer_timeout_s)
+        self._ended = False
+        _newest = self
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self) -> None:
+        self.session.start(self.config.start_timeout_s)
+        self.session.wait_ready(self.config.start_timeout_s)
+        self.clients = [
+            PsClient(self.session, index, self.bytes, self.config.peer_timeout_s)
+            for index in range(self.cluster.num_ps)
+        ]
+        for client in self.clients:
+            client.connect()
+        self._server.set_serving(True)
+        logger.info("Cluster is ready: %d workers, %d ps", self.cluster.num_workers, self.cluster.num_ps)
+
+    def is_lead(self) -> bool:
+        """Whether this is the lowest live worker."""
+        return self.session.membership.lead == self.config.task
+
+    def goodbye(self, exit_code: int, message: str = "") -> None:
+        """Ends this worker's part of the job. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        self.session.goodbye(exit_code, message)
+        self.close(exit_code)
+
+    def close(self, exit_code: int = 1) -> None:
+        """Frees connections, server and threads."""
+        global _newest
+        self._ended = True
+        for client in self.clients:
+            client.close("this worker has ended")
+        self.session.close()
+        self._server.stop(0.2)
+        if self._chief_process is not None:
+            # The other workers may need the chief for longer than this one.
+            self._chief_process.wait(self.config.start_timeout_s if exit_code == 0 else 1.0)
+            self._chief_process = None
+        if _newest is self:
+            _newest = None
+
+    def stop_reason(self) -> StratagemError | None:
+        """Why the session ended, if it did by the chief's will; None when it did not or the job was simply done."""
+        reason = self.session.stopped
+        return None if isinstance(reason, JobStoppedError) and reason.exit_code == 0 else reason
+
+    def _held(self) -> list[chief_pb2.Grant]:
+        return [grant for lease in self.leases for grant in lease.held()]
+
+    def _spawn_chief(self) -> ChiefProcess | None:
+        if self.cluster.chief or self.task != TaskId("worker", 0):
+            return None
+        return ChiefProcess(
+            ChiefConfig(
+                bind=self.cluster.chief_address,
+                num_workers=self.cluster.num_workers,
+                num_ps=self.cluster.num_ps,
+                insecure=self.config.insecure,
+                log_format=self.config.log_format,
+            )
+        )

@@ -1,0 +1,103 @@
+"""Runs a user's training script in this process and turns its end into an exit code and words a person can use."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+
+from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+
+EXIT_DONE = 0
+EXIT_SCRIPT_FAILED = 1
+EXIT_USAGE = 2
+
+_OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a script ended."""
+
+    exit_code: int
+    message: str = ""
+    """One paragraph about a failure; empty on success."""
+    traceback: str = ""
+    """Frames of the user's code only; empty where they would not help."""
+
+
+def run_script(script: str, arguments: Sequence[str]) -> Outcome:
+    """Runs ``script`` as ``__main__`` with ``arguments`` in ``sys.argv``.
+
+    A script that raises an error of its own gets its traceback, without the frames of the runner. One of our errors
+    gets its message and the line of the script where it happened.
+    """
+    if not os.path.isfile(script):
+        return Outcome(EXIT_USAGE, f"there is no script {script!r}; the working directory is {os.getcwd()}")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        return _of_exit(error)
+    except KeyboardInterrupt:
+        return Outcome(130, "interrupted")
+    except StratagemError as error:
+        return _of_ours(error)
+    except BaseException as error:
+        frames = _script_frames(error.__traceback__, script)
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        return Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}", text)
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    return Outcome(EXIT_DONE)
+
+
+def _of_exit(error: SystemExit) -> Outcome:
+    if error.code is None:
+        return Outcome(EXIT_DONE)
+    if isinstance(error.code, int):
+        return Outcome(error.code, "" if error.code == 0 else f"the script exited with code {error.code}")
+    return Outcome(EXIT_SCRIPT_FAILED, str(error.code))
+
+
+def _of_ours(error: StratagemError) -> Outcome:
+    if isinstance(error, JobStoppedError):
+        return Outcome(error.exit_code, str(error))
+    code = EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_SCRIPT_FAILED
+    return Outcome(code, f"{type(error).__name__}: {error}{_place(error.__traceback__)}")
+
+
+def _place(frames: TracebackType | None) -> str:
+    """The innermost line that is neither ours nor of an installed library."""
+    place = ""
+    for frame in traceback.extract_tb(frames):
+        file = os.path.realpath(frame.filename)
+        if os.path.isfile(file) and not _is_library(file):
+            place = f" (at {frame.filename}:{frame.lineno}, in {frame.name})"
+    return place
+
+
+def _is_library(file: str) -> bool:
+    ours = (os.path.join(_OUR_FOLDER, name) + os.sep for name in ("stratagem", "worker", "ps", "chief"))
+    return (
+        any(map(file.startswith, ours))
+        or os.path.realpath(os.__file__).rpartition(os.sep)[0] in file
+        or ("site-packages" in file)
+    )
+
+
+def _script_frames(frames: TracebackType | None, script: str) -> TracebackType | None:
+    """The traceback from the script's first frame on."""
+    target = os.path.realpath(script)
+    walk = frames
+    while walk is not None:
+        if os.path.realpath(walk.tb_frame.f_code.co_filename) == target:
+            return walk
+        walk = walk.tb_next
+    return frames
