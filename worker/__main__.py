@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -16,8 +18,11 @@ from stratagem.errors import ConfigurationError
 from stratagem.rpc.logs import configure_logging
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
+from stratagem.worker.step_meter import active_meter
 
 EXIT_TERMINATED = 143
+REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
+"""Environment variable of `stratagem run`: the file for this worker's report."""
 
 
 def run(config: WorkerConfig, script: str, arguments: Sequence[str]) -> int:
@@ -40,9 +45,17 @@ def run(config: WorkerConfig, script: str, arguments: Sequence[str]) -> int:
         print(f"{config.task}: {outcome.message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    _write_report()
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message)
     return outcome.exit_code
+
+
+def _write_report() -> None:
+    """Leaves the counts of this worker where the launcher asked for them."""
+    path, meter = os.environ.get(REPORT_VARIABLE), active_meter()
+    if path and meter is not None:
+        Path(path).write_text(json.dumps(meter.report()))
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:

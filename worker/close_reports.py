@@ -47,5 +47,5 @@ class CloseReports:
         for client in self._clients:
             closes = self.for_ps(client.index)
             if len(closes) >= at_least:
-                client.call("CloseUnits", ps_pb2.CloseUnitsRequest(closes=closes), sequenced=True)
+                client.call("CloseUnits", ps_pb2.CloseUnitsRequest(closes=closes))
                 self.acknowledged(client.index, len(closes))

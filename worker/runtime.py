@@ -94,6 +94,8 @@ class WorkerRuntime:
         if self._ended:
             return
         self._ended = True
+        for client in self.clients:
+            client.close("this worker has ended")
         self.session.goodbye(exit_code, message)
         self.close(exit_code)
 

@@ -6,16 +6,29 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
+
+import torch
 
 from stratagem.rpc.generated import chief_pb2
 
 SMOOTHING = 0.9  # weight of the past in the running means: about the last ten steps
 
 
+_active: StepMeter | None = None
+
+
+def active_meter() -> StepMeter | None:
+    """The meter of the newest strategy in this process."""
+    return _active
+
+
 class StepMeter:
-    """Counts steps and examples and keeps running means of their times. Thread-safe."""
+    """Counts steps and examples and keeps running means of their times. Thread-safe. The newest is the active one."""
 
     def __init__(self) -> None:
+        global _active
+        _active = self
         self._lock = threading.Lock()
         self.steps = 0
         self.examples = 0
@@ -28,7 +41,8 @@ class StepMeter:
         self._last_end: float | None = None
         self._waiting_on = ""
         self._waiting_since = 0.0
-        self.loss: float | None = None
+        self.newest_loss: torch.Tensor | None = None
+        """Read only when somebody asks: reading waits for a GPU."""
         self.epoch = 0
         self.metrics: dict[str, float] = {}
 
@@ -71,15 +85,28 @@ class StepMeter:
         """Part of all step time so far that waited for communication, 0 to 1."""
         return self.total_exposed_s / self.total_s if self.total_s else 0.0
 
+    def report(self) -> dict[str, Any]:
+        """What this process did, for ``stratagem run --summary``: counts, newest loss and metrics, seconds."""
+        with self._lock:
+            return {
+                "steps": self.steps,
+                "examples": self.examples,
+                "loss": None if self.newest_loss is None else float(self.newest_loss),
+                "metrics": dict(self.metrics),
+                "skipped": self.skipped,
+                "step_time_s": self.total_s,
+                "exposed_communication_s": self.total_exposed_s,
+            }
+
     def progress(self) -> chief_pb2.Progress:
         """What a heartbeat says."""
         with self._lock:
-            waiting = self._waiting_on
+            waiting, loss = self._waiting_on, self.newest_loss
             return chief_pb2.Progress(
                 step=self.steps,
                 examples=self.examples,
-                loss=self.loss or 0.0,
-                has_loss=self.loss is not None,
+                loss=0.0 if loss is None else float(loss),
+                has_loss=loss is not None,
                 epoch=self.epoch,
                 step_s=self._step_s,
                 exposed_s=self._exposed_s,

@@ -79,7 +79,7 @@ class RemoteVariables:
     def attach(self, client: PsClient, can_initialize: bool) -> None:
         """Tells one ps which shards it holds; assigns their values where this worker is asked to."""
         request = ps_pb2.CreateVariablesRequest(groups=self._specs(client.index), can_initialize=can_initialize)
-        reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request, sequenced=True)
+        reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
         if reply.initialize:
             self.assign(client, list(reply.initialize))
 

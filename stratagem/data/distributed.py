@@ -13,6 +13,7 @@ from stratagem.cluster.units import Plan, Unit
 from stratagem.data.loaders import Batches, rebuild, to_device
 from stratagem.data.order import epoch_order
 from stratagem.worker.leases import Grant
+from stratagem.worker.step_meter import StepMeter
 
 
 class UnitSource(Protocol):
@@ -98,16 +99,25 @@ class DistributedDataset:
 
 
 class LocalUnits:
-    """Every unit of every epoch, in order: one process alone."""
+    """Every unit of every epoch, in order: one process alone.
 
-    def __init__(self, plan: Plan, ordinal: int) -> None:
+    Args:
+        plan: the plan of the dataset.
+        ordinal: ordinal of the dataset.
+        meter: counts steps and examples.
+    """
+
+    def __init__(self, plan: Plan, ordinal: int, meter: StepMeter) -> None:
         self._plan = plan
+        self._meter = meter
         self._ordinal = ordinal
         self._epoch = 0
         self._next = 0
 
     def start_epoch(self, epoch: int) -> None:
         self._epoch, self._next = epoch, 0
+        self._meter.epoch = epoch
+        self._meter.start_clock()
 
     def next(self, wait: bool) -> Grant | None:
         if self._next >= self._plan.num_units:
@@ -123,7 +133,7 @@ class LocalUnits:
         pass
 
     def done(self, grant: Grant) -> None:
-        pass
+        self._meter.step_done(grant.num_examples)
 
     def end_epoch(self, complete: bool) -> None:
         pass

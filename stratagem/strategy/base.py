@@ -138,7 +138,8 @@ class Strategy:
         pairs = [(part, share) for part, share in zip(parts, shares, strict=True) if share]
         total = sum(share for _, share in pairs)
         mean = torch.stack([part * (share / total) for part, share in pairs]).sum(0)
-        self._saw_loss(mean)
+        if mean.numel() == 1:
+            self._saw_loss(mean)
         return mean
 
     def _saw_loss(self, loss: torch.Tensor) -> None:

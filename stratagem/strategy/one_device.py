@@ -14,6 +14,7 @@ from stratagem.data.distributed import DistributedDataset, LocalUnits
 from stratagem.data.loaders import plan_of
 from stratagem.errors import ConfigurationError, NonFiniteGradientError
 from stratagem.strategy.base import Strategy
+from stratagem.worker.step_meter import StepMeter
 
 
 class OneDeviceStrategy(Strategy):
@@ -28,6 +29,7 @@ class OneDeviceStrategy(Strategy):
         self.device = parse_device(device)
         self._seed = seed
         self._num_datasets = 0
+        self._meter = StepMeter()
 
     def _prepare(
         self,
@@ -40,12 +42,20 @@ class OneDeviceStrategy(Strategy):
             if isinstance(item, torch.nn.Module):
                 item.to(self.device)
             elif isinstance(item, torch.optim.Optimizer):
-                _guard(item, clip_norm, nan)
+                _guard(item, clip_norm, nan, self._meter)
+
+    def _saw_loss(self, loss: torch.Tensor) -> None:
+        self._meter.newest_loss = loss
+
+    def report(self, **metrics: float) -> None:
+        self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 
     def distribute_dataset(self, loader: DataLoader[Any]) -> DistributedDataset:
         plan = dataclasses.replace(plan_of(loader, num_slices=1, staleness=math.inf), seed=self._seed)
         self._num_datasets += 1
-        return DistributedDataset(loader, plan, self._num_datasets, LocalUnits(plan, self._num_datasets), self.device)
+        return DistributedDataset(
+            loader, plan, self._num_datasets, LocalUnits(plan, self._num_datasets, self._meter), self.device
+        )
 
 
 def parse_device(device: str | torch.device) -> torch.device:
@@ -67,7 +77,7 @@ def parse_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 
 
-def _guard(optimizer: torch.optim.Optimizer, clip_norm: float | None, nan: str) -> None:
+def _guard(optimizer: torch.optim.Optimizer, clip_norm: float | None, nan: str, meter: StepMeter) -> None:
     """Clipping and the NaN policy for an optimizer that runs in this process."""
     stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
@@ -84,6 +94,7 @@ def _guard(optimizer: torch.optim.Optimizer, clip_norm: float | None, nan: str) 
             stash.extend((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
             for parameter, _gradient in stash:
                 parameter.grad = None
+            meter.skipped += 1
         elif clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
 

@@ -219,7 +219,7 @@ class ParameterServerStrategy(Strategy):
             yield
 
     def _saw_loss(self, loss: torch.Tensor) -> None:
-        self._runtime.meter.loss = float(loss)
+        self._runtime.meter.newest_loss = loss
 
     def report(self, **metrics: float) -> None:
         self._runtime.meter.metrics.update({name: float(value) for name, value in metrics.items()})

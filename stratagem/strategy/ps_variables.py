@@ -11,6 +11,7 @@ import torch
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
 from stratagem.strategy.partitioners import Partitioner, place
 from stratagem.worker.layout import Layout, VariableSpec
+from stratagem.worker.optimizer_state import OptimizerState
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.staging import GradientStaging
 from stratagem.worker.variables import RemoteVariables
@@ -67,6 +68,7 @@ class VariableGroups:
             )
             staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward)
             self._staging.append(staging)
+            OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.is_lead)
             optimized.append(OptimizedVariables(optimizer, parameters, variables, staging))
         rest = [
             (names[id(tensor)], tensor)

@@ -1,0 +1,133 @@
+"""OneDeviceStrategy: plain PyTorch, with the plan's order of examples, clipping and the NaN policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import stratagem as sg
+from stratagem.data.order import epoch_order
+from stratagem.errors import ConfigurationError, NonFiniteGradientError
+
+
+def loader(num: int = 10, batch: int = 4, **arguments: object) -> DataLoader[tuple[torch.Tensor, ...]]:
+    data = torch.arange(float(num)).view(num, 1)
+    return DataLoader(TensorDataset(data, data * 2), batch_size=batch, **arguments)  # type: ignore[arg-type]
+
+
+def test_batches_follow_the_plan() -> None:
+    dataset = sg.OneDeviceStrategy("cpu").distribute_dataset(loader(shuffle=True))
+    for epoch in range(2):
+        seen = torch.cat([batch[0] for batch in dataset]).view(-1).long()
+        assert torch.equal(seen, epoch_order(10, True, 0, 1, epoch))
+    assert len(dataset) == 3
+
+
+def test_order_without_shuffling_and_drop_last() -> None:
+    dataset = sg.OneDeviceStrategy("cpu").distribute_dataset(loader(drop_last=True))
+    assert [batch[0].view(-1).tolist() for batch in dataset] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_epochs_differ_and_seeds_differ() -> None:
+    orders = [epoch_order(50, True, seed, 1, epoch).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders)
+
+
+def test_collate_and_dict_batches_are_carried() -> None:
+    def collate(rows: list[tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack([row[0] for row in rows])}
+
+    dataset = sg.OneDeviceStrategy("cpu").distribute_dataset(loader(collate_fn=collate))
+    assert [sorted(batch) for batch in dataset] == [["x"]] * 3
+
+
+def test_a_loop_that_is_left_starts_the_next_epoch() -> None:
+    dataset = sg.OneDeviceStrategy("cpu").distribute_dataset(loader())
+    for _ in dataset:
+        break
+    assert sum(len(batch[0]) for batch in dataset) == 10
+
+
+def test_loaders_that_cannot_be_planned_are_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> object:  # type: ignore[override]
+            return iter([1])
+
+    strategy = sg.OneDeviceStrategy("cpu")
+    with pytest.raises(ConfigurationError, match="IterableDataset"):
+        strategy.distribute_dataset(DataLoader(Stream(), batch_size=2))
+    with pytest.raises(ConfigurationError, match="Subset"):
+        strategy.distribute_dataset(loader(sampler=torch.utils.data.SubsetRandomSampler([1, 2])))
+    with pytest.raises(ConfigurationError, match="DataLoader"):
+        strategy.distribute_dataset([1, 2])  # type: ignore[arg-type]
+
+
+def test_clipping_equals_torch() -> None:
+    expected, ours = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    ours.load_state_dict(expected.state_dict())
+    reference = torch.optim.Adam(expected.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(ours.parameters(), 1e-2)
+    sg.OneDeviceStrategy("cpu").prepare(ours, optimizer, clip_norm=0.1)
+    for step in range(5):
+        for model, chosen in ((expected, reference), (ours, optimizer)):
+            chosen.zero_grad()
+            model(torch.full((2, 3), float(step))).square().sum().backward()
+            if model is expected:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            chosen.step()
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), ours.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradients(bad: float) -> None:
+    for policy in ("error", "skip"):
+        model = torch.nn.Linear(2, 1)
+        before = [parameter.clone() for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sg.OneDeviceStrategy("cpu").prepare(model, optimizer, nan=policy)  # type: ignore[arg-type]
+        (model(torch.ones(1, 2)) * bad).sum().backward()
+        if policy == "error":
+            with pytest.raises(NonFiniteGradientError, match="nothing was applied"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_devices_in_both_spellings() -> None:
+    assert sg.OneDeviceStrategy("/cpu:0").device == torch.device("cpu")
+    with pytest.raises(ConfigurationError, match="abc"):
+        sg.OneDeviceStrategy("abc")
+
+
+def test_wrong_arguments_of_prepare_are_named() -> None:
+    strategy = sg.OneDeviceStrategy("cpu")
+    with pytest.raises(ConfigurationError, match="list"):
+        strategy.prepare([1])
+    with pytest.raises(ConfigurationError, match="clip_norm"):
+        strategy.prepare(torch.nn.Linear(1, 1), clip_norm=-1)
+    with pytest.raises(ConfigurationError, match="nan="):
+        strategy.prepare(torch.nn.Linear(1, 1), nan="ignore")  # type: ignore[arg-type]
+
+
+def test_run_and_reduce() -> None:
+    strategy = sg.OneDeviceStrategy("cpu")
+    value = strategy.run(lambda a, b: torch.tensor([a, b, 6.0]), args=(1.0,), kwargs={"b": 2.0})
+    assert strategy.local_results(value)[0].tolist() == [1.0, 2.0, 6.0]
+    assert strategy.reduce(sg.ReduceOp.SUM, value).tolist() == [1.0, 2.0, 6.0]
+    assert float(strategy.reduce(sg.ReduceOp.MEAN, value, axis=0)) == 3.0
+    assert float(strategy.reduce(sg.ReduceOp.SUM, value, axis=0)) == 9.0
+    assert not strategy.reduce_mean(value).requires_grad
+
+
+def test_scopes() -> None:
+    outer, inner = sg.OneDeviceStrategy("cpu"), sg.OneDeviceStrategy("cpu")
+    assert not sg.has_strategy()
+    with outer.scope():
+        assert sg.get_strategy() is outer
+        with pytest.raises(ConfigurationError, match="OneDeviceStrategy"), inner.scope():
+            pass
+    assert sg.get_strategy().num_replicas_in_sync == 1
+    assert sg.get_strategy() is not outer

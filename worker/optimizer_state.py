@@ -1,0 +1,129 @@
+"""``optimizer.state_dict()`` and ``load_state_dict()`` while the state lives on parameter servers (PROTOCOL.md 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from google.protobuf import struct_pb2
+
+from stratagem.rpc.codec import Frame
+from stratagem.rpc.generated import frame_pb2, ps_pb2
+from stratagem.worker.host_tensors import WeightTargets
+from stratagem.worker.layout import Layout
+from stratagem.worker.ps_client import PsClient
+
+SCALARS = frozenset({"mu_product", "eta", "mu"})
+"""State of NAdam and ASGD that is one number a parameter; all other state but "step" has the parameter's shape."""
+
+
+class OptimizerState:
+    """The slots of one optimizer, on the ps.
+
+    Args:
+        clients: one per ps.
+        layout: where the rows of its parameters live; variable i is parameter i.
+        optimizer: the optimizer.
+        parameters: its parameters, in the order of the layout.
+        is_lead: only the lead's ``load_state_dict`` reaches the ps; the others load the same file.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[PsClient],
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        is_lead: Callable[[], bool],
+    ) -> None:
+        self._clients = clients
+        self._layout = layout
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._is_lead = is_lead
+        optimizer.register_state_dict_pre_hook(lambda _: self._fill())
+        optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._load())
+
+    def _fill(self) -> None:
+        """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
+        for (group, ps), shards in sorted(self._layout.shards.items()):
+            client = self._clients[ps]
+            facts = self._pull(client, group, "", None)
+            scalars = {name: list(values.list_value.values) for name, values in facts.scalars.fields.items()}
+            tensors = {name: [torch.zeros(p.shape, dtype=p.dtype) for p in self._parameters] for name in facts.slots}
+            for name in facts.slots:
+                targets = WeightTargets(self._layout, tensors[name])
+                self._pull(client, group, name, targets)
+            for position, shard in enumerate(shards):
+                count = facts.step_counts[position]
+                if not count:
+                    continue
+                state: dict[str, Any] = self._optimizer.state[self._parameters[shard.variable]]
+                if not isinstance(self._optimizer, torch.optim.SGD):  # the only one that counts no steps
+                    state["step"] = torch.tensor(float(count))
+                for name, values in scalars.items():
+                    state[name] = torch.tensor(values[position].number_value)
+                for name in facts.slots:
+                    whole = state.setdefault(name, torch.zeros_like(tensors[name][shard.variable]))
+                    rows = slice(shard.start, shard.start + shard.num_elements)
+                    whole.view(-1)[rows] = tensors[name][shard.variable].view(-1)[rows]
+
+    def _pull(self, client: PsClient, group: int, slot: str, targets: WeightTargets | None) -> ps_pb2.PullWeightsReply:
+        transfer = client.new_transfer()
+        request = ps_pb2.PullWeightsRequest(
+            groups=[ps_pb2.PullWeightsRequest.Want(group=group)], reply_transfer=transfer, slot=slot
+        )
+        reply: ps_pb2.PullWeightsReply = client.call("PullWeights", request)
+
+        def write(frame: Frame) -> None:
+            if targets is not None:
+                targets.write(client.index, frame)
+
+        client.receive(transfer, sum(version.num_frames for version in reply.versions), write)
+        return reply
+
+    def _empty(self) -> None:
+        for parameter in self._parameters:
+            self._optimizer.state.pop(parameter, None)
+
+    def _load(self) -> None:
+        """Sends a loaded state to the ps, and forgets it here."""
+        if not self._is_lead():
+            self._empty()
+            return
+        for (group, ps), shards in sorted(self._layout.shards.items()):
+            states = [dict(self._optimizer.state.get(self._parameters[shard.variable], {})) for shard in shards]
+            counts = [int(state.get("step", 1 if state else 0)) for state in states]
+            names = {name for state in states for name, value in state.items() if value is not None}
+            scalars = {name: [float(state.get(name, 0.0)) for state in states] for name in sorted(names & SCALARS)}
+            slots = sorted(names - SCALARS - {"step"})
+            for slot in slots:
+                self._assign(self._clients[ps], group, slot, counts, scalars)
+        self._empty()
+
+    def _assign(
+        self, client: PsClient, group: int, slot: str, counts: list[int], scalars: dict[str, list[float]]
+    ) -> None:
+        tensors = [
+            self._optimizer.state.get(parameter, {}).get(slot, torch.zeros_like(parameter, device="cpu"))
+            for parameter in self._parameters
+        ]
+        source = WeightTargets(self._layout, tensors)
+        transfer, num_frames = client.new_transfer(), 0
+        for chunk in self._layout.chunks:
+            if (chunk.group, chunk.ps) == (group, client.index):
+                pieces = source.pieces(chunk)
+                client.lane.send(frame_pb2.VALUES, transfer, group, chunk.offset, pieces, chunk.num_elements)
+                num_frames += 1
+        values = struct_pb2.Struct()
+        values.update(scalars)
+        request = ps_pb2.AssignValuesRequest(
+            values=ps_pb2.TransferRef(transfer=transfer, num_frames=num_frames),
+            groups=[group],
+            slot=slot,
+            step_counts=counts,
+            scalars=values,
+        )
+        client.call("AssignValues", request, sequenced=True)
