@@ -1,0 +1,1 @@
+"""The chief: sessions, fencing, leases of units, clocks, checkpoint commits, status. Never in the data path."""

@@ -1,0 +1,93 @@
+"""``python -m stratagem.chief --config-json '{"num_workers": 2}'``: the chief as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import pydantic
+
+from stratagem.chief.fleet import Connect
+from stratagem.chief.job import Job
+from stratagem.chief.lives import Life
+from stratagem.chief.ps_clients import PsClient
+from stratagem.chief.servicer import SERVICE, ChiefServicer
+from stratagem.cluster.config import ChiefConfig
+from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.rpc.generated import chief_pb2_grpc
+from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.server import serve_aio
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: ChiefConfig, *, print_address: bool = False) -> int:
+    """Serves until the job ends.
+
+    Args:
+        config: of the chief.
+        print_address: print the host:port really bound on stdout, one line.
+
+    Returns:
+        Exit code of the job.
+
+    Raises:
+        ConfigurationError: the port is taken, or the journal cannot be read.
+    """
+    return asyncio.run(serve(config, print_address=print_address))
+
+
+async def serve(config: ChiefConfig, *, print_address: bool = False) -> int:
+    """As :func:`run`, inside an event loop."""
+    job = Job(config, lambda chief_epoch: _connector(config, chief_epoch))
+    server = await serve_aio(
+        config.bind,
+        lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
+        services=[SERVICE],
+        max_message_bytes=config.max_message_bytes,
+        insecure=config.insecure,
+    )
+    logger.info("%s listening on %s", config.task, server.address)
+    if print_address:
+        print(server.address, flush=True)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, job.stop, 143, f"the chief got {signal.Signals(number).name}")
+    await server.set_serving(True)
+    try:
+        return await job.run()
+    finally:
+        await server.stop()
+
+
+def _connector(config: ChiefConfig, chief_epoch: int) -> Connect:
+    def connect(life: Life, address: str) -> PsClient:
+        return PsClient(life, address, chief=config.task, chief_epoch=chief_epoch)
+
+    return connect
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process that worker 0 starts when the cluster has no chief of its own."""
+    parser = argparse.ArgumentParser(prog="python -m stratagem.chief", description=__doc__)
+    parser.add_argument("--config-json", required=True, help="ChiefConfig as JSON")
+    parser.add_argument("--print-address", action="store_true", help="print the bound host:port on stdout")
+    parsed = parser.parse_args(arguments)
+    try:
+        config = ChiefConfig.model_validate_json(parsed.config_json)
+        configure_logging(config.task, config.log_format)
+        return run(config, print_address=parsed.print_address)
+    except (ConfigurationError, pydantic.ValidationError) as error:
+        print(f"chief: {error}", file=sys.stderr)
+        return 2
+    except StratagemError as error:
+        print(f"chief: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The session streams: joins and heartbeats in, membership and the end out; every change is journalled first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from stratagem.chief.bell import Bell
+from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Membership, Request, Stop, Welcome
+from stratagem.chief.journal import Journal
+from stratagem.chief.lending import Loan
+from stratagem.chief.lives import Life
+from stratagem.chief.sessions import (
+    Action,
+    Announce,
+    Dismiss,
+    Fence,
+    Prepare,
+    Release,
+    Session,
+    Sessions,
+    State,
+    StopJob,
+)
+from stratagem.chief.status import member_of
+from stratagem.errors import ProtocolError
+
+logger = logging.getLogger(__name__)
+
+Carry = Callable[[Prepare | Fence | Release | StopJob], None]
+"""Carries out what goes beyond the streams."""
+Resume = Callable[[Life, tuple[Loan, ...]], None]
+"""Told what a resumed worker holds, before anybody hears that it is back."""
+
+
+class Attendance:
+    """Couples the state machine of the sessions to the streams.
+
+    Args:
+        sessions: the state machine.
+        journal: where incarnations and losses are written before anybody hears of them.
+        bell: rung at every change.
+        clock: seconds, monotonic.
+        heartbeat_interval_s: what tasks are told.
+        session_timeout_s: what tasks are told.
+        job_started: whether the job has trained before.
+        carry: carries out the actions that concern ps and job.
+        resume: takes the loans of a resumed worker into the books.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        journal: Journal,
+        bell: Bell,
+        *,
+        clock: Callable[[], float],
+        heartbeat_interval_s: float,
+        session_timeout_s: float,
+        job_started: Callable[[], bool],
+        carry: Carry,
+        resume: Resume,
+    ) -> None:
+        self.progress: dict[str, bytes] = {}
+        self._sessions = sessions
+        self._journal = journal
+        self._bell = bell
+        self._clock = clock
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._session_timeout_s = session_timeout_s
+        self._job_started = job_started
+        self._carry = carry
+        self._resume = resume
+        self._outboxes: dict[int, asyncio.Queue[Event | None]] = {}
+        self._newest_stream = 0
+        self._last_missing: list[str] = []
+        self._stop: Stop | None = None
+
+    async def attend(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
+        """One stream, from join to end.
+
+        Raises:
+            ProtocolError: the first message is no join.
+            ConfigurationError: the cluster has no such task.
+        """
+        join = await anext(requests, None)
+        if not isinstance(join, Join):
+            raise ProtocolError(f"expected Join as the first message of a session, got {type(join).__name__}")
+        self._newest_stream += 1
+        stream = self._newest_stream
+        outbox: asyncio.Queue[Event | None] = asyncio.Queue()
+        session = self._join(join, stream, outbox)
+        reader = asyncio.create_task(self._read(join.task, stream, requests, outbox))
+        try:
+            while (event := await outbox.get()) is not None:
+                yield event
+        finally:
+            reader.cancel()
+            self._outboxes.pop(stream, None)
+            self.perform(self._sessions.stream_ended(str(session.task), stream, self._clock()))
+
+    def _join(self, join: Join, stream: int, outbox: asyncio.Queue[Event | None]) -> Session:
+        session, actions = self._sessions.join(
+            join.task, join.address, join.pid, join.resume_incarnation, stream, self._clock()
+        )
+        if not join.resume_incarnation:
+            self._journal.write("join", task=join.task, incarnation=session.incarnation)
+        outbox.put_nowait(
+            Welcome(
+                incarnation=session.incarnation,
+                chief_epoch=self._journal.history.chief_epoch,
+                heartbeat_interval_s=self._heartbeat_interval_s,
+                session_timeout_s=self._session_timeout_s,
+                job_started=self._job_started(),
+            )
+        )
+        self._outboxes[stream] = outbox
+        how = "resumed" if join.resume_incarnation else "joined"
+        logger.info("%s %s at %s", session.life, how, join.address or "-")
+        if join.resume_incarnation:
+            self._resume(session.life, join.held)
+        self.perform(actions)
+        if not any(isinstance(action, Announce) for action in actions):
+            outbox.put_nowait(self.membership())
+        if self._stop is not None:
+            outbox.put_nowait(self._stop)
+        return session
+
+    async def _read(
+        self, task: str, stream: int, requests: AsyncIterator[Request], outbox: asyncio.Queue[Event | None]
+    ) -> None:
+        try:
+            async for request in requests:
+                if isinstance(request, Heartbeat):
+                    self._sessions.heartbeat(task, stream, self._clock())
+                    self.progress[task] = request.progress or self.progress.get(task, b"")
+                elif isinstance(request, Goodbye):
+                    logger.info("%s said goodbye with exit code %d", task, request.exit_code)
+                    self.perform(
+                        self._sessions.goodbye(task, stream, request.exit_code, request.message, self._clock())
+                    )
+                    break
+        finally:
+            outbox.put_nowait(None)
+
+    def tick(self) -> None:
+        """Time passed."""
+        self.perform(self._sessions.tick(self._clock()))
+        missing = [] if self._sessions.ready else self._sessions.waiting_for
+        if missing and missing != self._last_missing:
+            logger.info("Waiting for the cluster: %s", ", ".join(missing))
+        self._last_missing = missing
+
+    def membership(self) -> Membership:
+        """The cluster as it stands."""
+        sessions = self._sessions
+        members = tuple(member_of(session) for session in sessions.tasks.values())
+        return Membership(sessions.ready, members, sessions.lead, sessions.routing_epoch)
+
+    def broadcast(self, event: Event) -> None:
+        """Tells every task."""
+        if isinstance(event, Stop):
+            self._stop = event
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(event)
+
+    def perform(self, actions: list[Action]) -> None:
+        """Carries out what the state machine decided: first the journal, then the words, then the deeds."""
+        for action in actions:
+            if isinstance(action, Dismiss) and action.reason:
+                self._write_over(action.life, done=False)
+                logger.log(logging.INFO if self._sessions.stopping else logging.WARNING, "%s", action.reason)
+        for session in self._sessions.tasks.values():
+            history = self._journal.history
+            if session.state is State.DONE and history.live.get(str(session.task)) == session.incarnation:
+                self._write_over(session.life, done=True)
+        if self._sessions.ready and not self._journal.history.ready:
+            self._journal.write("ready")
+            logger.info("Cluster is ready")
+        for action in actions:
+            if isinstance(action, Dismiss):
+                self._dismiss(action)
+            elif not isinstance(action, Announce):
+                self._carry(action)
+        if any(isinstance(action, Announce) for action in actions):
+            self.broadcast(self.membership())
+        if actions:
+            self._bell.ring()
+
+    def _write_over(self, life: Life, done: bool) -> None:
+        self._journal.write("over", task=life.task, incarnation=life.incarnation, done=done)
+
+    def _dismiss(self, action: Dismiss) -> None:
+        outbox = self._outboxes.pop(action.stream, None)
+        if outbox is not None:
+            if action.reason:
+                outbox.put_nowait(Fenced(action.reason))
+            outbox.put_nowait(None)

@@ -1,0 +1,105 @@
+"""All ps together: one call to each, repeated while the ps is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from stratagem.chief.lives import Life
+from stratagem.chief.servers import Description, Server
+from stratagem.chief.steps import StepClosing
+from stratagem.cluster.units import Unit
+from stratagem.errors import PeerUnavailableError
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+"""Pause before a call to a ps that did not answer is made again."""
+
+_Result = TypeVar("_Result")
+
+Connect = Callable[[Life, str], Server]
+
+
+class Fleet:
+    """The connections to the ps with an open session.
+
+    Args:
+        connect: makes the connection to (life, address).
+        is_open: whether a life still has an open session; a call to one that has not is given up.
+    """
+
+    def __init__(self, connect: Connect, is_open: Callable[[Life], bool]) -> None:
+        self._connect = connect
+        self._is_open = is_open
+        self._servers: dict[Life, Server] = {}
+
+    @property
+    def servers(self) -> list[Server]:
+        """Those with an open session, by index."""
+        return [self._servers[life] for life in sorted(self._servers) if self._is_open(life)]
+
+    def add(self, life: Life, address: str) -> Server:
+        """A ps joined."""
+        if life not in self._servers:
+            self._servers[life] = self._connect(life, address)
+        return self._servers[life]
+
+    def get(self, life: Life) -> Server | None:
+        """The connection to ``life``."""
+        return self._servers.get(life)
+
+    async def drop_lost(self) -> None:
+        """Closes the connections to ps whose session is over."""
+        for life in [life for life in self._servers if not self._is_open(life)]:
+            await self._servers.pop(life).close()
+
+    async def insist(self, server: Server, call: Callable[[Server], Awaitable[_Result]]) -> _Result | None:
+        """Calls until an answer comes; None when the ps is lost before.
+
+        Raises:
+            StratagemError: the ps refused.
+        """
+        while self._is_open(server.life):
+            try:
+                return await call(server)
+            except PeerUnavailableError as error:
+                logger.info("%s did not answer, asking again: %s", server.life.task, error)
+                await asyncio.sleep(RETRY_S)
+        return None
+
+    async def insist_all(self, call: Callable[[Server], Awaitable[_Result]]) -> dict[Life, _Result]:
+        """As :meth:`insist` on every ps at once; lost ones are left out."""
+        servers = self.servers
+        answers = await asyncio.gather(*(self.insist(server, call) for server in servers))
+        return {server.life: each for server, each in zip(servers, answers, strict=True) if each is not None}
+
+    async def describe(self) -> dict[Life, Description]:
+        """What every ps has applied."""
+        return await self.insist_all(lambda server: server.describe_units())
+
+    async def close_steps(self, closings: Iterable[StepClosing]) -> None:
+        """Settles steps on every ps."""
+        for closing in closings:
+            await self.insist_all(_close_step(closing))
+
+    async def missing(self, units: Iterable[Unit]) -> list[Unit]:
+        """Units that some ps with values has no update of."""
+        descriptions = [each for each in (await self.describe()).values() if each.initialized]
+        return [unit for unit in units if not all(each.ordinals(unit) for each in descriptions)]
+
+    async def close(self) -> None:
+        """Drops all connections."""
+        for server in self._servers.values():
+            await server.close()
+        self._servers.clear()
+
+
+def _close_step(closing: StepClosing) -> Callable[[Server], Awaitable[bool]]:
+    async def call(server: Server) -> bool:
+        await server.close_step(closing)
+        return True
+
+    return call

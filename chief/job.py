@@ -1,0 +1,320 @@
+"""The job: one object in one event loop, one method for each verb of the service. State needs no locks.
+
+Requests change the state at once; what follows for the ps (fences, closed steps, restores) runs as tasks of the same
+loop. A task that fails unexpectedly stops the job: nothing may hang because the chief stumbled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+from stratagem.chief import checkpoints, status
+from stratagem.chief.attendance import Attendance
+from stratagem.chief.bell import Bell
+from stratagem.chief.events import Event, Request, Stop
+from stratagem.chief.fleet import Connect, Fleet
+from stratagem.chief.history import encode_units
+from stratagem.chief.journal import Journal
+from stratagem.chief.lending import Lending, Loan, Loans
+from stratagem.chief.lives import Life
+from stratagem.chief.recovery import Recovery
+from stratagem.chief.rounds import Rounds
+from stratagem.chief.saving import Committed, Saving
+from stratagem.chief.servers import Server
+from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
+from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.units import Plan
+from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """The chief's state and what it does with it.
+
+    Args:
+        config: of the chief.
+        connect: given the chief's epoch, what makes the connection to a ps: (life, address).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.journal = Journal(config.state_dir)
+        history = self.journal.history
+        newest = checkpoints.newest(config.checkpoint_dir) if config.checkpoint_dir else None
+        is_new = not history.newest_incarnation
+        epoch = max(history.chief_epoch, newest[1].chief_epoch if newest else 0) + 1
+        self.journal.write("chief", epoch=epoch)
+        self._clock = clock
+        self.bell = Bell()
+        self.sessions = Sessions(
+            num_workers=config.num_workers,
+            num_ps=config.num_ps,
+            evaluator=config.evaluator,
+            session_timeout_s=config.session_timeout_s,
+            worker_timeout_s=config.worker_timeout_s,
+            start_timeout_s=config.start_timeout_s,
+            now=clock(),
+            newest_incarnation=history.newest_incarnation,
+            awaited=history.live,
+            done=history.done,
+            fenced=history.fenced,
+            ready=history.ready,
+        )
+        self.lending = Lending(history.next_step)
+        for dataset, plan in history.plans.items():
+            self.lending.open_dataset(dataset, plan)
+        self.lending.know_accepted(history.accepted)
+        self.fleet = Fleet(connect(epoch), lambda life: life in self.sessions.servers)
+        self.saving = Saving(
+            self.fleet,
+            self.lending,
+            chief_epoch=epoch,
+            num_ps=config.num_ps,
+            keep=config.keep_checkpoints,
+            committed=self._committed,
+        )
+        self.recovery = Recovery(
+            self.sessions,
+            self.lending,
+            self.fleet,
+            self.saving,
+            self.journal,
+            self.bell,
+            checkpoint_dir=config.checkpoint_dir,
+            give_up=lambda reason: self.stop(1, reason),
+        )
+        self.attendance = Attendance(
+            self.sessions,
+            self.journal,
+            self.bell,
+            clock=clock,
+            heartbeat_interval_s=config.heartbeat_interval_s,
+            session_timeout_s=config.session_timeout_s,
+            job_started=lambda: bool(self.journal.history.initialized),
+            carry=self._carry,
+            resume=self._resume,
+        )
+        self._rounds = Rounds(self)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waits: dict[Life, tuple[str, float]] = {}
+        self._finishing = False
+        self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if not is_new:
+            logger.info("chief epoch %d goes on from the journal in %s", epoch, config.state_dir)
+        if config.checkpoint_dir:
+            checkpoints.sweep(config.checkpoint_dir)
+
+    # Verbs of the service
+
+    def session(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
+        """One session; see :class:`Attendance`."""
+        return self.attendance.attend(requests)
+
+    async def open_dataset(self, life: Life, dataset: int, plan: Plan) -> Plan:
+        """Registers a plan, or checks it against the one that stands; returns that.
+
+        Raises:
+            ConfigurationError: another plan stands; names each difference.
+        """
+        await self._admit(life)
+        if dataset < 1:
+            raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
+        is_new = dataset not in self.lending.plans
+        known = self.lending.open_dataset(dataset, plan)
+        if is_new:
+            self.journal.write("plan", dataset=dataset, plan=dataclasses.asdict(known))
+        return known
+
+    async def next_units(
+        self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], held: Sequence[int], want: int, wait: bool
+    ) -> Loans:
+        """Counts accepted units and lends up to ``want`` others; with ``wait`` not before there is one, or the end."""
+        await self._accept(life, dataset, epoch, accepted)
+        try:
+            while True:
+                next_step = self.lending.steps.next_number
+                workers = [session.life for session in self.sessions.live("worker")]
+                loans = self.lending.ask(life, dataset, epoch, frozenset(held), max(want, 1), workers)
+                self._journal_steps(next_step)
+                if loans.loans or loans.end or not wait:
+                    return loans
+                self._wait_for(life, "to finish their units", loans.waits_for)
+                await self.bell.heard()
+                await self._admit(life)
+        finally:
+            self._waits.pop(life, None)
+
+    async def start_step(self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], clock: int) -> int:
+        """Waits until the staleness bound lets the caller start; returns its clock."""
+        await self._accept(life, dataset, epoch, accepted)
+        try:
+            while True:
+                workers = [session.life for session in self.sessions.live("worker")]
+                known = self.lending.clocks.clock(life)
+                now, late = self.lending.start_step(life, dataset, clock, workers)
+                if now != known:
+                    self.bell.ring()
+                if not late:
+                    return now
+                self._wait_for(life, f"to finish steps before step {now} may start", late)
+                await self.bell.heard()
+                await self._admit(life)
+        finally:
+            self._waits.pop(life, None)
+
+    async def leave_epoch(self, life: Life, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
+        """Gives back what is on loan to the caller in an epoch."""
+        await self._accept(life, dataset, epoch, accepted)
+        await self.recovery.carry_out(life, self.lending.leave(life, dataset, epoch))
+
+    async def save_checkpoint(self, life: Life, directory: str) -> Committed:
+        """Takes a checkpoint.
+
+        Raises:
+            ConfigurationError: no directory is given and the chief has none.
+            CheckpointError: it cannot be written.
+            PeerUnavailableError: a ps is away.
+        """
+        await self._admit(life)
+        target = directory or self.config.checkpoint_dir
+        if not target:
+            raise ConfigurationError(
+                "expected a directory for the checkpoint; name one, or start the chief with --checkpoint-dir"
+            )
+        return await self.saving.save(target, automatic=False)
+
+    def get_status(self) -> status.JobStatus:
+        """What every task is doing."""
+        return status.report(
+            self.sessions, self.lending, self.journal.history, self.attendance.progress, self._waits, self._clock()
+        )
+
+    # Life of the job
+
+    async def run(self) -> int:
+        """Keeps time until the job is over; returns the exit code."""
+        try:
+            while not self.finished.done():
+                self.attendance.tick()
+                await self.fleet.drop_lost()
+                self._rounds.tick()
+                await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
+            return self.finished.result()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.fleet.close()
+            self.journal.close()
+
+    def stop(self, exit_code: int, reason: str) -> None:
+        """Ends the job."""
+        self.attendance.perform(self.sessions.stop(exit_code, reason))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work beside the requests; its failure stops the job."""
+        task = asyncio.create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            logger.exception("The chief cannot go on")
+            self.stop(1, f"the chief failed: {error}")
+
+    def _carry(self, action: Prepare | Fence | Release | StopJob) -> None:
+        if isinstance(action, Prepare):
+            self.spawn(self._prepare(action.life))
+        elif isinstance(action, Fence):
+            for server in action.servers:
+                self.spawn(self._fence(action.life, server))
+        elif isinstance(action, Release):
+            self.spawn(self.recovery.release(action.life))
+        elif not self._finishing:
+            self._finishing = True
+            self.spawn(self._finish(action))
+
+    async def _prepare(self, life: Life) -> None:
+        await self.recovery.prepare(life, self.sessions.tasks[life.task].address)
+        self.attendance.perform(self.sessions.prepared(life))
+
+    async def _fence(self, life: Life, server_life: Life) -> None:
+        server: Server | None = self.fleet.get(server_life)
+        refs = await self.fleet.insist(server, lambda each: each.fence(life)) if server is not None else None
+        if refs is not None:
+            self.recovery.fenced(life, refs)
+            self.attendance.perform(self.sessions.fence_acknowledged(life, server_life))
+
+    async def _finish(self, stop: StopJob) -> None:
+        log = logger.info if stop.exit_code == 0 else logger.error
+        log("The job ends with exit code %d: %s", stop.exit_code, stop.reason)
+        if stop.exit_code in (0, 143):
+            try:
+                await self._rounds.save_last()
+            except StratagemError as error:
+                logger.error("No last checkpoint: %s", error)
+        self.journal.write("stopped", reason=stop.reason)
+        self.attendance.broadcast(Stop(stop.exit_code, stop.reason))
+        deadline = self._clock() + self.config.session_timeout_s
+        while not self.sessions.deserted and (left_s := deadline - self._clock()) > 0:
+            try:
+                await asyncio.wait_for(self.bell.heard(), left_s)
+            except TimeoutError:
+                break
+        if not self.finished.done():
+            self.finished.set_result(stop.exit_code)
+
+    def _resume(self, life: Life, held: Sequence[Loan]) -> None:
+        self.lending.resume(life, held)
+
+    def _committed(self, committed: Committed) -> None:
+        self.journal.write("checkpoint", path=committed.path)
+        logger.info("Checkpoint of step %d: %s", committed.step, committed.path)
+
+    # Callers
+
+    async def _admit(self, life: Life) -> None:
+        """Waits until the cluster is complete and the books are open; everybody else may go on at once.
+
+        Raises:
+            JobStoppedError: the job is over.
+            FencedError: the caller is.
+        """
+        while True:
+            stopping = self.sessions.stopping
+            if stopping is not None:
+                raise JobStoppedError(f"the job is over: {stopping.reason}", stopping.exit_code)
+            self.sessions.check(life)
+            if self.sessions.ready and self.recovery.settled:
+                return
+            await self.bell.heard()
+
+    async def _accept(self, life: Life, dataset: int, epoch: int, indices: Sequence[int]) -> None:
+        await self._admit(life)
+        believed = await self.recovery.believe(life, dataset, epoch, indices)
+        await self._admit(life)
+        accepted = self.lending.accept(life, dataset, epoch, believed)
+        self.recovery.accepted(accepted)
+        if accepted:
+            self.bell.ring()
+
+    def _journal_steps(self, first: int) -> None:
+        for number in range(first, self.lending.steps.next_number):
+            units = self.lending.steps.open[number].units
+            self.journal.write("step", durable=False, step=number, units=encode_units(units))
+
+    def _wait_for(self, life: Life, what: str, others: Sequence[Life]) -> None:
+        text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
+        if self._waits.get(life, ("",))[0] != text:
+            self._waits[life] = (text, self._clock())

@@ -1,0 +1,118 @@
+"""What a restarted chief must know: one JSON object a line, and the state that the lines add up to.
+
+Decisions that others rely on (incarnations, plans, losses, closed steps, checkpoints) are on the disk before they are
+acted on. Accepted units and composed steps are handed to the operating system at once but not waited for: they survive
+a killed chief; what a crash of the machine takes, the bitmaps of the ps bring back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pathlib
+from typing import Any
+
+from stratagem.chief.history import History
+from stratagem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+NAME = "journal.jsonl"
+COMPACT_BYTES = 8 << 20
+
+
+class Journal:
+    """The journal of a job.
+
+    Args:
+        directory: where it lies; empty: nothing is kept.
+        compact_bytes: size at which the file is replaced by one line that says the same.
+
+    Raises:
+        ConfigurationError: a line in the middle cannot be read.
+    """
+
+    def __init__(self, directory: str, *, compact_bytes: int = COMPACT_BYTES) -> None:
+        self.history = History()
+        self._path = pathlib.Path(directory) / NAME if directory else None
+        self._compact_bytes = compact_bytes
+        self._fd = -1
+        self._num_bytes = 0
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._replay(self._path)
+            if self.history.stopped is not None:
+                logger.info("The job in %s is over (%s); a new one begins", directory, self.history.stopped)
+                self.history = History(chief_epoch=self.history.chief_epoch)
+                self._replace(self._path)
+            self._open(self._path)
+
+    def write(self, kind: str, *, durable: bool = True, **fields: Any) -> None:
+        """Appends a record.
+
+        Args:
+            kind: name of the record, as :class:`History` knows it.
+            durable: wait until it is on the disk.
+            fields: JSON values.
+        """
+        record = {"kind": kind, **fields}
+        self.history.apply(record)
+        if self._path is None:
+            return
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        view = memoryview(line)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._num_bytes += len(line)
+        if self._num_bytes > self._compact_bytes:
+            os.close(self._fd)
+            self._replace(self._path)
+            self._open(self._path)
+        elif durable:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Ends the use of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _replay(self, path: pathlib.Path) -> None:
+        if not path.exists():
+            return
+        data = path.read_bytes()
+        offset = 0
+        for number, line in enumerate(data.splitlines(keepends=True), 1):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("no end of line")
+                self.history.apply(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                if offset + len(line) < len(data):
+                    raise ConfigurationError(
+                        f"line {number} of {path} cannot be read ({error}). Move the file away to start a new job "
+                        "(it then goes on from the newest checkpoint)."
+                    ) from None
+                # The chief died in the middle of its last line: nobody has acted on it.
+                logger.warning("The last line of %s is torn and left out", path)
+                os.truncate(path, offset)
+                return
+            offset += len(line)
+
+    def _replace(self, path: pathlib.Path) -> None:
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.write(json.dumps(self.history.to_record(), separators=(",", ":")).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+
+    def _open(self, path: pathlib.Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._num_bytes = path.stat().st_size
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

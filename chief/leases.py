@@ -1,0 +1,132 @@
+"""The units of one pass over a dataset: pending, lent, accepted. Pure, no I/O.
+
+Every unit is in exactly one of the three states, so no unit is ever on loan twice; a unit that comes back
+becomes pending and goes out before the ones that were never lent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable
+
+from stratagem.chief.lives import Life
+from stratagem.cluster.units import Plan, UnitBitmap
+from stratagem.errors import ProtocolError
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """A unit on loan."""
+
+    life: Life
+    """Who has it."""
+    restores: int
+    """Restores of ps the job had seen when the unit was lent; fewer than now: its updates may be lost."""
+
+
+class EpochLeases:
+    """The units of one epoch.
+
+    Args:
+        plan: how the epoch is cut into units.
+        accepted: units accepted before (a job that goes on from a journal or a checkpoint).
+    """
+
+    def __init__(self, plan: Plan, accepted: UnitBitmap | None = None) -> None:
+        self.plan = plan
+        self.accepted = accepted if accepted is not None else UnitBitmap()
+        self._num_accepted = len(self.accepted)
+        self._lent: dict[int, Lease] = {}
+        self._returned: list[int] = []
+        self._next = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Units accepted."""
+        return self._num_accepted
+
+    @property
+    def closed(self) -> bool:
+        """Every unit is accepted."""
+        return self._num_accepted == self.plan.num_units
+
+    @property
+    def first_pending(self) -> int | None:
+        """The pending unit that goes out next: the lowest; None when there is none."""
+        while self._returned and not self.is_pending(self._returned[0]):
+            heapq.heappop(self._returned)
+        if self._returned:
+            return self._returned[0]
+        while self._next < self.plan.num_units and not self.is_pending(self._next):
+            self._next += 1
+        return self._next if self._next < self.plan.num_units else None
+
+    def is_pending(self, index: int) -> bool:
+        """Whether unit ``index`` is neither lent nor accepted."""
+        return index not in self._lent and index not in self.accepted
+
+    def pending_of_batch(self, batch: int) -> list[int]:
+        """Pending units of one global batch, in slice order."""
+        return [index for index in self.plan.units_of(batch) if self.is_pending(index)]
+
+    def lease(self, index: int) -> Lease | None:
+        """The loan of unit ``index``; None when it is not on loan."""
+        return self._lent.get(index)
+
+    def held_by(self, life: Life) -> list[int]:
+        """Units on loan to ``life``, lowest first."""
+        return sorted(index for index, lease in self._lent.items() if lease.life == life)
+
+    def num_held_by(self, life: Life) -> int:
+        """Number of units on loan to ``life``."""
+        return sum(lease.life == life for lease in self._lent.values())
+
+    def borrowers(self) -> set[Life]:
+        """Everybody who has a unit on loan."""
+        return {lease.life for lease in self._lent.values()}
+
+    def lend(self, index: int, life: Life, restores: int = 0) -> None:
+        """Lends a pending unit."""
+        assert self.is_pending(index), f"unit {index} is not pending"
+        self._lent[index] = Lease(life, restores)
+
+    def accept(self, life: Life, indices: Iterable[int]) -> list[int]:
+        """Counts units as accepted, as ``life`` reports; returns those that were not yet.
+
+        A unit that is pending counts too: the caller speaks the truth about its updates, whoever held the unit
+        before the chief lost sight of it.
+
+        Raises:
+            ProtocolError: no such unit, or it is on loan to somebody else.
+        """
+        new: list[int] = []
+        for index in indices:
+            if not 0 <= index < self.plan.num_units:
+                raise ProtocolError(f"{life} accepted unit {index}; the epoch has {self.plan.num_units} units")
+            lease = self._lent.get(index)
+            if lease is not None and lease.life != life:
+                raise ProtocolError(f"{life} accepted unit {index}, which is on loan to {lease.life}")
+            if self.settle(index):
+                new.append(index)
+        return new
+
+    def settle(self, index: int) -> bool:
+        """Counts one unit as accepted, whoever holds it; False if it was."""
+        self._lent.pop(index, None)
+        new = self.accepted.add(index)
+        self._num_accepted += new
+        return new
+
+    def give_back(self, index: int) -> None:
+        """Makes a unit that is on loan pending again."""
+        del self._lent[index]
+        heapq.heappush(self._returned, index)
+
+    def revoke(self, indices: Iterable[int]) -> None:
+        """Makes accepted units pending again: the ps went back to a checkpoint without their updates."""
+        for index in indices:
+            if index in self.accepted:
+                self.accepted.discard(index)
+                self._num_accepted -= 1
+                heapq.heappush(self._returned, index)

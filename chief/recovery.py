@@ -1,0 +1,324 @@
+"""Bringing ps and chief back: what a ps must hear before it is used, and how a restarted chief rebuilds its books.
+
+When must a ps that returns hear what? Units that are accepted are never lent again, so at staleness > 0 no worker
+sends their updates any more: ``MarkLost`` only counts them and keeps a late resend out, and it may come before or after
+the commits of others. Fences keep a dead worker's late commits out; they come before any worker learns the address. At
+staleness 0 all ps go back together: commits that a surviving ps took meanwhile are undone by the restore, and a worker
+that reports such a unit later is not believed (:meth:`Recovery.believe`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from stratagem.chief import checkpoints
+from stratagem.chief.bell import Bell
+from stratagem.chief.fleet import Fleet
+from stratagem.chief.history import encode_positions, encode_units
+from stratagem.chief.journal import Journal
+from stratagem.chief.lending import Lending, Positions
+from stratagem.chief.lives import Life
+from stratagem.chief.saving import Saving
+from stratagem.chief.servers import Description, Server
+from stratagem.chief.sessions import Sessions
+from stratagem.chief.steps import Removal
+from stratagem.cluster.units import Unit, UnitBitmap
+
+logger = logging.getLogger(__name__)
+
+NOBODY = Life("chief:0", 0)
+"""Borrower of units that were on loan when the chief died, until it is known who has them."""
+
+
+class Recovery:
+    """What happens to units when a worker, a ps or the chief died.
+
+    Args:
+        sessions: membership.
+        lending: the units.
+        fleet: the ps.
+        saving: its lock keeps a restore and a checkpoint apart.
+        journal: the journal.
+        bell: rung when units come back.
+        checkpoint_dir: where the newest checkpoint is looked for; empty: nowhere.
+        give_up: ends the job with a reason.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        lending: Lending,
+        fleet: Fleet,
+        saving: Saving,
+        journal: Journal,
+        bell: Bell,
+        *,
+        checkpoint_dir: str,
+        give_up: Callable[[str], None],
+    ) -> None:
+        self.settled = False
+        """Units may be lent: nothing is unknown any more about who holds what."""
+        self._sessions = sessions
+        self._lending = lending
+        self._fleet = fleet
+        self._saving = saving
+        self._journal = journal
+        self._bell = bell
+        self._checkpoint_dir = checkpoint_dir
+        self._give_up = give_up
+        self._lock = asyncio.Lock()
+        self._committed: dict[Life, set[tuple[int, int]]] = {}
+        self._restarted: set[Life] = set()
+
+    # A worker is over
+
+    def fenced(self, life: Life, refs: Sequence[tuple[int, int]]) -> None:
+        """A ps refuses ``life`` and says what it had committed in incomplete steps, as (step, ordinal)."""
+        self._committed.setdefault(life, set()).update(refs)
+
+    async def release(self, life: Life) -> None:
+        """Every live ps refuses ``life``: gives its units back."""
+        async with self._lock:
+            await self._release(life)
+
+    async def _release(self, life: Life) -> None:
+        refs = self._committed.pop(life, set())
+        units = self._lending.held(life)
+        committed = await self._committed_ordinals(units, refs) if self._lending.synchronous and units else {}
+        removal = self._lending.remove(units, committed)
+        back = await self.carry_out(life, removal)
+        self._lending.forget(life)
+        if back:
+            logger.warning("%d units of %s go back: %s", len(back), life, _listed(back))
+        self._bell.ring()
+
+    async def _committed_ordinals(self, units: Sequence[Unit], refs: set[tuple[int, int]]) -> dict[Unit, list[int]]:
+        """Ordinals that some ps has committed (``refs``) or applied."""
+        descriptions = (await self._fleet.describe()).values()
+        committed: dict[Unit, list[int]] = {}
+        for unit in units:
+            found = self._lending.steps.find(unit)
+            ordinals = {ordinal for step, ordinal in refs if found is not None and found[0].number == step}
+            ordinals.update(ordinal for each in descriptions for ordinal in each.ordinals(unit))
+            committed[unit] = sorted(ordinals)
+        return committed
+
+    async def carry_out(self, life: Life, removal: Removal) -> list[Unit]:
+        """Journals and tells every ps what a removal closed, then makes its units pending; returns those."""
+        for closing in removal.closings:
+            self._journal.write("close_step", step=closing.step, included=encode_units(closing.included))
+        await self._fleet.close_steps(removal.closings)
+        self.accepted(removal.accepted)
+        back = self._lending.give_back(life, removal.returned)
+        self._bell.ring()
+        return back
+
+    def accepted(self, units: Sequence[Unit]) -> None:
+        """Journals accepted units."""
+        if units:
+            steps = self._lending.steps
+            oldest = min(steps.open, default=steps.next_number)
+            self._journal.write("accepted", durable=False, units=encode_units(units), oldest_step=oldest)
+
+    # A ps joins
+
+    async def prepare(self, life: Life, address: str) -> None:
+        """Brings a ps up to date and announces nothing itself."""
+        server = self._fleet.add(life, address)
+        for task, incarnation in list(self._sessions.fenced.items()):
+            refs = await self._fleet.insist(server, _fence(Life(task, incarnation)))
+            self.fenced(Life(task, incarnation), refs or ())
+        session = self._sessions.tasks[life.task]
+        if self.settled and not session.resumed and life.task in self._journal.history.initialized:
+            async with self._lock:
+                await self._take_back(server)
+
+    async def _take_back(self, server: Server) -> None:
+        """A ps lost its memory in the middle of the job."""
+        described = await self._fleet.insist(server, lambda each: each.describe_units())
+        if described is None:
+            return
+        newest = await asyncio.to_thread(checkpoints.newest, self._checkpoint_dir) if self._checkpoint_dir else None
+        if not described.initialized and newest is None:
+            self._give_up(
+                f"{server.life.task} came back without its variables, and there is no checkpoint to take them from. "
+                "Start the job with --checkpoint-dir to survive the loss of a ps."
+            )
+        elif newest is not None and self._lending.synchronous:
+            await self._restore_all(*newest, cause=server.life.task)
+        else:
+            await self._restore_one(server, described, newest[0] if newest is not None else None)
+
+    async def _restore_one(self, server: Server, described: Description, path: pathlib.Path | None) -> None:
+        """Staleness > 0: what the ps lacks is lost; the others go on."""
+        if not described.initialized:
+            await self._fleet.insist(server, lambda each: each.restore_shards(str(path)))
+        self._lending.restores += 1
+        self._restarted.add(server.life)
+        num_lost, step = await self._mark_lost(server, self._lending.positions())
+        self._journal.write("lost", updates=num_lost)
+        name = path.name if path is not None else "a checkpoint of its own"
+        logger.warning("%s restored step %d from %s: %d updates lost", server.life.task, step, name, num_lost)
+
+    async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
+        """Closes accepted units that a ps has no update of; their number, and the step of the ps."""
+        described = await self._fleet.insist(server, lambda each: each.describe_units())
+        if described is None:
+            return 0, 0
+        absent = _minus(accepted, described.applied())
+        return await self._fleet.insist(server, lambda each: each.mark_lost(absent)) or 0, described.step
+
+    async def _restore_all(self, path: pathlib.Path, manifest: checkpoints.Manifest, cause: str) -> None:
+        async with self._saving.lock:
+            await self._fleet.insist_all(lambda each: each.restore_shards(str(path)))
+            self._lending.restores += 1
+            self._committed.clear()
+            saved = _plus(manifest.accepted, manifest.applied)
+            back = self._lending.roll_back(saved)
+            self._journal.write("roll_back", accepted=encode_positions(_minus(self._lending.positions(), back.lost)))
+            await self._fleet.close_steps(back.closings)
+        num_lost = sum(len(bitmap) for bitmap in back.lost.values())
+        if num_lost:
+            await self._fleet.insist_all(lambda each: each.mark_lost(back.lost))
+            self._journal.write("lost", updates=num_lost)
+        logger.warning(
+            "%s lost its memory: all ps went back to step %d (%s); %d units are computed again, %d updates lost",
+            cause,
+            manifest.step,
+            path.name,
+            back.revoked,
+            num_lost,
+        )
+        self._bell.ring()
+
+    async def believe(self, life: Life, dataset: int, epoch: int, indices: Sequence[int]) -> list[int]:
+        """Those of the reported units that are accepted indeed.
+
+        A unit that was lent before a ps went back to a checkpoint may have been applied there only before it did. At
+        staleness > 0 it counts as lost; at staleness 0 it is taken out of its step and lent again.
+        """
+        doubtful = self._lending.doubtful(life, dataset, epoch, indices)
+        if not doubtful:
+            return list(indices)
+        if not self._lending.synchronous:
+            units = {(dataset, epoch): UnitBitmap.of(unit.index for unit in doubtful)}
+            for server in (each for each in self._fleet.servers if each.life in self._restarted):
+                num_lost, _ = await self._mark_lost(server, units)
+                if num_lost:
+                    self._journal.write("lost", updates=num_lost)
+                    logger.warning("%s lacks %d more updates reported after its restore", server.life.task, num_lost)
+            return list(indices)
+        async with self._lock:
+            missing = await self._fleet.missing(doubtful)
+            own = [unit for unit in missing if unit in self._lending.held(life)]
+            await self.carry_out(life, self._lending.remove(own, {}))
+        if missing:
+            logger.warning("%d units of %s are computed again: a restore undid them", len(missing), life)
+        gone = {unit.index for unit in missing}
+        return [index for index in indices if index not in gone]
+
+    # The chief starts
+
+    async def settle(self) -> None:
+        """Everybody who may come back has: finds out what the ps hold, and opens the books.
+
+        For a new job this takes over the position of the checkpoint that the ps restored, if they did.
+        """
+        history = self._journal.history
+        descriptions = await self._fleet.describe()
+        holding = [each for each in descriptions.values() if each.initialized]
+        survivors = [s for s in self._sessions.tasks.values() if s.resumed and s.task.type in ("worker", "ps")]
+        if not survivors:
+            await self._start_from_checkpoint(holding)
+        else:
+            self._lending.know_accepted(_common(holding))
+            if self._lending.synchronous:
+                await self._settle_steps()
+            for server in self._fleet.servers:
+                session = self._sessions.tasks[server.life.task]
+                if not session.resumed and server.life.task in history.initialized:
+                    await self._take_back(server)
+        self._lending.founders = frozenset(s.life for s in self._sessions.live("worker"))
+        self.settled = True
+        self._bell.ring()
+
+    async def _start_from_checkpoint(self, holding: list[Description]) -> None:
+        """No process is older than this chief: the job starts, or starts again, from what the ps restored."""
+        newest = await asyncio.to_thread(checkpoints.newest, self._checkpoint_dir) if self._checkpoint_dir else None
+        saved: Positions = {}
+        if holding and newest is not None:
+            path, manifest = newest
+            saved = _plus(manifest.accepted, manifest.applied if _is_synchronous(manifest) else {})
+            for dataset, plan in manifest.plans.items():
+                if dataset not in self._lending.plans:
+                    self._lending.open_dataset(dataset, plan)
+                    self._journal.write("plan", dataset=dataset, plan=dataclasses.asdict(plan))
+            self._lending.steps.next_number = max(self._lending.steps.next_number, manifest.next_step)
+            logger.info("The job goes on from step %d (%s)", manifest.step, path)
+        saved = _plus(saved, _common(holding))
+        self._lending.roll_back(saved, reopen=True)
+        self._lending.know_accepted(saved)
+        self._lending.steps.open.clear()
+        self._journal.write("roll_back", accepted=encode_positions(self._lending.positions()))
+
+    async def _settle_steps(self) -> None:
+        """Staleness 0: finds an owner, or an end, for the slices that nobody has reported."""
+        steps, lending = self._lending.steps, self._lending
+        for number, units in self._journal.history.steps.items():
+            known = [unit for unit in units if unit.dataset in lending.plans]
+            accepted = {u for u in known if u.index in lending.epoch(u.dataset, u.epoch).accepted}
+            if len(accepted) < len(known):
+                steps.readmit(number, known, accepted)
+        orphans = steps.orphans()
+        for unit in orphans:
+            lending.epoch(unit.dataset, unit.epoch).lend(unit.index, NOBODY, lending.restores)
+        refs = {ref for each in self._committed.values() for ref in each}
+        self._committed.clear()
+        committed = await self._committed_ordinals(orphans, refs)
+        lost = [unit for unit in orphans if committed[unit]]
+        await self.carry_out(NOBODY, lending.remove(lost, committed))
+        # What is left was granted in a reply that nobody got: workers without a slice in the step may have it.
+        for unit, life in steps.reserve_orphans([s.life for s in self._sessions.live("worker")]):
+            lending.give_back(NOBODY, [unit])
+            lending.epoch(unit.dataset, unit.epoch).lend(unit.index, life, lending.restores)
+        await self.carry_out(NOBODY, lending.remove(steps.orphans(), {}))
+
+
+def _fence(life: Life) -> Callable[[Server], Awaitable[list[tuple[int, int]]]]:
+    return lambda server: server.fence(life)
+
+
+def _common(descriptions: Sequence[Description]) -> Positions:
+    """Units that are closed on every ps."""
+    if not descriptions:
+        return {}
+    common = dict(descriptions[0].closed)
+    for each in descriptions[1:]:
+        common = {key: bitmap & each.closed.get(key, UnitBitmap()) for key, bitmap in common.items()}
+    return common
+
+
+def _is_synchronous(manifest: checkpoints.Manifest) -> bool:
+    return any(plan.staleness == 0 for plan in manifest.plans.values())
+
+
+_Units = Mapping[tuple[int, int], UnitBitmap]
+
+
+def _plus(left: _Units, right: _Units) -> Positions:
+    keys = {*left, *right}
+    return {key: left.get(key, UnitBitmap()) | right.get(key, UnitBitmap()) for key in keys}
+
+
+def _minus(left: _Units, right: _Units) -> Positions:
+    rest = {key: bitmap - right.get(key, UnitBitmap()) for key, bitmap in left.items()}
+    return {key: bitmap for key, bitmap in rest.items() if len(bitmap)}
+
+
+def _listed(units: Sequence[Unit], limit: int = 5) -> str:
+    shown = ", ".join(str(unit) for unit in units[:limit])
+    return shown + (", …" if len(units) > limit else "")

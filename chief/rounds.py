@@ -1,0 +1,109 @@
+"""What the chief does by itself at every tick: open the books, watch for initial values, take checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from stratagem.chief import checkpoints
+from stratagem.errors import CheckpointError, StratagemError
+
+if TYPE_CHECKING:
+    from stratagem.chief.job import Job
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Rounds:
+    """The chief's own initiative.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._busy = False
+        self._saved_step: int | None = None
+        self._next_save_at: float | None = None
+
+    def tick(self) -> None:
+        """Starts what is due, one thing at a time."""
+        job = self._job
+        if self._busy or job.sessions.stopping is not None or not job.sessions.ready:
+            return
+        if not job.recovery.settled:
+            if job.sessions.settled and not job.sessions.pending_fences:
+                self._start(job.recovery.settle)
+        elif not job.journal.history.initialized:
+            self._start(self._watch)
+        elif job.config.checkpoint_dir and self._saved_step is None:
+            self._start(self._save_first)
+        elif self._next_save_at is not None and time.monotonic() >= self._next_save_at:
+            self._start(self._save)
+
+    async def save_last(self) -> None:
+        """The checkpoint at the end, if there is anything that the last one lacks.
+
+        Raises:
+            StratagemError: it cannot be taken.
+        """
+        job = self._job
+        if job.config.checkpoint_dir and job.journal.history.initialized and await self._step() != self._saved_step:
+            await job.saving.save(job.config.checkpoint_dir, automatic=True)
+
+    def _start(self, work: Work) -> None:
+        self._busy = True
+
+        async def run() -> None:
+            try:
+                await work()
+            finally:
+                self._busy = False
+
+        self._job.spawn(run())
+
+    async def _step(self) -> int:
+        return max((each.step for each in (await self._job.fleet.describe()).values()), default=0)
+
+    async def _watch(self) -> None:
+        """Notes when all ps hold values. A ps without variables never does: once training runs, it is not waited for."""
+        described = await self._job.fleet.describe()
+        holding = [life.task for life, each in described.items() if each.initialized]
+        trained = any(each.step for each in described.values())
+        if holding and (trained or len(holding) == self._job.config.num_ps):
+            self._job.journal.write("initialized", tasks=sorted(holding))
+
+    async def _save_first(self) -> None:
+        """The initial checkpoint: from then on a lost ps has something to come back from."""
+        job = self._job
+        newest = checkpoints.newest(job.config.checkpoint_dir)
+        if newest is not None and newest[1].step == await self._step():
+            self._saved(newest[1].step)
+            return
+        try:
+            self._saved((await job.saving.save(job.config.checkpoint_dir, automatic=True)).step)
+        except CheckpointError as error:
+            job.stop(2, str(error))
+        except StratagemError as error:
+            logger.info("The first checkpoint has to wait: %s", error)
+
+    async def _save(self) -> None:
+        job = self._job
+        try:
+            if await self._step() == self._saved_step:
+                self._saved(self._saved_step)
+            else:
+                self._saved((await job.saving.save(job.config.checkpoint_dir, automatic=True)).step)
+        except StratagemError as error:
+            logger.warning("No checkpoint: %s", error)
+            self._saved(self._saved_step)
+
+    def _saved(self, step: int | None) -> None:
+        self._saved_step = step
+        every_s = self._job.config.checkpoint_every_s
+        self._next_save_at = time.monotonic() + every_s if every_s else None

@@ -1,0 +1,105 @@
+"""What the chief asks of a ps: the interface, and the answers in the chief's own words. No I/O here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from stratagem.chief.lives import Life
+from stratagem.chief.steps import StepClosing
+from stratagem.cluster.units import Unit, UnitBitmap, Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What a ps has applied."""
+
+    closed: Mapping[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    """Closed units of each (dataset, epoch)."""
+    open: Mapping[Update, int] = dataclasses.field(default_factory=dict)
+    """Updates applied of units that are not closed, with the number of ps that take part in each."""
+    store_epoch: int = 0
+    step: int = 0
+    """Largest number of updates applied to any group."""
+    initialized: bool = False
+    """The ps holds variables with values."""
+
+    def has_closed(self, unit: Unit) -> bool:
+        """Whether the unit is complete here."""
+        return unit.index in self.closed.get((unit.dataset, unit.epoch), UnitBitmap())
+
+    def ordinals(self, unit: Unit) -> list[int]:
+        """Ordinals of the updates of an open unit that are applied here; [0] for a closed unit."""
+        if self.has_closed(unit):
+            return [0]
+        return sorted(update.ordinal for update in self.open if unit in update.units)
+
+    def applied(self) -> dict[tuple[int, int], UnitBitmap]:
+        """Units with at least one update here."""
+        units = {key: bitmap | UnitBitmap() for key, bitmap in self.closed.items()}
+        for unit in (unit for update in self.open for unit in update.units):
+            units.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+        return units
+
+    def has(self, update: Update) -> bool:
+        """Whether the update is applied here."""
+        return update in self.open or (bool(update.units) and all(self.has_closed(unit) for unit in update.units))
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedFile:
+    """A file that a ps wrote."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedShards:
+    """What one ps wrote into a checkpoint."""
+
+    files: tuple[SavedFile, ...]
+    step: int
+
+
+class Server(Protocol):
+    """A ps, as the chief uses it. Every method may be repeated without harm.
+
+    All raise ``PeerUnavailableError`` when the ps does not answer in time.
+    """
+
+    @property
+    def life(self) -> Life:
+        """The process life of the ps."""
+
+    async def fence(self, life: Life) -> list[tuple[int, int]]:
+        """Makes the ps refuse ``life``; (step, ordinal) that it had committed in steps still incomplete there."""
+
+    async def close_step(self, closing: StepClosing) -> None:
+        """Settles a step that lost a slice."""
+
+    async def describe_units(self) -> Description:
+        """What the ps has applied."""
+
+    async def hold_commits(self, token: int, hold_s: float) -> Description:
+        """Stops commits for at most ``hold_s`` seconds; what is applied then."""
+
+    async def admit_updates(self, token: int, updates: Sequence[Update], wait_s: float) -> bool:
+        """Lets updates through the hold; whether all were applied within ``wait_s`` seconds."""
+
+    async def save_shards(self, token: int, directory: str, nonce: str) -> SavedShards:
+        """Writes the shards of the ps into a directory."""
+
+    async def release_commits(self, token: int) -> None:
+        """Ends the hold."""
+
+    async def restore_shards(self, directory: str) -> int:
+        """Puts the ps back to a committed checkpoint; its new store epoch."""
+
+    async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> int:
+        """Closes units without their updates; how many of them the ps did not have."""
+
+    async def close(self) -> None:
+        """Drops the connection."""

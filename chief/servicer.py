@@ -1,0 +1,76 @@
+"""The service ``Chief`` on the wire: decode, one call, encode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from stratagem.chief import wire
+from stratagem.chief.events import Request
+from stratagem.chief.job import Job
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
+
+SERVICE = "stratagem.Chief"
+
+
+class ChiefServicer(chief_pb2_grpc.ChiefServicer):
+    """Serves a job.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[chief_pb2.SessionEvent]:
+        """A session."""
+        async for event in self._job.session(_decoded(request_iterator)):
+            yield wire.event_to_proto(event)
+
+    async def OpenDataset(self, request: chief_pb2.OpenDatasetRequest, context: Any) -> chief_pb2.OpenDatasetReply:
+        """Registers a dataset."""
+        plan = wire.plan_from_proto(request, self._job.config.seed)
+        known = await self._job.open_dataset(wire.life_from_proto(request.sender), request.dataset, plan)
+        return chief_pb2.OpenDatasetReply(seed=known.seed)
+
+    async def NextUnits(self, request: chief_pb2.NextUnitsRequest, context: Any) -> chief_pb2.NextUnitsReply:
+        """Lends units."""
+        loans = await self._job.next_units(
+            wire.life_from_proto(request.sender),
+            request.dataset,
+            request.epoch,
+            request.accepted,
+            request.held,
+            request.want,
+            request.wait,
+        )
+        return wire.loans_to_proto(loans)
+
+    async def StartStep(self, request: chief_pb2.StartStepRequest, context: Any) -> chief_pb2.StartStepReply:
+        """Waits for the staleness bound."""
+        life = wire.life_from_proto(request.sender)
+        clock = await self._job.start_step(life, request.dataset, request.epoch, request.accepted, request.clock)
+        return chief_pb2.StartStepReply(clock=clock)
+
+    async def LeaveEpoch(self, request: chief_pb2.LeaveEpochRequest, context: Any) -> chief_pb2.LeaveEpochReply:
+        """Takes units back."""
+        life = wire.life_from_proto(request.sender)
+        await self._job.leave_epoch(life, request.dataset, request.epoch, request.accepted)
+        return chief_pb2.LeaveEpochReply()
+
+    async def SaveCheckpoint(
+        self, request: chief_pb2.SaveCheckpointRequest, context: Any
+    ) -> chief_pb2.SaveCheckpointReply:
+        """Takes a checkpoint."""
+        saved = await self._job.save_checkpoint(wire.life_from_proto(request.sender), request.directory)
+        return chief_pb2.SaveCheckpointReply(path=saved.path, step=saved.step)
+
+    async def GetStatus(self, request: chief_pb2.GetStatusRequest, context: Any) -> chief_pb2.GetStatusReply:
+        """The status page."""
+        return wire.status_to_proto(self._job.get_status())
+
+
+async def _decoded(requests: Any) -> AsyncIterator[Request]:
+    async for request in requests:
+        yield wire.request_from_proto(request)

@@ -1,0 +1,392 @@
+"""Who is in the cluster: joins, heartbeats, losses, fences, readiness, the end of the job. Pure: ``now`` is passed in.
+
+Events go in through the methods, actions come out as their return value; the owner carries them out. A task is
+
+    waiting -> joined (ps only: being prepared) -> live -> done (said goodbye with 0)
+                                                    |----> lost -> joined / live with a new incarnation
+    awaited (it was live when the chief died; it may resume) -> joined / live / lost
+
+An incarnation that is over is *fenced*: every ps with an open session has to acknowledge that it refuses it, or be
+lost itself, before the units of that incarnation go to anybody else. A ps learns all earlier fences while it is
+``joined``, before any worker hears of its address.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from stratagem.chief.lives import Life
+from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError, FencedError
+
+HOPELESS = (2, 42)
+"""Exit codes after which a restart of the task helps nobody."""
+
+
+class State(enum.Enum):
+    """Where a task stands."""
+
+    WAITING = "waiting"
+    AWAITED = "awaited"
+    JOINED = "joined"
+    LIVE = "live"
+    LOST = "lost"
+    DONE = "done"
+
+
+@dataclasses.dataclass
+class Session:
+    """One task of the cluster and its newest process life."""
+
+    task: TaskId
+    state: State = State.WAITING
+    incarnation: int = 0
+    address: str = ""
+    pid: int = 0
+    stream: int = 0
+    """Number of the stream that carries the session; events of older streams are ignored."""
+    heard_at: float = 0.0
+    lost_at: float = 0.0
+    resumed: bool = False
+    """The life is older than the chief's."""
+
+    @property
+    def life(self) -> Life:
+        """The newest process life."""
+        return Life(str(self.task), self.incarnation)
+
+    @property
+    def open(self) -> bool:
+        """Whether a stream carries the session."""
+        return self.state in (State.JOINED, State.LIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Announce:
+    """Tell every task the membership."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """A ps joined: bring it up to date, then call :meth:`Sessions.prepared`."""
+
+    life: Life
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence:
+    """Make the servers refuse a life; report each with :meth:`Sessions.fence_acknowledged`."""
+
+    life: Life
+    servers: tuple[Life, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Every live ps refuses the life: what it held may go to others."""
+
+    life: Life
+
+
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+    """End a stream, if it still lives."""
+
+    life: Life
+    stream: int
+    reason: str
+    """Why the life is over; empty when it goes on over a newer stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StopJob:
+    """The job is over."""
+
+    exit_code: int
+    reason: str
+
+
+Action = Announce | Prepare | Fence | Release | Dismiss | StopJob
+
+
+class Sessions:
+    """Membership of the cluster.
+
+    Args:
+        num_workers: workers that the cluster waits for.
+        num_ps: parameter servers that the cluster waits for.
+        evaluator: whether an evaluator may join.
+        session_timeout_s: seconds of silence after which a session is lost.
+        worker_timeout_s: seconds a lost worker or ps may stay away before the job stops.
+        start_timeout_s: seconds for the whole cluster to come up.
+        now: seconds on a monotonic clock.
+        newest_incarnation: the last one issued, by earlier lives of the chief.
+        awaited: incarnations that were live when an earlier chief died.
+        done: tasks that had said goodbye.
+        fenced: newest incarnation to refuse, of each task.
+        ready: whether the cluster had been complete.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_ps: int,
+        evaluator: bool,
+        session_timeout_s: float,
+        worker_timeout_s: float,
+        start_timeout_s: float,
+        now: float,
+        newest_incarnation: int = 0,
+        awaited: Mapping[str, int] | None = None,
+        done: Mapping[str, int] | None = None,
+        fenced: Mapping[str, int] | None = None,
+        ready: bool = False,
+    ) -> None:
+        names = [TaskId("worker", i) for i in range(num_workers)] + [TaskId("ps", i) for i in range(num_ps)]
+        self.required = [str(task) for task in names]
+        if evaluator:
+            names.append(TaskId("evaluator", 0))
+        self.tasks = {str(task): Session(task) for task in names}
+        self.ready = ready
+        self.founders: frozenset[Life] = frozenset()
+        self.stopping: StopJob | None = None
+        self.first_failure = ""
+        self.fenced = dict(fenced or {})
+        self._newest_incarnation = newest_incarnation
+        self._session_timeout_s = session_timeout_s
+        self._worker_timeout_s = worker_timeout_s
+        self._start_deadline = now + start_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._pending: dict[Life, set[Life]] = {}
+        for task, incarnation in {**(awaited or {}), **(done or {})}.items():
+            if task in self.tasks:
+                session = self.tasks[task]
+                session.state = State.DONE if task in (done or {}) else State.AWAITED
+                session.incarnation, session.heard_at, session.lost_at = incarnation, now, now
+        for task, session in self.tasks.items():
+            if ready and session.state is State.WAITING:
+                session.state, session.lost_at, session.incarnation = State.LOST, now, self.fenced.get(task, 0)
+
+    # What is
+
+    def live(self, task_type: str) -> list[Session]:
+        """Live tasks of a type, by index."""
+        return [s for s in self.tasks.values() if s.task.type == task_type and s.state is State.LIVE]
+
+    @property
+    def servers(self) -> list[Life]:
+        """ps with an open session, announced or not."""
+        return [s.life for s in self.tasks.values() if s.task.type == "ps" and s.open]
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Tasks that the cluster cannot start without and that are not there."""
+        return [task for task in self.required if self.tasks[task].state not in (State.LIVE, State.DONE)]
+
+    @property
+    def settled(self) -> bool:
+        """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
+        return not any(
+            s.state is State.AWAITED or (s.task.type == "ps" and s.state is State.JOINED) for s in self.tasks.values()
+        )
+
+    @property
+    def lead(self) -> str:
+        """The lowest live worker; empty when there is none."""
+        return next((str(s.task) for s in self.live("worker")), "")
+
+    @property
+    def routing_epoch(self) -> int:
+        """Grows whenever a ps is announced with a new incarnation: incarnations only grow."""
+        return max((s.incarnation for s in self.live("ps")), default=0)
+
+    @property
+    def deserted(self) -> bool:
+        """No session is open."""
+        return not any(s.open for s in self.tasks.values())
+
+    @property
+    def pending_fences(self) -> frozenset[Life]:
+        """Lives that some ps has not refused yet."""
+        return frozenset(self._pending)
+
+    def check(self, life: Life) -> None:
+        """Whether ``life`` may speak.
+
+        Raises:
+            FencedError: it is over, or unknown.
+        """
+        session = self.tasks.get(life.task)
+        if (
+            session is None
+            or session.incarnation != life.incarnation
+            or not (session.open or session.state is State.AWAITED)
+        ):
+            newest = "unknown" if session is None else f"incarnation {session.incarnation}, {session.state.value}"
+            raise FencedError(
+                f"{life} is not a live member of the cluster (the chief has: {newest}). Its units go to others; "
+                "end the process and start it again to rejoin."
+            )
+
+    # What happens
+
+    def join(
+        self, task: str, address: str, pid: int, resume_incarnation: int, stream: int, now: float
+    ) -> tuple[Session, list[Action]]:
+        """A task opened a session.
+
+        Returns:
+            Its session, with the incarnation it has from now on, and what follows.
+
+        Raises:
+            ConfigurationError: the cluster has no such task.
+            FencedError: the incarnation it wants to resume is over.
+        """
+        session = self.tasks.get(task)
+        if session is None:
+            known = ", ".join(self.tasks)
+            raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}")
+        life = Life(task, resume_incarnation)
+        actions: list[Action] = []
+        if resume_incarnation:
+            self.check(life)
+            if session.stream:
+                actions.append(Dismiss(life, session.stream, ""))
+            was_open = session.open
+        else:
+            if session.open or session.state is State.AWAITED:
+                actions += self._lose(session, now, "a new process joined in its place")
+            self._newest_incarnation += 1
+            session.incarnation, session.resumed, was_open = self._newest_incarnation, False, False
+        session.address, session.pid, session.stream, session.heard_at = address, pid, stream, now
+        if not was_open:
+            session.resumed = bool(resume_incarnation)
+            session.state = State.JOINED if session.task.type == "ps" else State.LIVE
+        actions += [Prepare(session.life)] if session.state is State.JOINED and not was_open else self._changed()
+        return session, actions
+
+    def prepared(self, life: Life) -> list[Action]:
+        """A ps knows all fences and has what it needs: workers may use it."""
+        session = self.tasks[life.task]
+        if session.life != life or session.state is not State.JOINED:
+            return []
+        session.state = State.LIVE
+        return self._changed()
+
+    def heartbeat(self, task: str, stream: int, now: float) -> None:
+        """A task is alive."""
+        session = self.tasks[task]
+        if session.stream == stream and session.open:
+            session.heard_at = now
+
+    def goodbye(self, task: str, stream: int, exit_code: int, message: str, now: float) -> list[Action]:
+        """A task ends by its own will."""
+        session = self.tasks[task]
+        if session.stream != stream or not session.open:
+            return []
+        if exit_code == 0 and (session.task.type != "ps" or self.stopping is not None):
+            session.state = State.DONE
+            return [*self._fence(session), *self._changed(), *self._end_of_work()]
+        why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
+        if exit_code and self.stopping is None and not self.first_failure:
+            self.first_failure = f"{task}: {message or why}"
+        actions = self._lose(session, now, why)
+        if exit_code in HOPELESS:
+            actions += self._stop(1, f"{task} failed and a restart would not help: {message or why}")
+        return actions
+
+    def stream_ended(self, task: str, stream: int, now: float) -> list[Action]:
+        """The stream of a session is gone."""
+        session = self.tasks[task]
+        if session.stream != stream or not session.open:
+            return []
+        return self._lose(session, now, "its session broke off without a goodbye")
+
+    def fence_acknowledged(self, life: Life, server: Life) -> list[Action]:
+        """A ps refuses ``life`` from now on."""
+        return self._acknowledge(life, server)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passed."""
+        actions: list[Action] = []
+        for session in self.tasks.values():
+            silent_s = now - session.heard_at
+            if (session.open or session.state is State.AWAITED) and silent_s > self._session_timeout_s:
+                actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
+        if self.stopping is not None:
+            return actions
+        if not self.ready and now > self._start_deadline:
+            missing = ", ".join(self.waiting_for)
+            actions += self._stop(
+                1, f"the cluster did not come up within {self._start_timeout_s:.0f} s; still missing: {missing}"
+            )
+        for task in self.required:
+            session = self.tasks[task]
+            if self.ready and session.state is State.LOST and now - session.lost_at > self._worker_timeout_s:
+                actions += self._give_up(session, now)
+        return actions
+
+    def stop(self, exit_code: int, reason: str) -> list[Action]:
+        """Ends the job."""
+        return self._stop(exit_code, reason)
+
+    # Rules
+
+    def _give_up(self, session: Session, now: float) -> list[Action]:
+        others = [s for s in self.tasks.values() if s.task.type == "worker" and s is not session]
+        if session.task.type == "worker" and others and all(s.state is State.DONE for s in others):
+            return self._stop(0, f"every worker but {session.task} has finished the work")
+        why = f"; first failure: {self.first_failure}" if self.first_failure else ""
+        return self._stop(1, f"{session.task} was lost {now - session.lost_at:.0f} s ago and did not come back{why}")
+
+    def _end_of_work(self) -> list[Action]:
+        workers = [s for s in self.tasks.values() if s.task.type == "worker"]
+        if all(s.state is State.DONE for s in workers):
+            return self._stop(0, "every worker has finished")
+        return []
+
+    def _stop(self, exit_code: int, reason: str) -> list[Action]:
+        if self.stopping is not None:
+            return []
+        self.stopping = StopJob(exit_code, reason)
+        return [self.stopping]
+
+    def _changed(self) -> list[Action]:
+        if not self.ready and not self.waiting_for:
+            self.ready = True
+            self.founders = frozenset(s.life for s in self.live("worker"))
+        return [Announce()]
+
+    def _lose(self, session: Session, now: float, why: str) -> list[Action]:
+        session.state, session.lost_at = State.LOST, now
+        reason = f"{session.life} is lost: {why}"
+        actions: list[Action] = [Dismiss(session.life, session.stream, reason)]
+        if session.task.type == "ps":
+            for life in list(self._pending):
+                actions += self._acknowledge(life, session.life)
+        return [*actions, *self._fence(session), *self._changed()]
+
+    def _fence(self, session: Session) -> list[Action]:
+        """Only workers change what a ps holds, so only workers are fenced."""
+        if session.task.type != "worker" or self.stopping is not None:
+            return []
+        life = session.life
+        self.fenced[life.task] = max(self.fenced.get(life.task, 0), life.incarnation)
+        self._pending[life] = set(self.servers)
+        if not self._pending[life]:
+            del self._pending[life]
+            return [Release(life)]
+        return [Fence(life, tuple(sorted(self._pending[life])))]
+
+    def _acknowledge(self, life: Life, server: Life) -> list[Action]:
+        servers = self._pending.get(life)
+        if servers is None:
+            return []
+        servers.discard(server)
+        if servers:
+            return []
+        del self._pending[life]
+        return [Release(life)]

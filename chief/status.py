@@ -1,0 +1,108 @@
+"""What every task is doing: the status page, put together from the state. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from stratagem.chief.events import Member
+from stratagem.chief.history import History
+from stratagem.chief.lending import Lending
+from stratagem.chief.lives import Life
+from stratagem.chief.sessions import Session, Sessions, State
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskReport:
+    """One task."""
+
+    member: Member
+    progress: bytes
+    """What the task said last, as it came."""
+    heartbeat_age_s: float
+    pid: int
+    units_held: int
+    clock: int
+    state: str
+    """"waiting", "live", "lost" or "done"."""
+    waiting_on: str = ""
+    """What the task waits for inside the chief; empty when it does not."""
+    waiting_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class JobStatus:
+    """The whole job."""
+
+    tasks: tuple[TaskReport, ...]
+    chief_epoch: int
+    ready: bool
+    lead: str
+    units_accepted: int
+    units_planned: int
+    epoch: int
+    examples_accepted: int
+    checkpoint: str
+    updates_lost: int
+    waiting_for: tuple[str, ...]
+    stop_reason: str
+
+
+_SHOWN = {State.AWAITED: "waiting", State.JOINED: "waiting"}
+
+
+def member_of(session: Session) -> Member:
+    """A task as the others see it."""
+    return Member(str(session.task), session.address, session.incarnation, session.state is State.LIVE)
+
+
+def report(
+    sessions: Sessions,
+    lending: Lending,
+    history: History,
+    progress: Mapping[str, bytes],
+    waits: Mapping[Life, tuple[str, float]],
+    now: float,
+) -> JobStatus:
+    """The status page.
+
+    Args:
+        sessions: membership.
+        lending: units.
+        history: what the journal says.
+        progress: newest progress of each task, as it came.
+        waits: what each life waits for inside the chief, and since when.
+        now: seconds, on the clock of the heartbeats.
+    """
+    tasks = []
+    for name, session in sessions.tasks.items():
+        waiting_on, since = waits.get(session.life, ("", now))
+        tasks.append(
+            TaskReport(
+                member=member_of(session),
+                progress=progress.get(name, b""),
+                heartbeat_age_s=now - session.heard_at if session.incarnation else 0.0,
+                pid=session.pid,
+                units_held=lending.num_held(session.life),
+                clock=lending.clocks.clock(session.life),
+                state=_SHOWN.get(session.state, session.state.value),
+                waiting_on=waiting_on,
+                waiting_s=now - since,
+            )
+        )
+    opened = [(key, leases) for key, leases in lending.epochs.items() if not leases.closed]
+    (_, epoch), leases = max(opened or lending.epochs.items(), key=lambda each: each[0][1], default=((0, 0), None))
+    return JobStatus(
+        tasks=tuple(tasks),
+        chief_epoch=history.chief_epoch,
+        ready=sessions.ready,
+        lead=sessions.lead,
+        units_accepted=leases.num_accepted if leases else 0,
+        units_planned=leases.plan.num_units if leases else 0,
+        epoch=epoch,
+        examples_accepted=lending.examples_accepted,
+        checkpoint=history.checkpoint,
+        updates_lost=history.updates_lost,
+        waiting_for=() if sessions.ready else tuple(sessions.waiting_for),
+        stop_reason=sessions.stopping.reason if sessions.stopping else "",
+    )

@@ -1,0 +1,278 @@
+"""Staleness 0: which slices make a step, who computes them, and what becomes of a step whose worker died. Pure, no I/O.
+
+A step is composed when a worker asks and none of the composed steps has a slice reserved for it. The slices of the
+other workers are *reserved* until they ask, then *granted*. A slice ends as *accepted* (its worker said so), *removed*
+(its worker died or left before it committed anywhere; the unit is lent again) or *absorbed* (its worker died after it
+had committed on some ps: it stays in the step, and its unit is accepted once the rest of the step is).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from stratagem.chief.lives import Life
+from stratagem.cluster.units import Unit
+
+
+class SliceState(enum.Enum):
+    """Where a slice is on its way."""
+
+    RESERVED = "reserved"
+    GRANTED = "granted"
+    ACCEPTED = "accepted"
+    ABSORBED = "absorbed"
+    REMOVED = "removed"
+
+
+@dataclasses.dataclass
+class Slice:
+    """One worker's part of a step."""
+
+    unit: Unit
+    life: Life | None
+    """Who computes it; None after a restart of the chief, until it is known or given up."""
+    state: SliceState = SliceState.RESERVED
+    refresh: bool = False
+    """Its worker had no slice in the step before and must wait for that step and pull weights first."""
+    ordinals: tuple[int, ...] = ()
+    """Absorbed slices: ordinals of the updates that are committed somewhere."""
+
+    @property
+    def unfinished(self) -> bool:
+        """A worker still has to deliver it."""
+        return self.state in (SliceState.RESERVED, SliceState.GRANTED)
+
+
+@dataclasses.dataclass
+class Step:
+    """One synchronous step of the job."""
+
+    number: int
+    slices: list[Slice]
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Units of all slices as planned, in slice order."""
+        return tuple(each.unit for each in self.slices)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepClosing:
+    """What every ps has to be told about a step that lost a slice."""
+
+    step: int
+    included: tuple[Unit, ...]
+    """Slices that count from now on."""
+    committed: tuple[tuple[Unit, int], ...]
+    """(unit, ordinal) that count as committed although the worker is gone."""
+
+
+@dataclasses.dataclass
+class Removal:
+    """What follows from the loss of slices."""
+
+    closings: list[StepClosing] = dataclasses.field(default_factory=list)
+    returned: list[Unit] = dataclasses.field(default_factory=list)
+    """Units to lend again, once the closings are on every ps."""
+    accepted: list[Unit] = dataclasses.field(default_factory=list)
+    """Units of absorbed slices whose step is complete with this."""
+
+
+class Steps:
+    """The steps in progress, in the order of their numbers.
+
+    Args:
+        next_number: number of the step composed next.
+    """
+
+    def __init__(self, next_number: int = 1) -> None:
+        self.next_number = next_number
+        self.open: dict[int, Step] = {}
+        self._of_unit: dict[Unit, Step] = {}
+        self._members: frozenset[Life] | None = None
+        self._missed: set[Life] = set()
+
+    def compose(self, units: Sequence[Unit], workers: Sequence[Life], places: Sequence[int]) -> Step:
+        """A new step of pending units, at most one for each worker.
+
+        Args:
+            units: pending units of one global batch, in slice order.
+            workers: live workers that take part, in worker order.
+            places: for each unit its slice index in the whole batch; slice j goes to the j-th worker where possible.
+        """
+        free = dict(enumerate(workers))
+        chosen = list(zip(units, places, strict=True))[: len(workers)]
+        assigned: dict[Unit, Life] = {}
+        for unit, place in chosen:
+            if place in free:
+                assigned[unit] = free.pop(place)
+        for unit, _ in chosen:
+            if unit not in assigned:
+                assigned[unit] = free.pop(min(free))
+        slices = [Slice(unit, assigned[unit], refresh=self._is_late(assigned[unit])) for unit, _ in chosen]
+        step = self._add(Step(self.next_number, slices))
+        self.next_number += 1
+        self._members = frozenset(assigned.values())
+        return step
+
+    def _is_late(self, life: Life) -> bool:
+        return self._members is not None and life not in self._members
+
+    def readmit(self, number: int, units: Sequence[Unit], accepted: Container[Unit]) -> None:
+        """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet."""
+        if number not in self.open:
+            states = [SliceState.ACCEPTED if unit in accepted else SliceState.RESERVED for unit in units]
+            step = self._add(Step(number, [Slice(u, None, state) for u, state in zip(units, states, strict=True)]))
+            self.next_number = max(self.next_number, number + 1)
+            self._finish(step, Removal())
+
+    def claim(self, unit: Unit, life: Life) -> None:
+        """``life`` says that it holds ``unit`` since before the chief restarted."""
+        for each in self._slices_of(unit):
+            if each.unfinished:
+                each.life, each.state = life, SliceState.GRANTED
+
+    def reserve_orphans(self, workers: Sequence[Life]) -> list[tuple[Unit, Life]]:
+        """Reserves slices without a worker for workers that have none in the step: the reply that granted them got
+        lost. Returns what was reserved."""
+        reserved: list[tuple[Unit, Life]] = []
+        for step in self.open.values():
+            idle = [life for life in workers if all(each.life != life for each in step.slices)]
+            for each in step.slices:
+                if each.unfinished and each.life is None and idle:
+                    each.life = idle.pop(0)
+                    each.refresh = True
+                    reserved.append((each.unit, each.life))
+        return reserved
+
+    def orphans(self) -> list[Unit]:
+        """Units of unfinished slices that belong to nobody."""
+        return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.life is None]
+
+    def reserved_for(self, life: Life, dataset: int, epoch: int) -> Step | None:
+        """The first step with a slice reserved for ``life`` in one epoch."""
+        for step in self.open.values():
+            for each in step.slices:
+                if (
+                    each.life == life
+                    and each.state is SliceState.RESERVED
+                    and (each.unit.dataset, each.unit.epoch) == (dataset, epoch)
+                ):
+                    return step
+        return None
+
+    def waits_for(self, life: Life, step: Step) -> list[Life]:
+        """Workers whose earlier slices must be accepted before ``life`` may have its slice of ``step``."""
+        if not self._own(life, step).refresh and life not in self._missed:
+            return []
+        earlier = (other for other in self.open.values() if other.number < step.number)
+        return sorted({s.life for other in earlier for s in other.slices if s.unfinished and s.life is not None})
+
+    def grant(self, life: Life, step: Step) -> Slice:
+        """Hands ``life`` its slice of ``step``."""
+        own = self._own(life, step)
+        own.refresh = own.refresh or life in self._missed
+        self._missed.discard(life)
+        own.state = SliceState.GRANTED
+        return own
+
+    def find(self, unit: Unit) -> tuple[Step, Slice] | None:
+        """The open step that ``unit`` is a slice of, and the slice."""
+        step = self._of_unit.get(unit)
+        return None if step is None else (step, next(each for each in step.slices if each.unit == unit))
+
+    def accept(self, unit: Unit) -> list[Unit]:
+        """A slice was accepted. Returns the units of absorbed slices that are accepted with it."""
+        done = Removal()
+        for each in self._slices_of(unit):
+            if each.state is not SliceState.REMOVED:
+                each.state = SliceState.ACCEPTED
+        if unit in self._of_unit:
+            self._finish(self._of_unit[unit], done)
+        return done.accepted
+
+    def remove(self, units: Iterable[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
+        """The workers of these slices will not deliver them.
+
+        Args:
+            units: units of unfinished slices.
+            committed: ordinals of the updates of these units that some ps has committed or applied.
+        """
+        removal = Removal()
+        touched: dict[int, Step] = {}
+        for unit in units:
+            for each in self._slices_of(unit):
+                if not each.unfinished:
+                    continue
+                step = self._of_unit[unit]
+                touched[step.number] = step
+                ordinals = tuple(sorted(set(committed.get(unit, ()))))
+                if ordinals:
+                    each.state, each.ordinals = SliceState.ABSORBED, ordinals
+                    continue
+                each.state = SliceState.REMOVED
+                removal.returned.append(unit)
+                if each.life is not None:
+                    self._missed.add(each.life)
+        for number in sorted(touched):
+            removal.closings.append(_closing(touched[number]))
+            self._finish(touched[number], removal)
+        for unit in removal.returned:
+            self._of_unit.pop(unit, None)
+        return removal
+
+    def undo(self, revoked: Container[Unit], saved: Container[Unit]) -> Removal:
+        """The ps went back to a checkpoint: takes out of the steps in progress what they do not have any more, so that
+        nobody waits for a slice whose worker believes it done, or is gone.
+
+        Args:
+            revoked: accepted units that the checkpoint lacks; they are pending again already.
+            saved: units that the checkpoint has an update of.
+        """
+        removal = Removal()
+        for step in list(self.open.values()):
+            undone = [s for s in step.slices if s.state is SliceState.ACCEPTED and s.unit in revoked]
+            absorbed = [s for s in step.slices if s.state is SliceState.ABSORBED and s.unit not in saved]
+            removal.returned += [each.unit for each in absorbed]
+            for each in undone + absorbed:
+                each.state, each.ordinals = SliceState.REMOVED, ()
+                self._of_unit.pop(each.unit, None)
+            # A restore makes the ps forget how steps were closed: they hear it again.
+            if any(each.state is SliceState.REMOVED for each in step.slices):
+                removal.closings.append(_closing(step))
+        return removal
+
+    def forget(self, life: Life) -> None:
+        """``life`` is over."""
+        self._missed.discard(life)
+
+    def _add(self, step: Step) -> Step:
+        self.open[step.number] = step
+        self._of_unit.update((unit, step) for unit in step.units)
+        return step
+
+    def _own(self, life: Life, step: Step) -> Slice:
+        return next(each for each in step.slices if each.life == life)
+
+    def _slices_of(self, unit: Unit) -> list[Slice]:
+        step = self._of_unit.get(unit)
+        return [] if step is None else [each for each in step.slices if each.unit == unit]
+
+    def _finish(self, step: Step, removal: Removal) -> None:
+        """Takes a step out once no worker has to deliver anything more for it."""
+        if any(each.unfinished for each in step.slices):
+            return
+        self.open.pop(step.number, None)
+        for each in step.slices:
+            if self._of_unit.get(each.unit) is step:
+                del self._of_unit[each.unit]
+            if each.state is SliceState.ABSORBED:
+                removal.accepted.append(each.unit)
+
+
+def _closing(step: Step) -> StepClosing:
+    kept = [each for each in step.slices if each.state is not SliceState.REMOVED]
+    committed = tuple((each.unit, ordinal) for each in kept for ordinal in each.ordinals)
+    return StepClosing(step.number, tuple(each.unit for each in kept), committed)

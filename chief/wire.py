@@ -1,0 +1,185 @@
+"""Protobuf messages to the chief's own words and back. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from stratagem.chief import events
+from stratagem.chief.lending import Loan, Loans
+from stratagem.chief.lives import Life
+from stratagem.chief.servers import Description
+from stratagem.chief.status import JobStatus
+from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
+from stratagem.errors import ProtocolError
+from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
+
+
+def life_from_proto(sender: common_pb2.Sender) -> Life:
+    """The caller."""
+    return Life(sender.task, sender.incarnation)
+
+
+def unit_to_proto(unit: Unit) -> common_pb2.Unit:
+    """A unit."""
+    return common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index)
+
+
+def unit_from_proto(unit: common_pb2.Unit) -> Unit:
+    """A unit."""
+    return Unit(unit.dataset, unit.epoch, unit.index)
+
+
+def update_to_proto(update: Update) -> common_pb2.Update:
+    """An update."""
+    return common_pb2.Update(units=[unit_to_proto(unit) for unit in update.units], ordinal=update.ordinal)
+
+
+def update_from_proto(update: common_pb2.Update) -> Update:
+    """An update."""
+    return Update(tuple(unit_from_proto(unit) for unit in update.units), update.ordinal)
+
+
+def positions_to_proto(units: Mapping[tuple[int, int], UnitBitmap]) -> list[common_pb2.UnitSet]:
+    """Sets of units."""
+    return [common_pb2.UnitSet(dataset=d, epoch=e, bitmap=bits.to_bytes()) for (d, e), bits in sorted(units.items())]
+
+
+def positions_from_proto(sets: Iterable[common_pb2.UnitSet]) -> dict[tuple[int, int], UnitBitmap]:
+    """Sets of units."""
+    return {(each.dataset, each.epoch): UnitBitmap(each.bitmap) for each in sets}
+
+
+def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> Description:
+    """What a ps has applied."""
+    return Description(
+        closed=positions_from_proto(reply.closed),
+        open={update_from_proto(each.update): each.num_servers for each in reply.open},
+        store_epoch=reply.store_epoch,
+        step=reply.step,
+        initialized=reply.initialized,
+    )
+
+
+def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
+    """The plan a worker asks for.
+
+    Raises:
+        ProtocolError: the numbers make no plan.
+    """
+    try:
+        return Plan(
+            num_examples=request.num_examples,
+            batch_size=request.batch_size,
+            drop_last=request.drop_last,
+            shuffle=request.shuffle,
+            num_slices=request.num_slices,
+            staleness=request.staleness,
+            seed=seed,
+        )
+    except ValueError as error:
+        raise ProtocolError(
+            f"dataset {request.dataset} has no valid plan "
+            f"(batch size and slices at least 1, staleness at least 0): {error}"
+        ) from None
+
+
+def loan_to_proto(loan: Loan) -> chief_pb2.Grant:
+    """A unit on loan."""
+    return chief_pb2.Grant(
+        unit=unit_to_proto(loan.unit),
+        num_examples=loan.num_examples,
+        step=loan.step,
+        step_units=loan.step_units,
+        refresh=loan.refresh,
+    )
+
+
+def loan_from_proto(grant: chief_pb2.Grant) -> Loan:
+    """A unit on loan."""
+    return Loan(unit_from_proto(grant.unit), grant.num_examples, grant.step, tuple(grant.step_units), grant.refresh)
+
+
+def loans_to_proto(loans: Loans) -> chief_pb2.NextUnitsReply:
+    """The answer to a worker that asks for units."""
+    return chief_pb2.NextUnitsReply(grants=[loan_to_proto(loan) for loan in loans.loans], end=loans.end)
+
+
+def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
+    """What a task says in its session.
+
+    Raises:
+        ProtocolError: an empty message.
+    """
+    if request.HasField("join"):
+        join = request.join
+        held = tuple(loan_from_proto(grant) for grant in join.held)
+        return events.Join(join.task, join.address, join.pid, join.resume_incarnation, held, join.store_epoch)
+    if request.HasField("heartbeat"):
+        return events.Heartbeat(request.heartbeat.progress.SerializeToString())
+    if request.HasField("goodbye"):
+        return events.Goodbye(request.goodbye.exit_code, request.goodbye.message)
+    raise ProtocolError("expected Join, Heartbeat or Goodbye in a session, got an empty message")
+
+
+def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
+    """What the chief says in a session."""
+    if isinstance(event, events.Welcome):
+        welcome = chief_pb2.Welcome(
+            incarnation=event.incarnation,
+            chief_epoch=event.chief_epoch,
+            heartbeat_interval_s=event.heartbeat_interval_s,
+            session_timeout_s=event.session_timeout_s,
+            job_started=event.job_started,
+        )
+        return chief_pb2.SessionEvent(welcome=welcome)
+    if isinstance(event, events.Membership):
+        membership = chief_pb2.Membership(
+            ready=event.ready,
+            tasks=[_member_to_proto(member) for member in event.members],
+            lead=event.lead,
+            routing_epoch=event.routing_epoch,
+        )
+        return chief_pb2.SessionEvent(membership=membership)
+    if isinstance(event, events.Fenced):
+        return chief_pb2.SessionEvent(fenced=chief_pb2.Fenced(reason=event.reason))
+    return chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=event.exit_code, reason=event.reason))
+
+
+def _member_to_proto(member: events.Member) -> common_pb2.TaskInfo:
+    return common_pb2.TaskInfo(
+        task=member.task, address=member.address, incarnation=member.incarnation, live=member.live
+    )
+
+
+def status_to_proto(status: JobStatus) -> chief_pb2.GetStatusReply:
+    """The status page."""
+    tasks = []
+    for task in status.tasks:
+        progress = chief_pb2.Progress.FromString(task.progress)
+        if task.waiting_on:
+            progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s
+        tasks.append(
+            chief_pb2.TaskStatus(
+                info=_member_to_proto(task.member),
+                progress=progress,
+                heartbeat_age_s=task.heartbeat_age_s,
+                pid=task.pid,
+                units_held=task.units_held,
+                clock=task.clock,
+                state=task.state,
+            )
+        )
+    return chief_pb2.GetStatusReply(
+        tasks=tasks,
+        chief_epoch=status.chief_epoch,
+        ready=status.ready,
+        lead=status.lead,
+        units_accepted=status.units_accepted,
+        units_planned=status.units_planned,
+        epoch=status.epoch,
+        examples_accepted=status.examples_accepted,
+        checkpoint=status.checkpoint,
+        updates_lost=status.updates_lost,
+        waiting_for=status.waiting_for,
+        stop_reason=status.stop_reason,
+    )
