@@ -1,0 +1,169 @@
+"""``python -m stratagem.ps``: one parameter server, from start to exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import pydantic
+import torch
+
+from stratagem.cluster.config import PsConfig
+from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.ps.memory import keep_frames_in_heap
+from stratagem.ps.servicer import SERVICE, ParameterServerServicer, add_to_server
+from stratagem.ps.specs import Limits
+from stratagem.ps.store import Store
+from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.server import RunningServer, serve
+from stratagem.rpc.session import SessionClient
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_CONFIGURATION = 2
+EXIT_TERMINATED = 143
+MAX_THREADS = 512
+"""Calls at once: each worker has one stream open and a few calls waiting."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGINT came."""
+
+
+def run(config: PsConfig) -> int:
+    """Serves until the chief stops the job or a signal comes.
+
+    Listens first, restores the newest complete checkpoint, then joins; ready means registered and restored.
+
+    Args:
+        config: of this ps.
+
+    Returns:
+        The exit code: the job's when the chief stopped it, 1 after a failure, 2 for a configuration that cannot
+        work, 143 after SIGTERM or SIGINT.
+    """
+    try:
+        with _signals_raise():
+            return _run(config)
+    except _Terminated:
+        logger.info("Ended by a signal")
+        return EXIT_TERMINATED
+    except ConfigurationError as error:
+        logger.error("%s", error)
+        return EXIT_CONFIGURATION
+    except StratagemError as error:
+        logger.error("%s", error)
+        return EXIT_FAILED
+
+
+def _run(config: PsConfig) -> int:
+    if not config.chief:
+        raise ConfigurationError(f"{config.task} must know its chief: set chief to its host:port")
+    torch.set_num_threads(config.num_threads)
+    keep_frames_in_heap()
+    limits = Limits(config.max_variables, config.max_store_bytes)
+    store = Store(config.task, TaskId.parse(config.task).index, limits)
+    server = _serve(config, store)
+    try:
+        logger.info("Listening on %s", server.address)
+        if config.checkpoint_dir:
+            store.checkpoints.restore_newest(config.checkpoint_dir)
+        return _stay(config, store, server)
+    finally:
+        store.state.close_lanes(JobStoppedError(f"{config.task} ends", 0))
+        server.stop(1.0)
+
+
+def _serve(config: PsConfig, store: Store) -> RunningServer:
+    servicer = ParameterServerServicer(store, config.max_message_bytes)
+    return serve(
+        config.bind,
+        lambda server: add_to_server(servicer, server),
+        services=[SERVICE.full_name],
+        max_threads=MAX_THREADS,
+        max_message_bytes=config.max_message_bytes,
+        insecure=config.insecure,
+    )
+
+
+def _stay(config: PsConfig, store: Store, server: RunningServer) -> int:
+    session = SessionClient(
+        config.chief,
+        config.task,
+        server.address,
+        progress=lambda: _progress(store),
+        store_epoch=lambda: store.state.store_epoch if store.state.initialized else 0,
+        chief_timeout_s=config.peer_timeout_s,
+    )
+    try:
+        store.incarnation = session.start(config.start_timeout_s)
+        server.set_serving(True)
+        stopped = session.wait_stopped(None)
+        assert stopped is not None
+        if not isinstance(stopped, JobStoppedError):
+            raise stopped
+        logger.info("The job is over: %s", stopped)
+        session.goodbye(0)
+        return stopped.exit_code
+    except _Terminated:
+        session.goodbye(EXIT_TERMINATED, f"{config.task} was ended by a signal")
+        raise
+    finally:
+        session.close()
+
+
+def _progress(store: Store) -> chief_pb2.Progress:
+    state = store.state
+    return chief_pb2.Progress(step=state.step, store_epoch=state.store_epoch, bytes_held=state.num_bytes)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """In the main thread, turns SIGTERM and SIGINT into an exception; elsewhere the caller owns the signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: one flag per field of :class:`PsConfig`, in kebab case."""
+    parser = argparse.ArgumentParser(prog="python -m stratagem.ps", description=PsConfig.__doc__)
+    for name, field in PsConfig.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            parser.add_argument(flag, action="store_true", help=field.description)
+        else:
+            kinds: dict[Any, Callable[[str], Any]] = {int: int, float: float}
+            kind = kinds.get(field.annotation, str)
+            parser.add_argument(flag, type=kind, required=field.is_required(), help=field.description)
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        config = PsConfig(**given)
+    except pydantic.ValidationError as error:
+        parser.error(str(error))
+    configure_logging(config.task, config.log_format)
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The store's side of checkpoints: holding commits, describing what is applied, writing shards, going back to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from stratagem.cluster.units import UnitBitmap, Update
+from stratagem.errors import CheckpointError, StaleStoreError
+from stratagem.ps import snapshot
+from stratagem.ps.requests import Sender
+from stratagem.ps.shelf import Shelf
+from stratagem.ps.specs import check_group, check_new_groups
+from stratagem.ps.state import Call, State
+from stratagem.ps.units import Description, Epoch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreDescription:
+    """What this ps has applied."""
+
+    units: Description
+    store_epoch: int
+    step: int
+    """Largest number of updates applied to any group."""
+    initialized: bool
+
+
+class Checkpointing:
+    """Holds, snapshots and restores.
+
+    Args:
+        state: of the store.
+        index: index of this ps.
+        next_epoch: gives a store epoch larger than the one it is given.
+    """
+
+    def __init__(self, state: State, index: int, next_epoch: Callable[[int], int]) -> None:
+        self._state = state
+        self._index = index
+        self._next_epoch = next_epoch
+
+    def describe_units(self) -> StoreDescription:
+        """Units closed, and updates applied of open ones."""
+        state = self._state
+        with state.changed:
+            return StoreDescription(state.units.describe(), state.store_epoch, state.step, state.initialized)
+
+    def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
+        """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished.
+
+        Raises:
+            ProtocolError: another hold is on.
+        """
+        state = self._state
+        with state.changed:
+            state.gate.hold(token, time.monotonic(), hold_s)
+            state.wait(lambda: state.gate.num_inside == 0, sender, call, hold_s)
+            return self.describe_units()
+
+    def admit_updates(self, sender: Sender, token: int, updates: Sequence[Update], wait_s: float, call: Call) -> bool:
+        """Lets updates through the hold; True when all of them are applied within ``wait_s`` seconds.
+
+        Raises:
+            ProtocolError: the hold is not on.
+        """
+        state = self._state
+
+        def applied() -> bool:
+            return state.gate.num_inside == 0 and all(
+                state.units.is_applied(unit, update.ordinal) for update in updates for unit in update.units
+            )
+
+        with state.changed:
+            state.gate.admit(token, updates, time.monotonic())
+            state.changed.notify_all()
+            return state.wait(applied, sender, call, wait_s)
+
+    def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[snapshot.SavedFile], int]:
+        """Writes this ps's shards durably while commits are held. Returns the files and the step.
+
+        Raises:
+            ProtocolError: commits are not held under ``token``.
+            CheckpointError: the directory is not the chief's, or cannot be written.
+        """
+        state = self._state
+        with state.changed:
+            state.gate.check_token(token, time.monotonic())
+            content = snapshot.Content(
+                [shelf.group for _, shelf in sorted(state.shelves.items())], state.units, state.store_epoch
+            )
+            step = state.step
+        path = pathlib.Path(directory)
+        snapshot.check_nonce(path, nonce)
+        files = snapshot.save(path, self._index, content)
+        with state.changed:
+            if not state.gate.is_held(time.monotonic()):
+                raise CheckpointError(f"the hold on commits ran out while ps:{self._index} was writing; hold them longer")
+        return files, step
+
+    def release_commits(self, token: int) -> None:
+        """Ends a hold; releasing twice does no harm."""
+        with self._state.changed:
+            self._state.gate.release(token)
+            self._state.changed.notify_all()
+
+    def restore_shards(self, directory: str) -> int:
+        """Goes back to a checkpoint. Returns the new store epoch.
+
+        Every sender must say Hello again, and whoever waits gets ``StaleStoreError``.
+
+        Raises:
+            CheckpointError: the checkpoint is not complete or damaged; the store stays as it is.
+        """
+        content = snapshot.load(pathlib.Path(directory), self._index)
+        state = self._state
+        specs = [group.spec for group in content.groups]
+        for spec in specs:
+            check_group(spec)
+        check_new_groups(specs, [], state.limits)
+        with state.changed:
+            epoch = self._next_epoch(max(state.store_epoch, content.store_epoch))
+            state.store_epoch = epoch  # from here on nobody new gets inside: waiting calls see another epoch
+            state.changed.notify_all()
+            state.changed.wait_for(lambda: state.gate.num_inside == 0)
+            state.shelves = {group.spec.group: Shelf(group, epoch) for group in content.groups}
+            state.units = content.units
+            state.steps.clear()
+            state.staging.clear()
+            state.senders.forget_windows()
+            state.close_lanes(StaleStoreError(f"ps:{self._index} went back to a checkpoint; say Hello again"))
+            state.changed.notify_all()
+        logger.info("Restored %d groups at step %d from %s", len(content.groups), state.step, directory)
+        return epoch
+
+    def restore_newest(self, checkpoint_dir: str) -> str:
+        """Restores from the newest complete checkpoint that has this ps's shards. Returns its path, "" if there is none."""
+        found = snapshot.newest_complete(pathlib.Path(checkpoint_dir), self._index)
+        if found is None:
+            return ""
+        self.restore_shards(str(found))
+        return str(found)
+
+    def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
+        """Closes units whose updates a restore lost. Returns how many this ps did not have."""
+        with self._state.changed:
+            return self._state.units.mark_lost(units)

@@ -1,0 +1,121 @@
+"""The ps's end of the grpc lane: frames in go to staging, reply frames out come from a queue."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from stratagem.errors import FencedError, LimitError, StratagemError
+from stratagem.ps.frames import read_frame
+from stratagem.ps.requests import Sender
+from stratagem.ps.store import Store
+
+logger = logging.getLogger(__name__)
+
+_SPARE_BYTES = 64 << 20
+
+
+class Stream(Protocol):
+    """The stream that carries a lane."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Has ``callback`` called when the stream ends; False when it has ended already."""
+
+
+class QueueLane:
+    """Reply frames on their way to one worker. Implements :class:`stratagem.ps.shelf.ReplyLane`.
+
+    Args:
+        max_pinned_bytes: bytes of built frames that may wait here; a reader that is slower is cut off.
+    """
+
+    def __init__(self, max_pinned_bytes: Callable[[], int]) -> None:
+        self._max_pinned_bytes = max_pinned_bytes
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[Iterator[bytes] | bytes] = collections.deque()
+        self._pinned_bytes = 0
+        self._closed = False
+        self._error: StratagemError | None = None
+
+    def send(self, frames: Iterable[bytes]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            if isinstance(frames, tuple):
+                self._waiting.extend(frames)
+                self._pinned_bytes += sum(map(len, frames))
+            else:
+                self._waiting.append(iter(frames))
+            limit = self._max_pinned_bytes()
+            self._changed.notify_all()
+        if self._pinned_bytes > limit:
+            self.close(LimitError(f"expected frames to be read, {self._pinned_bytes} bytes wait (limit {limit})"))
+
+    def close(self, error: StratagemError | None = None) -> None:
+        """Ends the lane; frames that wait are dropped. ``error`` is what the worker gets, None for an orderly end."""
+        with self._changed:
+            if not self._closed:
+                self._closed, self._error = True, error
+            self._waiting.clear()
+            self._pinned_bytes = 0
+            self._changed.notify_all()
+
+    def frames(self) -> Iterator[bytes]:
+        """Frames as they come, until the lane is closed.
+
+        Raises:
+            StratagemError: what the lane was closed with.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    break
+                item = self._waiting.popleft()
+                if isinstance(item, bytes):
+                    self._pinned_bytes -= len(item)
+            if isinstance(item, bytes):
+                yield item
+            else:
+                yield from item
+            del item
+        if self._error is not None:
+            raise self._error
+
+
+def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
+    """Serves one Transfer stream: a thread of its own stages what comes, the caller's sends what is yielded.
+
+    Raises:
+        FencedError: the sender is or becomes dead.
+        FrameError: a frame that cannot be what it says.
+    """
+    lane = QueueLane(lambda: _SPARE_BYTES + 4 * store.state.num_bytes)
+    store.open_lane(sender, lane)
+    reader = threading.Thread(target=_read, args=(store, sender, messages, lane), name=f"lane-{sender.task}", daemon=True)
+    reader.start()
+    if not stream.add_callback(lane.close):
+        lane.close()
+    try:
+        yield from lane.frames()
+    finally:
+        lane.close()
+        store.close_lane(sender, lane)
+
+
+def _read(store: Store, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:
+    try:
+        for message in messages:
+            kind, frame = read_frame(message)
+            store.variables.stage(sender, kind, frame)
+            del message, frame  # staging holds what is needed; nothing else keeps the last message alive
+    except FencedError as error:
+        lane.close(error)
+    except StratagemError as error:
+        logger.warning("Transfer from %s refused: %s", sender, error)
+        lane.close(error)
+    except Exception:  # grpc ends a broken stream by a bare Exception in the iterator
+        lane.close()

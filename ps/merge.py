@@ -1,0 +1,105 @@
+"""Merges the slices of a synchronous step into one gradient, and says what is in a gradient. Pure tensor arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from stratagem.ps.requests import Facts, Merge
+from stratagem.ps.runs import cut_runs
+from stratagem.ps.shard_group import Parts
+from stratagem.ps.specs import GroupSpec
+
+_CHUNK = 1 << 18
+_MAX_NAMES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceGradient:
+    """One slice's gradient of one group."""
+
+    coefficient: float
+    parts: Parts
+    present: Sequence[bool]
+
+
+def coefficients(
+    merge: Merge, weights: Sequence[float], num_examples: Sequence[int], num_planned_examples: int
+) -> list[float]:
+    """Factors of the slices that are included, in slice order.
+
+    MEAN gives weight_i / sum of weights; SUM gives planned / included examples to each. A slice of weight 0 has factor 0:
+    its gradient is left out, never multiplied (0 · NaN is NaN).
+    """
+    if merge is Merge.SUM:
+        included = sum(num_examples)
+        return [num_planned_examples / included if included else 0.0] * len(num_examples)
+    total = math.fsum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def merge_slices(spec: GroupSpec, slices: Sequence[SliceGradient], out: torch.Tensor) -> tuple[bool, ...]:
+    """Sums slices into ``out``, in slice order.
+
+    Args:
+        spec: the group.
+        slices: gradients of the slices; those with coefficient 0 are left out.
+        out: flat tensor of the group; elements of shards without a gradient are undefined afterwards.
+
+    Returns:
+        For each shard, whether any slice has a gradient for it.
+    """
+    used = [piece for piece in slices if piece.coefficient]
+    union = tuple(any(piece.present[shard] for piece in used) for shard in range(len(spec.shards)))
+    fresh = bool(used) and tuple(used[0].present) == union
+    if not fresh:
+        out.zero_()
+    alike = [0] * len(spec.shards)
+    for index, piece in enumerate(used):
+        extents = [(offset, tensor.numel()) for offset, tensor in piece.parts]
+        for run in cut_runs(extents, spec.shards, piece.present, alike):
+            offset, tensor = piece.parts[run.piece]
+            source = tensor[run.start - offset : run.stop - offset]
+            target = out[run.start : run.stop]
+            if fresh and index == 0:
+                torch.mul(source, piece.coefficient, out=target)
+            else:
+                target.add_(source, alpha=piece.coefficient)
+    return union
+
+
+def facts_of(spec: GroupSpec, parts: Parts, present: Sequence[bool]) -> Facts:
+    """Sum of squares and finiteness of a gradient; elements of shards without a gradient do not count."""
+    squared, not_finite = 0.0, list[str]()
+    alike = list(range(len(spec.shards)))
+    extents = [(offset, tensor.numel()) for offset, tensor in parts]
+    for run in cut_runs(extents, spec.shards, present, alike):
+        offset, tensor = parts[run.piece]
+        piece = tensor[run.start - offset : run.stop - offset]
+        here = _squared_norm(piece)
+        if not math.isfinite(here):
+            if bool(torch.isfinite(piece).all()):
+                here = float(piece.double().square().sum())
+            else:
+                name = spec.shards[run.shard].variable
+                if name not in not_finite:
+                    not_finite.append(name)
+        squared += here
+    return Facts(squared, not not_finite, tuple(not_finite[:_MAX_NAMES]))
+
+
+def join_facts(facts: Sequence[Facts]) -> Facts:
+    """Facts about several groups as one."""
+    names = [name for fact in facts for name in fact.not_finite]
+    squared = math.fsum(fact.squared_norm for fact in facts if fact.finite)
+    finite = all(fact.finite for fact in facts)
+    return Facts(squared if finite else math.nan, finite, tuple(names[:_MAX_NAMES]))
+
+
+def _squared_norm(piece: torch.Tensor) -> float:
+    wide = torch.float64 if piece.dtype is torch.float64 else torch.float32
+    norms = (float(torch.linalg.vector_norm(chunk, dtype=wide)) for chunk in piece.split(_CHUNK))
+    return math.fsum(norm * norm for norm in norms) if piece.numel() else 0.0

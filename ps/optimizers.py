@@ -1,0 +1,205 @@
+"""The optimizers that a parameter server can run: the eleven elementwise ones of ``torch.optim``, by class name.
+
+Elementwise means that a parameter cut anywhere gets the same values as the whole: that is what lets a ps keep many
+variables, or rows of them, in one flat tensor. The torch classes do the arithmetic; this module only knows which state each keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+
+HyperParameters = Mapping[str, Any]
+"""Arguments of a torch.optim class by name: numbers, booleans, None and tuples of numbers."""
+
+_IMPLEMENTATION_CHOICES = ("foreach", "fused", "capturable")
+"""Arguments that choose how torch computes, not what; here the ps chooses."""
+
+# torch 2.13's fused CPU SGD silently leaves 16-bit weights unchanged, whole vectors of them.
+_FUSED_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerRule:
+    """What one torch.optim class keeps for each parameter."""
+
+    cls: Callable[..., torch.optim.Optimizer]
+    """The class."""
+    slots: Callable[[HyperParameters], tuple[str, ...]]
+    """Names of the tensors it keeps, each as large as the parameter."""
+    max_slots: int
+    """Largest number of them."""
+    fused: bool = False
+    """Whether torch has a fused CPU kernel for it."""
+    counts_steps: bool = True
+    """Whether its state has a ``step``."""
+    scalars: Mapping[str, Callable[[HyperParameters], float]] = dataclasses.field(default_factory=dict)
+    """Numbers it keeps for each parameter, with their first values."""
+    first_values: Mapping[str, Callable[[HyperParameters], float]] = dataclasses.field(default_factory=dict)
+    """First values of slots that do not start at zero."""
+    first_overrides: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Hyper-parameters of the first update that sees ``first_slot``, when its slot is still zero."""
+    first_slot: str = ""
+    """See ``first_overrides``."""
+
+    @property
+    def name(self) -> str:
+        """Name on the wire."""
+        return self.cls.__name__
+
+
+def _constant(*slots: str) -> Callable[[HyperParameters], tuple[str, ...]]:
+    return lambda hyper: slots
+
+
+def _adam_slots(hyper: HyperParameters) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if hyper["amsgrad"] else ()))
+
+
+def _rmsprop_slots(hyper: HyperParameters) -> tuple[str, ...]:
+    momentum = ("momentum_buffer",) if hyper["momentum"] > 0 else ()
+    return ("square_avg", *momentum, *(("grad_avg",) if hyper["centered"] else ()))
+
+
+_RULES: dict[str, OptimizerRule] = {
+    rule.name: rule
+    for rule in (
+        # torch's first momentum buffer is the bare gradient: from a zero buffer, that is one update without dampening.
+        OptimizerRule(
+            torch.optim.SGD,
+            lambda hyper: ("momentum_buffer",) if hyper["momentum"] != 0 else (),
+            1,
+            fused=True,
+            counts_steps=False,
+            first_overrides={"dampening": 0.0},
+            first_slot="momentum_buffer",
+        ),
+        OptimizerRule(torch.optim.Adam, _adam_slots, 3, fused=True),
+        OptimizerRule(torch.optim.AdamW, _adam_slots, 3, fused=True),
+        OptimizerRule(torch.optim.Adamax, _constant("exp_avg", "exp_inf"), 2),
+        OptimizerRule(torch.optim.Adadelta, _constant("square_avg", "acc_delta"), 2),
+        OptimizerRule(
+            torch.optim.Adagrad,
+            _constant("sum"),
+            1,
+            fused=True,
+            first_values={"sum": lambda hyper: float(hyper["initial_accumulator_value"])},
+        ),
+        OptimizerRule(
+            torch.optim.NAdam, _constant("exp_avg", "exp_avg_sq"), 2, scalars={"mu_product": lambda hyper: 1.0}
+        ),
+        OptimizerRule(torch.optim.RAdam, _constant("exp_avg", "exp_avg_sq"), 2),
+        OptimizerRule(torch.optim.RMSprop, _rmsprop_slots, 3),
+        OptimizerRule(
+            torch.optim.Rprop,
+            _constant("prev", "step_size"),
+            2,
+            first_values={"step_size": lambda hyper: float(hyper["lr"])},
+        ),
+        OptimizerRule(
+            torch.optim.ASGD,
+            _constant("ax"),
+            1,
+            scalars={"eta": lambda hyper: float(hyper["lr"]), "mu": lambda hyper: 1.0},
+        ),
+    )
+}
+
+_REFUSALS = {
+    "Adafactor": "it scales by norms over whole rows, columns and tensors, and a ps holds pieces",
+    "Muon": "it orthogonalises whole matrices, and a ps holds pieces",
+    "LBFGS": "it needs a closure that evaluates the loss again, and a ps has no loss",
+    "SparseAdam": "it works on sparse gradients, which travel another way than flat tensors",
+}
+
+SUPPORTED = tuple(_RULES)
+"""Names of the optimizers a ps can run."""
+
+
+def rule_for(name: str) -> OptimizerRule:
+    """The rule of a torch.optim class.
+
+    Raises:
+        UnsupportedOptimizerError: with the reason.
+    """
+    rule = _RULES.get(name)
+    if rule is None:
+        reason = _REFUSALS.get(name, "it is not one of the elementwise optimizers that were tested here")
+        raise UnsupportedOptimizerError(
+            f"a parameter server cannot run {name}: {reason}. Use one of {', '.join(SUPPORTED)}"
+        )
+    return rule
+
+
+def max_slots(name: str) -> int:
+    """Largest number of slots the optimizer may keep; 0 for no optimizer."""
+    return rule_for(name).max_slots if name else 0
+
+
+def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that decide the update.
+
+    Entries that are not arguments of the class (``initial_lr`` and other marks of schedulers) do not take part in
+    torch's ``step()`` either; ``foreach``, ``fused`` and ``capturable`` choose an implementation, and the ps chooses its own.
+
+    Args:
+        rule: which optimizer.
+        came: as in a ``param_group`` without ``params``; tuples may have become lists.
+
+    Returns:
+        Every argument of the class, defaults included.
+
+    Raises:
+        ConfigurationError: torch refuses the values.
+        UnsupportedOptimizerError: ``differentiable=True``.
+    """
+    arguments = {}
+    for name, parameter in inspect.signature(rule.cls).parameters.items():
+        if name == "params" or name in _IMPLEMENTATION_CHOICES:
+            continue
+        value = came.get(name, parameter.default)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    if arguments.pop("differentiable", False):
+        raise UnsupportedOptimizerError(
+            f"a parameter server cannot run {rule.name} with differentiable=True: no graph crosses the wire"
+        )
+    _try(rule, arguments)
+    return arguments
+
+
+def _try(rule: OptimizerRule, arguments: Mapping[str, Any]) -> None:
+    try:
+        rule.cls([torch.zeros(1)], **arguments)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise ConfigurationError(f"{rule.name} refuses its hyper-parameters {dict(arguments)}: {error}") from None
+
+
+def build(
+    rule: OptimizerRule,
+    groups: Sequence[tuple[HyperParameters, Sequence[torch.Tensor]]],
+    state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
+    dtype: torch.dtype,
+) -> torch.optim.Optimizer:
+    """A torch optimizer over existing parameters and existing state.
+
+    Args:
+        rule: which optimizer.
+        groups: hyper-parameters and parameters of each param_group.
+        state: for each parameter, what the class keeps.
+        dtype: of the parameters.
+    """
+    # Placeholders first: the constructors of some classes allocate state for what they are given.
+    fused = rule.fused and dtype in _FUSED_DTYPES
+    choices: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
+    optimizer = rule.cls([{"params": [torch.zeros(1)], **hyper, **choices} for hyper, _ in groups])
+    optimizer.state.clear()
+    for target, (_, parameters) in zip(optimizer.param_groups, groups, strict=True):
+        target["params"] = list(parameters)
+    optimizer.state.update(state)
+    return optimizer

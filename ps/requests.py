@@ -1,0 +1,186 @@
+"""What the requests to a parameter server say, without the wire: frozen, decoded once by the servicer."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from stratagem.cluster.units import Unit, Update
+from stratagem.ps.units import UnitClose
+
+
+class Version(NamedTuple):
+    """Version of a shard group."""
+
+    store_epoch: int
+    """Changes with every restore."""
+    counter: int
+    """Grows with every change of the weights."""
+
+
+class FrameKind(enum.Enum):
+    """What a frame from a worker is for."""
+
+    GRADIENT = "gradient"
+    VALUES = "values"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sender:
+    """Who sends a request."""
+
+    task: str
+    """Task id, for example "worker:1"."""
+    incarnation: int
+    """Process life, issued by the chief."""
+    sequence: int = 0
+    """Position among the sender's state-changing requests to this ps, from 1; 0 for the others."""
+
+    @property
+    def life(self) -> tuple[str, int]:
+        """Identity of the process life."""
+        return (self.task, self.incarnation)
+
+    def __str__(self) -> str:
+        return f"{self.task} (incarnation {self.incarnation})"
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferRef:
+    """Frames that a control message waits for."""
+
+    transfer: int
+    num_frames: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCommit:
+    """One optimizer step for one group."""
+
+    group: int
+    present: bytes
+    """Presence mask of the shards; empty means all."""
+    hyper_parameters: tuple[Mapping[str, Any], ...]
+    """One per param_group of the optimizer."""
+    have: Version | None = None
+    """Version of the weights that the sender has."""
+
+
+class Merge(enum.Enum):
+    """How the slices of a synchronous step are summed."""
+
+    MEAN = "mean"
+    """Mean weighted by the slices' weights."""
+    SUM = "sum"
+    """Plain sum, times planned / included examples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSlice:
+    """Staleness 0: the step of the job that an update belongs to."""
+
+    step: int
+    units: tuple[Unit, ...]
+    """Units of the planned slices, in slice order."""
+    weight: float
+    num_examples: int
+    merge: Merge
+
+
+class Action(enum.Enum):
+    """What to do with a staged update."""
+
+    APPLY = "apply"
+    SKIP = "skip"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareUpdate:
+    """First half of a two-phase update."""
+
+    sender: Sender
+    update: Update
+    gradients: TransferRef
+    groups: tuple[GroupCommit, ...]
+    slice: StepSlice | None = None
+    want_facts: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known about a gradient before it is applied."""
+
+    squared_norm: float = 0.0
+    finite: bool = True
+    not_finite: tuple[str, ...] = ()
+    """Names of variables with a NaN or Inf, at most 3."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitUpdate:
+    """Applies a staged update."""
+
+    sender: Sender
+    update: Update
+    gradients: TransferRef
+    groups: tuple[GroupCommit, ...]
+    reply_transfer: int
+    slice: StepSlice | None = None
+    action: Action = Action.APPLY
+    scale: float = 1.0
+    closes: tuple[UnitClose, ...] = ()
+    num_servers: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupVersion:
+    """A group's version, and the frames that bring it."""
+
+    group: int
+    version: Version
+    num_frames: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitResult:
+    """Outcome of a commit."""
+
+    applied: bool
+    versions: tuple[GroupVersion, ...]
+    left_out: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignValues:
+    """Assigns weights or slots whose frames went before."""
+
+    sender: Sender
+    values: TransferRef
+    groups: tuple[int, ...]
+    slot: str = ""
+    step_counts: tuple[int, ...] = ()
+    scalars: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PullWeights:
+    """Asks for weights or a slot."""
+
+    sender: Sender
+    groups: tuple[tuple[int, Version | None], ...]
+    """Group, and the version the caller has."""
+    reply_transfer: int
+    slot: str = ""
+    wait_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PullResult:
+    """What is on its way, and the optimizer's progress of the first group."""
+
+    versions: tuple[GroupVersion, ...]
+    slots: tuple[str, ...] = ()
+    step_counts: tuple[int, ...] = ()
+    scalars: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)

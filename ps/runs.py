@@ -1,0 +1,99 @@
+"""Cuts a gradient, as its pieces came, into the runs that one optimizer call can take each in one go. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+from stratagem.errors import ProtocolError
+from stratagem.ps.specs import ShardSpec
+
+Extent = tuple[int, int]
+"""First element and number of elements of a piece, in the group's flat tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Contiguous elements of one piece whose shards are alike."""
+
+    piece: int
+    """Index of the piece."""
+    start: int
+    """First element, in the flat tensor."""
+    stop: int
+    """One past the last element."""
+    shard: int
+    """Index of the first shard in it; the others are like it."""
+
+
+def cut_runs(
+    extents: Sequence[Extent], shards: Sequence[ShardSpec], present: Sequence[bool], likeness: Sequence[Hashable]
+) -> tuple[Run, ...]:
+    """The runs of a gradient.
+
+    Args:
+        extents: where the pieces lie, in any order; they may cover several shards or a part of one.
+        shards: the shards, in the order of the flat tensor.
+        present: whether each shard has a gradient; elements of the others are skipped.
+        likeness: neighbours with equal values may share a run.
+
+    Raises:
+        ProtocolError: pieces overlap, or do not cover a shard that has a gradient; names the variable.
+    """
+    order = sorted(range(len(extents)), key=lambda piece: extents[piece])
+    runs: list[Run] = []
+    covered = [0] * len(shards)
+    index = 0
+    end = 0
+    for piece in order:
+        offset, count = extents[piece]
+        if not count:
+            continue
+        if offset < end:
+            raise ProtocolError(f"two pieces of a gradient overlap at element {offset}; send each element once")
+        end = offset + count
+        while index < len(shards) and shards[index].stop <= offset:
+            index += 1
+        current: Run | None = None
+        at = index
+        while at < len(shards) and shards[at].offset < end:
+            start, stop = max(offset, shards[at].offset), min(end, shards[at].stop)
+            if present[at] and start < stop:
+                covered[at] += stop - start
+                if current is not None and current.stop == start and likeness[current.shard] == likeness[at]:
+                    current = dataclasses.replace(current, stop=stop)
+                    runs[-1] = current
+                else:
+                    current = Run(piece, start, stop, at)
+                    runs.append(current)
+            at += 1
+    for shard, has_gradient, count in zip(shards, present, covered, strict=True):
+        if has_gradient and count != shard.num_elements:
+            raise ProtocolError(
+                f"expected {shard.num_elements} gradient elements of variable {shard.variable}, got {count}; "
+                "stage its frames again, or take it out of the presence mask"
+            )
+    return tuple(runs)
+
+
+def covers(extents: Sequence[Extent], shards: Sequence[ShardSpec], present: Sequence[bool]) -> bool:
+    """Whether the pieces hold every element of every shard that has a gradient (overlaps do not count as covering)."""
+    try:
+        cut_runs(extents, shards, present, [0] * len(shards))
+    except ProtocolError:
+        return False
+    return True
+
+
+def presence(mask: bytes, num_shards: int) -> tuple[bool, ...]:
+    """Decodes a presence mask: bit i, least significant bit of byte 0 first, is shard i; empty means all.
+
+    Raises:
+        ProtocolError: more bytes than there are shards.
+    """
+    if not mask:
+        return (True,) * num_shards
+    if len(mask) > -(-num_shards // 8):
+        raise ProtocolError(f"expected a presence mask of {-(-num_shards // 8)} bytes, got {len(mask)}")
+    bits = int.from_bytes(mask, "little")
+    return tuple(bool(bits >> shard & 1) for shard in range(num_shards))

@@ -1,0 +1,93 @@
+"""Recognises resends: one sequence per (sender, server), a high-water mark and a window of 64. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from stratagem.errors import SequenceError
+
+WINDOW = 64
+"""Requests that may be under way at once, and results kept for resends."""
+
+
+class Verdict(enum.Enum):
+    """What to do with a request."""
+
+    NEW = "new"
+    """Do it, then :meth:`SequenceWindow.finish`."""
+    RUNNING = "running"
+    """The same request is being done now: wait for it and ask again."""
+    DONE = "done"
+    """It was done; answer its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A verdict, and with ``DONE`` the recorded result (None when it is too old to be remembered)."""
+
+    verdict: Verdict
+    result: Any = None
+
+
+class SequenceWindow:
+    """The requests of one process life of one sender.
+
+    Requests may arrive out of order within the window. The mark is the smallest number not finished yet. Numbers below
+    the first one of the window are from before a restore: what they did is gone, so they are new.
+
+    Args:
+        next_sequence: number of the first request.
+    """
+
+    def __init__(self, next_sequence: int) -> None:
+        self._first = self._mark = next_sequence
+        self._running: set[int] = set()
+        self._results: dict[int, Any] = {}
+        self._failed: set[int] = set()
+
+    @property
+    def next_sequence(self) -> int:
+        """The smallest number that has not been finished."""
+        return self._mark
+
+    def begin(self, sequence: int) -> Decision:
+        """Decides about a request.
+
+        Raises:
+            SequenceError: beyond the window; names the number expected.
+        """
+        if sequence >= self._mark + WINDOW:
+            raise SequenceError(
+                f"expected request {self._mark} (or one of the {WINDOW} from there), got {sequence}; "
+                "say Hello to agree on the number"
+            )
+        if sequence in self._running:
+            return Decision(Verdict.RUNNING)
+        if sequence in self._results:
+            return Decision(Verdict.DONE, self._results[sequence])
+        if self._first <= sequence < self._mark and sequence not in self._failed:
+            return Decision(Verdict.DONE)
+        self._running.add(sequence)
+        return Decision(Verdict.NEW)
+
+    def finish(self, sequence: int, result: Any) -> None:
+        """Records the result of a request; a resend gets it."""
+        self._running.discard(sequence)
+        self._failed.discard(sequence)
+        self._results[sequence] = result
+        self._advance()
+
+    def fail(self, sequence: int) -> None:
+        """The request changed nothing; a resend is done anew, and later requests do not wait for it."""
+        self._running.discard(sequence)
+        self._failed.add(sequence)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._mark in self._results or self._mark in self._failed:
+            self._mark += 1
+        oldest = self._mark - WINDOW
+        self._results = {number: result for number, result in self._results.items() if number >= oldest}
+        self._failed = {number for number in self._failed if number >= oldest}

@@ -1,0 +1,143 @@
+"""The wire of a parameter server: each method decodes, makes one call, encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+
+from stratagem.ps import wire
+from stratagem.ps.lane_server import serve_lane
+from stratagem.ps.store import Store
+from stratagem.rpc.generated import common_pb2, ps_pb2
+
+SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
+
+
+class ParameterServerServicer:
+    """ParameterServer over a :class:`stratagem.ps.store.Store`.
+
+    Args:
+        store: does the work.
+        max_message_bytes: told to senders.
+    """
+
+    def __init__(self, store: Store, max_message_bytes: int) -> None:
+        self._store = store
+        self._max_message_bytes = max_message_bytes
+
+    def Hello(self, request: ps_pb2.HelloRequest, context: grpc.ServicerContext) -> ps_pb2.HelloReply:
+        greeting = self._store.hello(wire.sender_from(request.sender), request.next_sequence)
+        return ps_pb2.HelloReply(
+            server=common_pb2.Sender(task=greeting.server.task, incarnation=greeting.server.incarnation),
+            store_epoch=greeting.store_epoch,
+            next_sequence=greeting.next_sequence,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    def Transfer(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        sender = wire.sender_of_lane(context.invocation_metadata())
+        yield from serve_lane(self._store, sender, messages, context)
+
+    def CreateVariables(
+        self, request: ps_pb2.CreateVariablesRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.CreateVariablesReply:
+        specs = [wire.group_spec_from(group) for group in request.groups]
+        sender = wire.sender_from(request.sender)
+        initialize, initialized = self._store.variables.create_variables(sender, specs, request.can_initialize, context)
+        return ps_pb2.CreateVariablesReply(initialize=initialize, initialized=initialized)
+
+    def AssignValues(
+        self, request: ps_pb2.AssignValuesRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.AssignValuesReply:
+        versions = self._store.variables.assign_values(wire.assign_from(request), context)
+        return ps_pb2.AssignValuesReply(versions=wire.versions_to(versions))
+
+    def PrepareUpdate(
+        self, request: ps_pb2.PrepareUpdateRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.PrepareUpdateReply:
+        return wire.facts_to(self._store.commits.prepare_update(wire.prepare_from(request), context))
+
+    def CommitUpdate(
+        self, request: ps_pb2.CommitUpdateRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.CommitUpdateReply:
+        return wire.commit_to(self._store.commits.commit_update(wire.commit_from(request), context))
+
+    def CloseUnits(self, request: ps_pb2.CloseUnitsRequest, context: grpc.ServicerContext) -> ps_pb2.CloseUnitsReply:
+        sender = wire.sender_from(request.sender)
+        self._store.commits.close_units(sender, wire.closes_from(request.closes), context)
+        return ps_pb2.CloseUnitsReply()
+
+    def PullWeights(
+        self, request: ps_pb2.PullWeightsRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.PullWeightsReply:
+        return wire.pull_to(self._store.variables.pull_weights(wire.pull_from(request), context))
+
+    def Fence(self, request: ps_pb2.FenceRequest, context: grpc.ServicerContext) -> ps_pb2.FenceReply:
+        sender = wire.sender_from(request.sender)
+        committed = self._store.fence(sender, request.task, request.incarnation, context)
+        return ps_pb2.FenceReply(committed=[ps_pb2.StepRef(step=step, ordinal=ordinal) for step, ordinal in committed])
+
+    def CloseStep(self, request: ps_pb2.CloseStepRequest, context: grpc.ServicerContext) -> ps_pb2.CloseStepReply:
+        included = [wire.unit_from(unit) for unit in request.included]
+        committed = [wire.update_from(update) for update in request.committed]
+        sender = wire.sender_from(request.sender)
+        self._store.commits.sync.close_step(sender, request.step, included, committed, context)
+        return ps_pb2.CloseStepReply()
+
+    def DescribeUnits(
+        self, request: ps_pb2.DescribeUnitsRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.DescribeUnitsReply:
+        return wire.description_to(self._store.checkpoints.describe_units())
+
+    def HoldCommits(
+        self, request: ps_pb2.HoldCommitsRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.HoldCommitsReply:
+        sender = wire.sender_from(request.sender)
+        units = self._store.checkpoints.hold_commits(sender, request.token, request.hold_s, context)
+        return ps_pb2.HoldCommitsReply(units=wire.description_to(units))
+
+    def AdmitUpdates(
+        self, request: ps_pb2.AdmitUpdatesRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.AdmitUpdatesReply:
+        updates = [wire.update_from(update) for update in request.updates]
+        sender = wire.sender_from(request.sender)
+        complete = self._store.checkpoints.admit_updates(sender, request.token, updates, request.wait_s, context)
+        return ps_pb2.AdmitUpdatesReply(complete=complete)
+
+    def SaveShards(self, request: ps_pb2.SaveShardsRequest, context: grpc.ServicerContext) -> ps_pb2.SaveShardsReply:
+        files, step = self._store.checkpoints.save_shards(request.token, request.directory, request.nonce)
+        return wire.saved_to(files, step)
+
+    def ReleaseCommits(
+        self, request: ps_pb2.ReleaseCommitsRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.ReleaseCommitsReply:
+        self._store.checkpoints.release_commits(request.token)
+        return ps_pb2.ReleaseCommitsReply()
+
+    def RestoreShards(
+        self, request: ps_pb2.RestoreShardsRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.RestoreShardsReply:
+        return ps_pb2.RestoreShardsReply(store_epoch=self._store.checkpoints.restore_shards(request.directory))
+
+    def MarkLost(self, request: ps_pb2.MarkLostRequest, context: grpc.ServicerContext) -> ps_pb2.MarkLostReply:
+        num_lost = self._store.checkpoints.mark_lost(wire.unit_sets_from(request.units))
+        return ps_pb2.MarkLostReply(num_lost=num_lost)
+
+
+def add_to_server(servicer: ParameterServerServicer, server: grpc.Server) -> None:
+    """Registers the servicer. Not the generated function: frames of ``Transfer`` must pass as the bytes they are."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in SERVICE.methods:
+        behaviour = getattr(servicer, method.name)
+        if method.client_streaming:
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(behaviour)
+        else:
+            request: Any = message_factory.GetMessageClass(method.input_type)
+            reply: Any = message_factory.GetMessageClass(method.output_type)
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                behaviour, request.FromString, reply.SerializeToString
+            )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))

@@ -1,0 +1,94 @@
+"""One shard group with its lock and its published version: the place where updates and readers of one group meet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from stratagem.errors import ProtocolError, StratagemError
+from stratagem.ps.published import Publisher, cut_frames, num_frames
+from stratagem.ps.requests import GroupVersion, Version
+from stratagem.ps.shard_group import Parts, ShardGroup
+from stratagem.ps.specs import GroupSpec
+
+
+class ReplyLane(Protocol):
+    """The way back to one worker. Whatever moves payload implements it (PROTOCOL.md 34)."""
+
+    def send(self, frames: Iterable[bytes]) -> None:
+        """Queues frames; the iterable may be consumed later, in the lane's thread. A closed lane drops them."""
+
+    def close(self, error: StratagemError) -> None:
+        """Ends the lane for the given reason."""
+
+
+class Shelf:
+    """A group on this ps.
+
+    Args:
+        group: the group.
+        store_epoch: of the store it belongs to.
+    """
+
+    def __init__(self, group: ShardGroup, store_epoch: int) -> None:
+        self.group = group
+        self.publisher = Publisher(group.spec.group)
+        self.lock = threading.RLock()
+        self._store_epoch = store_epoch
+        self._scratch: torch.Tensor | None = None
+
+    @property
+    def spec(self) -> GroupSpec:
+        """What the group holds."""
+        return self.group.spec
+
+    @property
+    def version(self) -> Version:
+        """Version of the weights now."""
+        return Version(self._store_epoch, self.group.counter)
+
+    def scratch(self) -> torch.Tensor:
+        """A flat tensor of the group's size to merge slices in; kept, because fresh memory costs page faults."""
+        if self._scratch is None:
+            self._scratch = torch.empty_like(self.group.weights)
+        return self._scratch
+
+    def assign(self, parts: Parts, slot: str) -> None:
+        """Writes pieces into the weights, or into a slot."""
+        with self.lock:
+            flat = self.group.slot(slot) if slot else self.group.weights
+            self.publisher.outdate()
+            for offset, piece in parts:
+                flat[offset : offset + piece.numel()] = piece
+            if not slot:
+                self.group.touch()
+
+    def send_weights(self, lane: ReplyLane, transfer: int, have: Version | None) -> GroupVersion:
+        """Sends the weights unless the reader has them. The version is encoded once, whoever reads it."""
+        with self.lock:
+            version = self.version
+            if have == version:
+                return GroupVersion(self.spec.group, version, 0)
+            published = self.publisher.get(version)
+            if published is not None:
+                lane.send(published.frames_for(transfer))
+            else:
+                self.publisher.build(version, self.group.weights, transfer, lambda frame: lane.send((frame,)))
+            return GroupVersion(self.spec.group, version, num_frames(self.spec.num_elements, self.spec.dtype))
+
+    def send_slot(self, lane: ReplyLane, transfer: int, slot: str) -> GroupVersion:
+        """Sends an optimizer slot. Slots are read rarely, so their frames are not kept.
+
+        Raises:
+            ProtocolError: no update has made the slot yet.
+        """
+        with self.lock:
+            if slot not in self.group.slots:
+                known = ", ".join(self.group.slots) or "none yet"
+                raise ProtocolError(f"group {self.spec.group}: expected one of its slots ({known}), got {slot!r}")
+            for frame in cut_frames(self.group.slots[slot], self.spec.group, transfer):
+                lane.send((frame,))
+            return GroupVersion(self.spec.group, self.version, num_frames(self.spec.num_elements, self.spec.dtype))

@@ -1,0 +1,223 @@
+"""A ps's part of a checkpoint on disk.
+
+Up to three files: ``ps-<i>.safetensors`` (weights; as PyTorch alone reads it, a plain state dict:
+a whole variable under its own name, a row shard under ``name@first_row``), ``ps-<i>.slots.safetensors`` (optimizer slots
+under ``slot/<slot>/<name>``, when there are any), ``ps-<i>.json`` (specs, step counts, scalars, units).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import safetensors
+import torch
+
+from stratagem.errors import CheckpointError
+from stratagem.ps.shard_group import ShardGroup
+from stratagem.ps.specs import GroupSpec, ShardSpec
+from stratagem.ps.tensor_file import hash_file, write_tensors
+from stratagem.ps.units import UnitLedger
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What a snapshot holds."""
+
+    groups: list[ShardGroup]
+    units: UnitLedger
+    store_epoch: int
+
+
+def check_nonce(directory: pathlib.Path, nonce: str) -> None:
+    """Makes sure that chief and ps mean the same directory.
+
+    Raises:
+        CheckpointError: the file ``nonce`` is missing or says something else.
+    """
+    try:
+        found = (directory / "nonce").read_text().strip()
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be read here ({error.strerror}); the checkpoint directory must be on a file system that "
+            "the chief and every parameter server share"
+        ) from None
+    if found != nonce:
+        raise CheckpointError(
+            f"{directory} exists here, and it is not the chief's: expected nonce {nonce!r}, found {found!r}. "
+            "The checkpoint directory must be on a file system that the chief and every parameter server share"
+        )
+
+
+def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFile]:
+    """Writes the files of one ps, durably. Nobody may change the groups meanwhile.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    weights = {
+        shard.key: _rows(group.weights, shard) for group in content.groups for shard in group.spec.shards
+    }
+    slots = {
+        f"slot/{name}/{shard.key}": _rows(flat, shard)
+        for group in content.groups
+        for name, flat in sorted(group.slots.items())
+        for shard in group.spec.shards
+    }
+    stem = f"ps-{index}"
+    try:
+        saved = [SavedFile(f"{stem}.safetensors", *write_tensors(directory / f"{stem}.safetensors", weights))]
+        if slots:
+            name = f"{stem}.slots.safetensors"
+            saved.append(SavedFile(name, *write_tensors(directory / name, slots)))
+        saved.append(_write_json(directory / f"{stem}.json", _describe(index, content)))
+    except OSError as error:
+        raise CheckpointError(f"ps:{index} cannot write its shards into {directory}: {error}") from None
+    return saved
+
+
+def load(directory: pathlib.Path, index: int) -> Content:
+    """Reads what :func:`save` wrote for one ps.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    stem = f"ps-{index}"
+    try:
+        data = json.loads((directory / f"{stem}.json").read_text())
+        if data["format"] != FORMAT:
+            raise CheckpointError(f"{directory / stem}.json: expected format {FORMAT}, got {data['format']}")
+        groups = [_group(entry) for entry in data["groups"]]
+        with safetensors.safe_open(directory / f"{stem}.safetensors", "pt") as weights:
+            for group in groups:
+                _read_rows(weights, group.spec, "", group.weights)
+        if any(group.slots for group in groups):
+            with safetensors.safe_open(directory / f"{stem}.slots.safetensors", "pt") as slots:
+                for group in groups:
+                    for name, flat in group.slots.items():
+                        _read_rows(slots, group.spec, f"slot/{name}/", flat)
+        return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"the part of ps:{index} in checkpoint {directory} cannot be read: {error!r}") from None
+
+
+def complete_checkpoints(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
+    """Checkpoints that have a manifest, and the manifest; highest (step, chief epoch) first."""
+    found = []
+    for path in directory.glob(f"step-*/{MANIFEST}"):
+        try:
+            manifest = json.loads(path.read_text())
+            found.append(((int(manifest["step"]), int(manifest["chief_epoch"])), path.parent, manifest))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("Ignoring %s: its manifest cannot be read (%r)", path.parent, error)
+    for _, path, manifest in sorted(found, key=lambda entry: entry[0], reverse=True):
+        yield path, manifest
+
+
+def newest_complete(directory: pathlib.Path, index: int) -> pathlib.Path | None:
+    """The newest complete checkpoint whose files of this ps have the checksums that its manifest tells."""
+    for path, manifest in complete_checkpoints(directory):
+        mine = [entry for entry in manifest.get("files", ()) if entry["name"].startswith((f"ps-{index}.",))]
+        if not mine:
+            logger.warning("Ignoring %s: it was made without ps:%d", path, index)
+            continue
+        try:
+            damaged = [entry["name"] for entry in mine if hash_file(path / entry["name"]) != entry["sha256"]]
+        except OSError as error:
+            damaged = [str(error)]
+        if not damaged:
+            return path
+        logger.warning("Ignoring %s: damaged (%s)", path, ", ".join(damaged))
+    return None
+
+
+def _rows(flat: torch.Tensor, shard: ShardSpec) -> torch.Tensor:
+    return flat[shard.offset : shard.stop].view(shard.local_shape)
+
+
+def _read_rows(source: Any, spec: GroupSpec, prefix: str, flat: torch.Tensor) -> None:
+    for shard in spec.shards:
+        tensor = source.get_tensor(prefix + shard.key)
+        if tuple(tensor.shape) != shard.local_shape or tensor.dtype != spec.dtype:
+            raise ValueError(
+                f"{shard.key}: expected {spec.dtype} of shape {list(shard.local_shape)}, "
+                f"got {tensor.dtype} of {list(tensor.shape)}"
+            )
+        flat[shard.offset : shard.stop] = tensor.reshape(-1)
+
+
+def _describe(index: int, content: Content) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "ps": index,
+        "store_epoch": content.store_epoch,
+        "units": content.units.to_json(),
+        "groups": [
+            {
+                "group": group.spec.group,
+                "optimizer": group.spec.optimizer,
+                "dtype": str(group.spec.dtype).removeprefix("torch."),
+                "shards": [dataclasses.asdict(shard) | {"key": shard.key} for shard in group.spec.shards],
+                "slots": sorted(group.slots),
+                "counts": group.counts,
+                "scalars": group.scalars,
+                "started": group.started,
+                "counter": group.counter,
+                "num_updates": group.num_updates,
+                "initialized": group.initialized,
+            }
+            for group in content.groups
+        ],
+    }
+
+
+def spec_from_json(entry: Mapping[str, Any]) -> GroupSpec:
+    """The spec of one group in ``ps-<i>.json``."""
+    names = [field.name for field in dataclasses.fields(ShardSpec)]
+    shards = tuple(
+        ShardSpec(**{name: shard[name] for name in names} | {"shape": tuple(shard["shape"])})
+        for shard in entry["shards"]
+    )
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a torch dtype, got {entry['dtype']!r}")
+    return GroupSpec(entry["group"], entry["optimizer"], dtype, shards)
+
+
+def _group(entry: Mapping[str, Any]) -> ShardGroup:
+    group = ShardGroup(spec_from_json(entry))
+    for name in entry["slots"]:
+        group.slot(name)
+    group.set_progress(entry["counts"], entry["scalars"])
+    group.started = list(entry["started"])
+    group.counter, group.num_updates = entry["counter"], entry["num_updates"]
+    group.initialized = entry["initialized"]
+    return group
+
+
+def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> SavedFile:
+    text = json.dumps(data, separators=(",", ":")).encode()
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return SavedFile(path.name, len(text), hash_file(path))

@@ -1,0 +1,186 @@
+"""What a parameter server holds, and the limits under which it agrees to hold it. Pure; checked before any allocation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from stratagem.errors import LimitError, VariableError
+from stratagem.ps import optimizers
+
+MAX_RANK = 32
+"""Largest number of dimensions of a variable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSpec:
+    """Contiguous rows of one variable inside a shard group."""
+
+    variable: str
+    """Name, unique in the job."""
+    shape: tuple[int, ...]
+    """Shape of the whole variable."""
+    first_row: int
+    """First row held here; 0 for a rank-0 variable."""
+    num_rows: int
+    """Rows held here; 1 for a rank-0 variable."""
+    offset: int
+    """First element in the group's flat tensor."""
+    param_group: int = 0
+    """Index of the optimizer's param_group."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements held here."""
+        return self.num_rows * math.prod(self.shape[1:])
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the group's flat tensor."""
+        return self.offset + self.num_elements
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row of the variable is held here."""
+        return self.num_rows == (self.shape[0] if self.shape else 1)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the rows held here."""
+        return (self.num_rows, *self.shape[1:]) if self.shape else ()
+
+    @property
+    def key(self) -> str:
+        """Name in a checkpoint file: the variable's own, or ``name@first_row`` for a row shard."""
+        return self.variable if self.is_whole else f"{self.variable}@{self.first_row}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpec:
+    """Shards of one optimizer and one dtype that live in one flat tensor."""
+
+    group: int
+    """Identity in the job."""
+    optimizer: str
+    """Name of the torch.optim class; empty for values that no optimizer changes."""
+    dtype: torch.dtype
+    """Element type of the flat tensor."""
+    shards: tuple[ShardSpec, ...]
+    """In the order of the flat tensor."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the flat tensor."""
+        return self.shards[-1].stop if self.shards else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a parameter server refuses to exceed."""
+
+    max_variables: int = 100_000
+    """Shards held."""
+    max_store_bytes: int = 1 << 40
+    """Bytes of variables and of the largest set of slots that their optimizers may keep."""
+
+
+def check_group(spec: GroupSpec) -> None:
+    """Refuses a group that cannot be.
+
+    Raises:
+        VariableError: impossible rows, offsets, names or dtype; names the variable.
+        UnsupportedOptimizerError: an optimizer that a ps cannot run.
+    """
+    if spec.optimizer:
+        optimizers.rule_for(spec.optimizer)
+        if not spec.dtype.is_floating_point:
+            raise VariableError(f"group {spec.group}: expected a floating dtype for {spec.optimizer}, got {spec.dtype}")
+    offset = 0
+    for shard in spec.shards:
+        rows = shard.shape[0] if shard.shape else 1
+        if not shard.variable or len(shard.shape) > MAX_RANK:
+            raise VariableError(
+                f"variable {shard.variable!r}: expected a name and at most {MAX_RANK} dimensions, got {len(shard.shape)}"
+            )
+        if shard.first_row + shard.num_rows > rows:
+            raise VariableError(
+                f"variable {shard.variable}: expected rows within {rows} of shape {list(shard.shape)}, "
+                f"got rows {shard.first_row} to {shard.first_row + shard.num_rows}"
+            )
+        if shard.offset != offset:
+            raise VariableError(f"variable {shard.variable}: expected offset {offset}, got {shard.offset}")
+        offset = shard.stop
+
+
+def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits: Limits) -> None:
+    """Refuses groups that clash with each other or with those held, or that are over a limit.
+
+    Raises:
+        VariableError: a variable's rows come twice, or with two shapes.
+        LimitError: over ``limits``; names the limit.
+    """
+    every = [*held, *new]
+    num_shards = sum(len(spec.shards) for spec in every)
+    if num_shards > limits.max_variables:
+        raise LimitError(
+            f"{num_shards} shards are over this parameter server's limit of {limits.max_variables}; "
+            "use more parameter servers or raise max_variables"
+        )
+    num_bytes = sum(spec.num_bytes * (1 + optimizers.max_slots(spec.optimizer)) for spec in every)
+    if num_bytes > limits.max_store_bytes:
+        raise LimitError(
+            f"{num_bytes} bytes of variables and slots are over this parameter server's limit of "
+            f"{limits.max_store_bytes}; use more parameter servers or raise max_store_bytes"
+        )
+    rows: dict[str, list[ShardSpec]] = {}
+    for shard in (shard for spec in every for shard in spec.shards):
+        for other in rows.setdefault(shard.variable, []):
+            if other.shape != shard.shape:
+                raise VariableError(
+                    f"variable {shard.variable}: expected shape {list(other.shape)}, got {list(shard.shape)}"
+                )
+            if shard.first_row < other.first_row + other.num_rows and other.first_row < shard.first_row + shard.num_rows:
+                raise VariableError(f"variable {shard.variable}: row {shard.first_row} is placed here twice")
+        rows[shard.variable].append(shard)
+
+
+def check_same(held: GroupSpec, came: GroupSpec) -> None:
+    """Refuses to attach to a group as anything else than what it is.
+
+    Raises:
+        VariableError: names the variable, what is held and what came.
+    """
+    if held == came:
+        return
+    for attribute in ("optimizer", "dtype"):
+        expected, got = getattr(held, attribute), getattr(came, attribute)
+        if expected != got:
+            raise VariableError(f"group {held.group}: expected {attribute} {expected or 'none'}, got {got or 'none'}")
+    by_key = {(shard.variable, shard.first_row): shard for shard in held.shards}
+    for shard in came.shards:
+        other = by_key.get((shard.variable, shard.first_row))
+        if other is None:
+            raise VariableError(
+                f"group {held.group}: rows {shard.first_row} and on of variable {shard.variable} are not held here. "
+                "Every worker must build the same model with the same partitioner, as in the run that made the values"
+            )
+        if other != shard:
+            raise VariableError(
+                f"variable {shard.variable}: expected {_describe(other)}, got {_describe(shard)}. "
+                "Every worker must build the same model with the same partitioner, as in the run that made the values"
+            )
+    missing = next(shard for shard in held.shards if shard not in came.shards)
+    raise VariableError(f"group {held.group}: expected variable {missing.variable} too, it did not come")
+
+
+def _describe(shard: ShardSpec) -> str:
+    rows = f"rows {shard.first_row}..{shard.first_row + shard.num_rows}"
+    return f"shape {list(shard.shape)}, {rows}, offset {shard.offset}, param_group {shard.param_group}"

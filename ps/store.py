@@ -1,0 +1,118 @@
+"""The store: one object whose methods are the RPCs, in snake_case. Knows neither protobuf nor grpc; safe to call from many threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from stratagem.ps.checkpointing import Checkpointing
+from stratagem.ps.commits import Commits
+from stratagem.ps.requests import Sender
+from stratagem.ps.shelf import ReplyLane
+from stratagem.ps.specs import Limits
+from stratagem.ps.state import Call, State
+from stratagem.ps.sync_steps import StepKey
+from stratagem.ps.variables import Variables
+
+FRAMES_TIMEOUT_S = 30.0
+"""Seconds that a control message waits for its frames; they leave the worker before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Greeting:
+    """Answer to a sender that introduces itself."""
+
+    server: Sender
+    store_epoch: int
+    next_sequence: int
+
+
+def epoch_from_clock(previous: int) -> int:
+    """A store epoch larger than ``previous`` and than any that an earlier process of this ps had: milliseconds since 1970."""
+    return max(previous + 1, time.time_ns() // 1_000_000)
+
+
+class Store:
+    """A parameter server without its wire.
+
+    Requests of one kind live together: ``variables`` (create, assign, pull, stage), ``commits`` (prepare, commit, close),
+    ``checkpoints`` (hold, save, restore).
+
+    Args:
+        task: task id of this ps.
+        index: its index, in the names of its checkpoint files.
+        limits: what to refuse.
+        frames_timeout_s: seconds a control message waits for its frames.
+        next_epoch: gives a store epoch larger than the one it is given.
+    """
+
+    def __init__(
+        self,
+        task: str = "ps:0",
+        index: int = 0,
+        limits: Limits | None = None,
+        *,
+        frames_timeout_s: float = FRAMES_TIMEOUT_S,
+        next_epoch: Callable[[int], int] = epoch_from_clock,
+    ) -> None:
+        self.task = task
+        self.incarnation = 0
+        """Of this process; set once the chief has issued it."""
+        self.state = State(limits or Limits(), next_epoch(0), frames_timeout_s)
+        self.variables = Variables(self.state)
+        self.commits = Commits(self.state)
+        self.checkpoints = Checkpointing(self.state, index, next_epoch)
+
+    def hello(self, sender: Sender, next_sequence: int) -> Greeting:
+        """Introduces a sender. What it staged before is dropped and its lane closed: it comes after a loss, and sends again.
+
+        Raises:
+            FencedError: the process life was declared dead.
+        """
+        state = self.state
+        with state.changed:
+            state.senders.check(sender)
+            expected = state.senders.hello(sender, next_sequence)
+            state.staging.drop_life(sender)
+            lane = state.senders.lane(sender)
+            if lane is not None:
+                self.close_lane(sender, lane)
+            state.changed.notify_all()
+            return Greeting(Sender(self.task, self.incarnation), state.store_epoch, expected)
+
+    def open_lane(self, sender: Sender, lane: ReplyLane) -> None:
+        """Replies to the sender go over ``lane`` from now on; a lane that it replaces ends.
+
+        Raises:
+            FencedError: the process life was declared dead.
+        """
+        state = self.state
+        with state.changed:
+            state.senders.check(sender)
+            state.senders.open_lane(sender, lane)
+            state.changed.notify_all()
+
+    def close_lane(self, sender: Sender, lane: ReplyLane) -> None:
+        """A lane ended: what came over it and waits for a commit is dropped."""
+        with self.state.changed:
+            if self.state.senders.close_lane(sender, lane):
+                self.state.staging.drop_life(sender)
+
+    def fence(self, sender: Sender, task: str, incarnation: int, call: Call) -> list[StepKey]:
+        """Refuses process lives of ``task`` up to ``incarnation``; answers once none of their calls changes weights any more.
+
+        Returns:
+            Staleness 0: (step, ordinal) pairs still incomplete here for which they had committed.
+        """
+        state = self.state
+        with state.changed:
+            state.senders.fence(task, incarnation)
+            state.staging.drop_sender(task, incarnation)
+            state.changed.notify_all()
+
+            def outside() -> bool:
+                return not any(life[0] == task and life[1] <= incarnation for life in state.inside)
+
+            state.wait(outside, sender, call, None)
+            return state.steps.committed_by(task, incarnation)

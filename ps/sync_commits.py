@@ -1,0 +1,223 @@
+"""Staleness 0: brings slices into their step, merges them, applies the step once, and lets everybody wait for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from stratagem.cluster.units import Unit, Update
+from stratagem.errors import ProtocolError, StratagemError
+from stratagem.ps.merge import SliceGradient, facts_of, join_facts, merge_slices
+from stratagem.ps.requests import (
+    Action,
+    CommitResult,
+    CommitUpdate,
+    Facts,
+    GroupCommit,
+    PrepareUpdate,
+    Sender,
+    StepSlice,
+)
+from stratagem.ps.runs import presence
+from stratagem.ps.shard_group import Parts
+from stratagem.ps.state import Call, State
+from stratagem.ps.sync_steps import Contribution, StepKey
+
+if TYPE_CHECKING:
+    from stratagem.ps.commits import Commits
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merged:
+    """The gradient of a step, merged from the slices that counted then."""
+
+    slices: tuple[Contribution, ...]
+    groups: tuple[GroupCommit, ...]
+    parts: dict[int, Parts]
+    present: dict[int, tuple[bool, ...]]
+
+
+class SyncCommits:
+    """Synchronous updates.
+
+    Args:
+        state: of the store.
+        commits: applies what is merged here.
+    """
+
+    def __init__(self, state: State, commits: Commits) -> None:
+        self._state = state
+        self._commits = commits
+        self._merging = threading.RLock()
+        self._merged: _Merged | None = None
+
+    def prepare(self, request: PrepareUpdate, part: StepSlice, call: Call) -> Facts:
+        """Takes a slice; with ``want_facts`` waits for all that count and says what is in their sum."""
+        state = self._state
+        key, unit = _identify(request.update, part)
+        with state.changed:
+            if state.steps.is_applied(key) or state.steps.is_left_out(key, unit):
+                return Facts()
+            self._register(request, part, key, unit, call)
+            state.changed.notify_all()
+            if not request.want_facts:
+                return Facts()
+            state.wait(lambda: state.steps.all_prepared(key), request.sender, call, None)
+        with self._merging:
+            merged = self._merge(key)
+            if merged is None:
+                return Facts()
+            return join_facts(
+                [facts_of(state.shelf(group).spec, parts, merged.present[group]) for group, parts in merged.parts.items()]
+            )
+
+    def commit(self, request: CommitUpdate, part: StepSlice, store_epoch: int, call: Call) -> CommitResult:
+        """Commits a slice, waits until the step is applied, sends the weights."""
+        state, sender = self._state, request.sender
+        key, unit = _identify(request.update, part)
+        with state.changed:
+            was_over = self._is_over(key, unit)
+            if not was_over and not state.steps.is_prepared(key, unit):
+                self._register(request, part, key, unit, call)
+            was_over = self._is_over(key, unit)
+        state.wait_lane(sender, call)
+        if not was_over:
+            self._commit_slice(request, key, unit, store_epoch, call)
+            with state.changed:
+                state.wait(lambda: self._is_over(key, unit), sender, call, None, store_epoch)
+        with state.changed:
+            left_out = state.steps.is_left_out(key, unit)
+            state.num_duplicates += was_over and not left_out
+        versions = self._commits.reply_weights(request, call)
+        applied = not was_over and not left_out and request.action is Action.APPLY
+        return CommitResult(applied, versions, left_out)
+
+    def close_step(
+        self, sender: Sender, step: int, included: Sequence[Unit], committed: Sequence[Update], call: Call
+    ) -> None:
+        """The chief settles a step that a dead worker left incomplete; applies it here if that completes it."""
+        state = self._state
+        with state.changed:
+            state.senders.check(sender)
+            store_epoch = state.store_epoch
+            keys = state.steps.close(step, included, committed)
+            state.changed.notify_all()
+        for key in keys:
+            with self._commits.turn(sender, Update((), key[1]), store_epoch, call):
+                self._settle(key)
+
+    def _register(
+        self, request: PrepareUpdate | CommitUpdate, part: StepSlice, key: StepKey, unit: Unit, call: Call
+    ) -> None:
+        state = self._state
+        contributes = state.units.is_new(request.update)
+        gradient: dict[int, Parts] = {}
+        skips = isinstance(request, CommitUpdate) and request.action is Action.SKIP
+        if contributes and not skips:
+            gradient = self._commits.take_gradient(
+                request.sender, request.gradients, request.groups, call, keep=False
+            )
+        else:
+            numbers = [commit.group for commit in request.groups]
+            state.staging.drop(request.sender, request.gradients.transfer, numbers)
+        if not math.isfinite(part.weight) or part.weight < 0:
+            raise ProtocolError(f"step {key[0]}: expected a finite weight of at least 0, got {part.weight}")
+        if not state.steps.is_applied(key):
+            state.steps.prepare(
+                key,
+                Contribution(
+                    request.sender, unit, request.update, part, request.groups, gradient, contributes=contributes
+                ),
+            )
+
+    def _commit_slice(
+        self, request: CommitUpdate, key: StepKey, unit: Unit, store_epoch: int, call: Call
+    ) -> None:
+        state = self._state
+        with self._commits.turn(request.sender, request.update, store_epoch, call):
+            with state.changed:
+                if state.steps.is_prepared(key, unit):
+                    state.steps.commit(key, unit, request.action, request.scale, request.num_servers)
+                state.changed.notify_all()
+            self._settle(key)
+
+    def _is_over(self, key: StepKey, unit: Unit) -> bool:
+        """Whether the sender has nothing to wait for: the step is applied, or went on without its slice."""
+        error = self._state.steps.error(key)
+        if error is not None:
+            raise error
+        return self._state.steps.is_applied(key) or self._state.steps.is_left_out(key, unit)
+
+    def _settle(self, key: StepKey) -> None:
+        """Applies the step if it is ready and nobody else does."""
+        state = self._state
+        with state.changed:
+            if not state.steps.claim(key):
+                return
+        try:
+            self._apply(key)
+        except StratagemError as error:
+            with state.changed:
+                state.steps.fail(key, error)
+                state.changed.notify_all()
+            return
+        with state.changed:
+            for one in state.steps.contributions(key):
+                if one.contributes:
+                    state.units.record(one.update, one.num_servers)
+            state.steps.finish(key)
+            state.changed.notify_all()
+
+    def _apply(self, key: StepKey) -> None:
+        state = self._state
+        with state.changed:
+            committed = [one for one in state.steps.contributions(key) if one.committed]
+        action = committed[0].action if committed else Action.APPLY
+        if action is Action.SKIP:
+            return
+        with self._merging:
+            merged = self._merge(key)
+            if merged is not None and merged.parts:
+                # Nobody left who knows the scale (every committer died here): the facts it came from are gone too.
+                scale = committed[0].scale if committed else 1.0
+                self._commits.apply(merged.groups, merged.parts, merged.present, scale)
+            self._merged = None
+
+    def _merge(self, key: StepKey) -> _Merged | None:
+        """The gradient of a step; None when the step is gone. Called with ``_merging`` held."""
+        state = self._state
+        with state.changed:
+            if not state.steps.is_open(key):
+                return None
+            slices = tuple(state.steps.contributions(key))
+            factors = state.steps.coefficients(key)
+        if self._merged is not None and self._merged.slices == slices:
+            return self._merged
+        used = [(one, factor) for one, factor in zip(slices, factors, strict=True) if factor]
+        commits = {commit.group: commit for one, _ in reversed(used) for commit in one.groups}
+        parts: dict[int, Parts] = {}
+        present: dict[int, tuple[bool, ...]] = {}
+        for group in sorted(commits):
+            shelf = state.shelf(group)
+            gradients = [
+                SliceGradient(factor, one.parts[group], presence(commit.present, len(shelf.spec.shards)))
+                for one, factor in used
+                for commit in one.groups
+                if commit.group == group and group in one.parts
+            ]
+            if len(gradients) == 1 and gradients[0].coefficient == 1.0:
+                parts[group], present[group] = gradients[0].parts, tuple(gradients[0].present)
+            elif gradients:
+                flat = shelf.scratch()
+                present[group] = merge_slices(shelf.spec, gradients, flat)
+                parts[group] = [(0, flat)]
+        chosen = tuple(commit for group, commit in sorted(commits.items()) if group in parts)
+        self._merged = _Merged(slices, chosen, parts, present)
+        return self._merged
+
+
+def _identify(update: Update, part: StepSlice) -> tuple[StepKey, Unit]:
+    return (part.step, update.ordinal), update.units[-1]

@@ -1,0 +1,265 @@
+"""Staleness 0: which slices of a step are here, when the step can be applied, and what a dead worker leaves behind. A state machine.
+
+A slice is *prepared* (its gradient is here) and then *committed* (its worker knows that every ps has it). A step is
+ready when every slice that counts is committed. The chief may close a step: then only the included slices count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from stratagem.cluster.units import Unit, Update
+from stratagem.errors import ConfigurationError, ProtocolError, StratagemError
+from stratagem.ps.merge import coefficients
+from stratagem.ps.requests import Action, GroupCommit, Sender, StepSlice
+from stratagem.ps.shard_group import Parts
+
+NUM_REMEMBERED = 256
+"""Steps applied, and steps closed, that are remembered for resends."""
+
+_SCALE_TOLERANCE = 1e-6
+
+StepKey = tuple[int, int]
+"""Step of the job and ordinal of the optimizer step within it."""
+
+
+@dataclasses.dataclass(eq=False)
+class Contribution:
+    """One slice of a step."""
+
+    sender: Sender
+    unit: Unit
+    """The slice; the last of the update's units."""
+    update: Update
+    slice: StepSlice
+    groups: tuple[GroupCommit, ...]
+    parts: Mapping[int, Parts]
+    """Gradient of each group."""
+    contributes: bool = True
+    """False when the unit's update is applied here already: it counts as done and adds nothing."""
+    committed: bool = False
+    action: Action = Action.APPLY
+    scale: float = 1.0
+    num_servers: int = 1
+
+
+@dataclasses.dataclass
+class _Step:
+    planned: tuple[Unit, ...]
+    contributions: dict[Unit, Contribution] = dataclasses.field(default_factory=dict)
+    num_examples: dict[Unit, int] = dataclasses.field(default_factory=dict)
+    """Of every slice that was ever here."""
+    claimed: bool = False
+    error: StratagemError | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Closing:
+    included: frozenset[Unit]
+    committed: frozenset[tuple[Unit, int]]
+
+
+class SyncSteps:
+    """The synchronous steps under way on this ps."""
+
+    def __init__(self) -> None:
+        self._open: dict[StepKey, _Step] = {}
+        self._closings: dict[int, _Closing] = {}
+        self._applied: dict[StepKey, frozenset[Unit]] = {}
+        self._forgotten_step = 0
+
+    def prepare(self, key: StepKey, contribution: Contribution) -> None:
+        """Takes a slice.
+
+        Raises:
+            ProtocolError: another plan of the step, or the unit is not in it.
+            ConfigurationError: hyper-parameters or merge differ from another slice's; names both senders.
+        """
+        step = self._open.setdefault(key, _Step(contribution.slice.units))
+        if step.planned != contribution.slice.units or contribution.unit not in step.planned:
+            raise ProtocolError(
+                f"step {key[0]}: expected the planned slices {[str(unit) for unit in step.planned]}, got "
+                f"{[str(unit) for unit in contribution.slice.units]} with {contribution.unit} from {contribution.sender}"
+            )
+        for other in step.contributions.values():
+            if other.unit != contribution.unit:
+                _check_agreement(key, other, contribution)
+        step.num_examples[contribution.unit] = contribution.slice.num_examples
+        mine = step.contributions.get(contribution.unit)
+        if mine is None or not mine.committed:
+            step.contributions[contribution.unit] = contribution
+
+    def is_open(self, key: StepKey) -> bool:
+        """Whether any slice of the step came and the step is not applied."""
+        return key in self._open
+
+    def is_prepared(self, key: StepKey, unit: Unit) -> bool:
+        """Whether the slice is here."""
+        step = self._open.get(key)
+        return step is not None and unit in step.contributions
+
+    def commit(self, key: StepKey, unit: Unit, action: Action, scale: float, num_servers: int) -> None:
+        """The slice's worker commits.
+
+        Raises:
+            ConfigurationError: another action or scale than a slice committed before; names both senders.
+        """
+        step = self._open[key]
+        mine = step.contributions[unit]
+        for other in step.contributions.values():
+            differs = abs(other.scale - scale) > _SCALE_TOLERANCE * max(abs(scale), abs(other.scale))
+            if other.committed and other.unit != unit and (other.action is not action or differs):
+                raise ConfigurationError(
+                    f"step {key[0]}: {other.sender} commits {other.action.value} with scale {other.scale}, "
+                    f"{mine.sender} {action.value} with scale {scale}; every worker must decide from the same facts"
+                )
+        mine.committed, mine.action, mine.scale, mine.num_servers = True, action, scale, num_servers
+
+    def close(self, step: int, included: Iterable[Unit], committed: Iterable[Update]) -> list[StepKey]:
+        """The chief settles a step. Returns the keys of it that are open here.
+
+        Raises:
+            ProtocolError: an included slice that counts as committed is not here.
+        """
+        closing = _Closing(
+            frozenset(included), frozenset((unit, update.ordinal) for update in committed for unit in update.units)
+        )
+        keys = [key for key in self._open if key[0] == step]
+        self._closings[step] = closing
+        while len(self._closings) > NUM_REMEMBERED:
+            del self._closings[min(self._closings)]
+        for key in keys:
+            contributions = self._open[key].contributions
+            for unit in [unit for unit in contributions if unit not in closing.included]:
+                del contributions[unit]
+        lost = sorted(
+            unit
+            for unit, ordinal in closing.committed
+            if (step, ordinal) in self._open and unit in closing.included and not self.is_prepared((step, ordinal), unit)
+        )
+        if lost:
+            raise ProtocolError(f"step {step}: {lost[0]} counts as committed, and its gradient is not here")
+        return keys
+
+    def included(self, key: StepKey) -> tuple[Unit, ...]:
+        """Slices that count, in slice order."""
+        planned = self._open[key].planned
+        closing = self._closings.get(key[0])
+        return planned if closing is None else tuple(unit for unit in planned if unit in closing.included)
+
+    def all_prepared(self, key: StepKey) -> bool:
+        """Whether every slice that counts is here (or the step is applied)."""
+        return key not in self._open or all(unit in self._open[key].contributions for unit in self.included(key))
+
+    def is_ready(self, key: StepKey) -> bool:
+        """Whether the step can be applied."""
+        if key not in self._open:
+            return False
+        contributions = self._open[key].contributions
+        closing = self._closings.get(key[0])
+        stands_in = closing.committed if closing is not None else frozenset()
+        return all(
+            unit in contributions and (contributions[unit].committed or (unit, key[1]) in stands_in)
+            for unit in self.included(key)
+        )
+
+    def claim(self, key: StepKey) -> bool:
+        """True for exactly one caller once the step is ready: that caller applies it."""
+        if not self.is_ready(key) or self._open[key].claimed:
+            return False
+        self._open[key].claimed, self._open[key].error = True, None
+        return True
+
+    def contributions(self, key: StepKey) -> list[Contribution]:
+        """Slices that count and are here, in slice order."""
+        step = self._open[key]
+        return [step.contributions[unit] for unit in self.included(key) if unit in step.contributions]
+
+    def coefficients(self, key: StepKey) -> list[float]:
+        """Factor of each of :meth:`contributions`; 0 for one that adds nothing.
+
+        Under SUM, a planned slice whose gradient never came here counts with the most examples a slice of the step has:
+        all slices but the last of a batch are equal.
+        """
+        every = self.contributions(key)
+        adding = [one for one in every if one.contributes]
+        if not adding:
+            return [0.0] * len(every)
+        known = self._open[key].num_examples
+        planned = sum(known.get(unit, max(known.values())) for unit in self._open[key].planned)
+        factors = iter(
+            coefficients(
+                adding[0].slice.merge,
+                [one.slice.weight for one in adding],
+                [one.slice.num_examples for one in adding],
+                planned,
+            )
+        )
+        return [next(factors) if one.contributes else 0.0 for one in every]
+
+    def finish(self, key: StepKey) -> None:
+        """The step is applied; its gradients can go."""
+        self._applied[key] = frozenset(self.included(key))
+        del self._open[key]
+        while len(self._applied) > NUM_REMEMBERED:
+            oldest = min(self._applied)
+            self._forgotten_step = max(self._forgotten_step, oldest[0])
+            del self._applied[oldest]
+
+    def fail(self, key: StepKey, error: StratagemError) -> None:
+        """The step cannot be applied; everybody who waits for it gets the error, and it may be tried again."""
+        self._open[key].error = error
+        self._open[key].claimed = False
+
+    def error(self, key: StepKey) -> StratagemError | None:
+        """Why the step could not be applied."""
+        return self._open[key].error if key in self._open else None
+
+    def is_applied(self, key: StepKey) -> bool:
+        """Whether the step was applied here."""
+        return key in self._applied or (key not in self._open and key[0] < self._forgotten_step)
+
+    def is_left_out(self, key: StepKey, unit: Unit) -> bool:
+        """Whether the chief closed the step without this slice."""
+        if key in self._applied:
+            return unit not in self._applied[key]
+        closing = self._closings.get(key[0])
+        return closing is not None and unit not in closing.included
+
+    def committed_by(self, task: str, incarnation: int) -> list[StepKey]:
+        """Steps still open for which process lives of ``task`` up to ``incarnation`` had committed."""
+        return sorted(
+            key
+            for key, step in self._open.items()
+            if any(
+                one.committed and one.sender.task == task and one.sender.incarnation <= incarnation
+                for one in step.contributions.values()
+            )
+        )
+
+    def clear(self) -> None:
+        """Forgets everything, as after a restore."""
+        self._open.clear()
+        self._closings.clear()
+        self._applied.clear()
+        self._forgotten_step = 0
+
+
+def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> None:
+    if one.slice.merge is not other.slice.merge:
+        raise ConfigurationError(
+            f"step {key[0]}: {one.sender} merges by {one.slice.merge.value}, {other.sender} by {other.slice.merge.value}; "
+            "call prepare(gradients=…) alike on every worker"
+        )
+    theirs = {commit.group: commit.hyper_parameters for commit in one.groups}
+    for commit in other.groups:
+        expected = theirs.get(commit.group, commit.hyper_parameters)
+        for index, (first, second) in enumerate(zip(expected, commit.hyper_parameters, strict=False)):
+            names = [name for name in {*first, *second} if first.get(name) != second.get(name)]
+            if names:
+                raise ConfigurationError(
+                    f"step {key[0]}: hyper-parameter {sorted(names)[0]} of param_group {index} differs: {one.sender} has "
+                    f"{first.get(sorted(names)[0])}, {other.sender} has {second.get(sorted(names)[0])}; "
+                    "set it from the step, not from what one worker sees"
+                )

@@ -1,0 +1,125 @@
+"""Which updates this ps has applied: ordinals of units in progress, a bitmap of closed units. Pure; snapshotted with the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.errors import LimitError, ProtocolError
+
+MAX_UNITS = 1 << 26
+"""Largest index of a unit in an epoch: its bitmap is 8 MiB."""
+
+Epoch = tuple[int, int]
+"""Dataset and epoch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitClose:
+    """A unit is complete on the worker's side."""
+
+    unit: Unit
+    num_updates: int
+    """Optimizer steps it had."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What is applied here."""
+
+    closed: dict[Epoch, UnitBitmap]
+    open: tuple[tuple[Update, int], ...]
+    """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
+
+
+class UnitLedger:
+    """Decides whether an update is new here."""
+
+    def __init__(self) -> None:
+        self._closed: dict[Epoch, UnitBitmap] = {}
+        self._open: dict[Unit, dict[int, int]] = {}
+
+    def is_applied(self, unit: Unit, ordinal: int) -> bool:
+        """Whether the step ``ordinal`` of ``unit`` is applied here, or can never be."""
+        return self._is_closed(unit) or ordinal in self._open.get(unit, ())
+
+    def is_new(self, update: Update) -> bool:
+        """True when the update must be applied, False when it is applied already.
+
+        Raises:
+            ProtocolError: some of its units are applied and some are not: its sum cannot be taken apart.
+            LimitError: a unit index beyond :data:`MAX_UNITS`.
+        """
+        for unit in update.units:
+            if unit.index >= MAX_UNITS:
+                raise LimitError(f"{unit}: an epoch has at most {MAX_UNITS} units here")
+        applied = [unit for unit in update.units if self.is_applied(unit, update.ordinal)]
+        if applied and len(applied) < len(update.units):
+            raise ProtocolError(
+                f"an update over {len(update.units)} units cannot be applied: {applied[0]} is applied here already and "
+                "others are not. Compute the others again, each in an update of its own"
+            )
+        return not applied
+
+    def record(self, update: Update, num_servers: int) -> None:
+        """Notes an applied (or skipped) update; ``num_servers`` is the number of ps that take part in it."""
+        for unit in update.units:
+            if not self._is_closed(unit):
+                self._open.setdefault(unit, {})[update.ordinal] = num_servers
+
+    def close(self, closes: Iterable[UnitClose]) -> None:
+        """Closes units: nothing of them can be applied again.
+
+        Raises:
+            LimitError: a unit index beyond :data:`MAX_UNITS`.
+        """
+        for close in closes:
+            if close.unit.index >= MAX_UNITS:
+                raise LimitError(f"{close.unit}: an epoch has at most {MAX_UNITS} units here")
+            self._bitmap(close.unit).add(close.unit.index)
+            self._open.pop(close.unit, None)
+
+    def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
+        """Closes units whose updates were lost in a restore. Returns how many of them were not here."""
+        num_lost = 0
+        for (dataset, epoch), bitmap in units.items():
+            mine = self._closed.setdefault((dataset, epoch), UnitBitmap())
+            num_lost += len(bitmap - mine)
+            self._closed[dataset, epoch] = mine | bitmap
+        self._open = {unit: ordinals for unit, ordinals in self._open.items() if not self._is_closed(unit)}
+        return num_lost
+
+    def describe(self) -> Description:
+        """What is applied here."""
+        entries = (
+            (Update((unit,), ordinal), num_servers)
+            for unit, ordinals in sorted(self._open.items())
+            for ordinal, num_servers in sorted(ordinals.items())
+        )
+        return Description(dict(self._closed), tuple(entries))
+
+    def to_json(self) -> dict[str, Any]:
+        """For a snapshot."""
+        return {
+            "closed": [[*epoch, bitmap.to_bytes().hex()] for epoch, bitmap in sorted(self._closed.items())],
+            "open": [[unit.dataset, unit.epoch, unit.index, sorted(ordinals.items())] for unit, ordinals in sorted(self._open.items())],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> UnitLedger:
+        """The reverse of :meth:`to_json`."""
+        ledger = cls()
+        for dataset, epoch, bitmap in data["closed"]:
+            ledger._closed[dataset, epoch] = UnitBitmap(bytes.fromhex(bitmap))
+        for dataset, epoch, index, ordinals in data["open"]:
+            ledger._open[Unit(dataset, epoch, index)] = {ordinal: servers for ordinal, servers in ordinals}
+        return ledger
+
+    def _is_closed(self, unit: Unit) -> bool:
+        bitmap = self._closed.get((unit.dataset, unit.epoch))
+        return bitmap is not None and unit.index in bitmap
+
+    def _bitmap(self, unit: Unit) -> UnitBitmap:
+        return self._closed.setdefault((unit.dataset, unit.epoch), UnitBitmap())

@@ -1,0 +1,171 @@
+"""Variables on this ps: created once, attached to by everybody else, assigned, pulled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratagem.errors import ProtocolError
+from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
+from stratagem.ps.runs import cut_runs
+from stratagem.ps.sequences import Verdict
+from stratagem.ps.shard_group import Parts, ShardGroup
+from stratagem.ps.shelf import Shelf
+from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
+from stratagem.ps.state import Call, State
+from stratagem.rpc.codec import Frame
+
+
+class Variables:
+    """Creates, assigns and serves variables.
+
+    Args:
+        state: of the store.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def create_variables(
+        self, sender: Sender, groups: Sequence[GroupSpec], can_initialize: bool, call: Call
+    ) -> tuple[list[int], list[int]]:
+        """Creates groups, or attaches to those that exist.
+
+        Args:
+            sender: who asks.
+            groups: all shards that this ps is to hold for the sender's model.
+            can_initialize: the sender can supply initial values.
+            call: the remote call.
+
+        Returns:
+            Groups whose initial values the sender must assign (it holds the init-once token), and groups that have values.
+
+        Raises:
+            VariableError: a group exists with other shards, or a spec cannot be; nothing is created.
+            LimitError: over this ps's limits; nothing is created.
+            UnsupportedOptimizerError: the ps cannot run an optimizer; nothing is created.
+        """
+        state = self._state
+        with state.noted(sender, call), state.changed:
+            new = [spec for spec in groups if spec.group not in state.shelves]
+            if len({spec.group for spec in groups}) != len(groups):
+                raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
+            for spec in groups:
+                if spec.group in state.shelves:
+                    check_same(state.shelves[spec.group].spec, spec)
+                else:
+                    check_group(spec)
+            check_new_groups(new, [shelf.spec for shelf in state.shelves.values()], state.limits)
+            for spec in new:
+                state.shelves[spec.group] = Shelf(ShardGroup(spec), state.store_epoch)
+            empty = [spec.group for spec in groups if not state.shelves[spec.group].group.initialized]
+            state.changed.notify_all()
+            initialize = state.senders.take_token(sender, empty) if can_initialize else []
+            return initialize, [spec.group for spec in groups if spec.group not in empty]
+
+    def assign_values(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
+        """Assigns weights, or a slot with the optimizer's progress, from frames that went before.
+
+        Raises:
+            ProtocolError: frames did not come, do not cover a group that has no values yet, or another sender must initialise it.
+            VariableError: a group or slot is unknown.
+        """
+        decision = self._state.begin(request.sender, call)
+        if decision.verdict is Verdict.DONE and decision.result is not None:
+            versions: tuple[GroupVersion, ...] = decision.result
+            return versions
+        with self._state.running(request.sender) as record:
+            versions = self._assign(request, call)
+            record.append(versions)
+        return versions
+
+    def pull_weights(self, request: PullWeights, call: Call) -> PullResult:
+        """Sends weights that the caller does not have, or a slot. Without initial values after ``wait_s``: no versions.
+
+        Raises:
+            VariableError: a group is unknown.
+            ProtocolError: the slot does not exist, or the caller has no lane.
+        """
+        state = self._state
+        with state.changed:
+            state.senders.check(request.sender)
+            shelves = [state.shelf(group) for group, _ in request.groups]
+            if not state.wait(
+                lambda: all(shelf.group.initialized for shelf in shelves), request.sender, call, request.wait_s
+            ):
+                return PullResult(())
+        if request.slot:
+            lane = state.wait_lane(request.sender, call)
+            versions = tuple(shelf.send_slot(lane, request.reply_transfer, request.slot) for shelf in shelves)
+        else:
+            versions = state.send_weights(request.sender, request.groups, request.reply_transfer, call)
+        if not shelves:
+            return PullResult(versions)
+        with shelves[0].lock:
+            first = shelves[0].group
+            scalars = {name: tuple(values) for name, values in first.scalars.items()}
+            return PullResult(versions, tuple(first.slots), tuple(first.counts), scalars)
+
+    def stage(self, sender: Sender, kind: FrameKind, frame: Frame) -> None:
+        """Takes one frame that came over a lane.
+
+        Raises:
+            FencedError: the sender has been declared dead.
+            FrameError: the piece does not fit its group.
+            LimitError: more than the group can hold.
+        """
+        state = self._state
+        with state.changed:
+            state.senders.check(sender)
+            spec = state.shelf(frame.group).spec
+            state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor)
+            state.changed.notify_all()
+
+    def _assign(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
+        state, sender = self._state, request.sender
+        with state.changed:
+            shelves = [state.shelf(group) for group in request.groups]
+            self._check_tokens(sender, shelves)
+            state.wait_frames(sender, request.values, [], lambda: True, call)
+            parts = {
+                group: pieces
+                for group in state.shelves
+                if (pieces := state.staging.parts(sender, request.values.transfer, group))
+            }
+            if set(parts) - set(request.groups):
+                raise ProtocolError(f"expected values of groups {list(request.groups)}, got frames of {sorted(parts)}")
+            self._check_tokens(sender, shelves)
+            for shelf in shelves:
+                if not shelf.group.initialized and not request.slot:
+                    _check_complete(shelf, parts.get(shelf.spec.group, ()))
+            state.wait(lambda: state.gate_lets_through(None), sender, call, None)
+            state.enter(sender)
+        try:
+            for shelf in shelves:
+                shelf.assign(parts.get(shelf.spec.group, ()), request.slot)
+            if request.slot and shelves:
+                with shelves[0].lock:
+                    shelves[0].group.set_progress(request.step_counts, request.scalars)
+            return tuple(GroupVersion(shelf.spec.group, shelf.version, 0) for shelf in shelves)
+        finally:
+            with state.changed:
+                for shelf in shelves:
+                    if not request.slot:
+                        shelf.group.initialized = True
+                        state.senders.drop_token(shelf.spec.group)
+                state.staging.drop(sender, request.values.transfer, list(parts))
+                state.leave(sender)
+
+    def _check_tokens(self, sender: Sender, shelves: Sequence[Shelf]) -> None:
+        for shelf in shelves:
+            holder = self._state.senders.token_holder(shelf.spec.group)
+            if not shelf.group.initialized and holder != sender.life:
+                who = f"{holder[0]} (incarnation {holder[1]})" if holder else "nobody yet"
+                raise ProtocolError(
+                    f"group {shelf.spec.group}: {who} supplies the initial values, not {sender}; "
+                    "call CreateVariables with can_initialize first"
+                )
+
+
+def _check_complete(shelf: Shelf, parts: Parts) -> None:
+    shards = shelf.spec.shards
+    cut_runs([(offset, piece.numel()) for offset, piece in parts], shards, [True] * len(shards), [0] * len(shards))
