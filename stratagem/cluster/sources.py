@@ -23,8 +23,9 @@ ROLES: dict[str, type[RoleConfig]] = {
     "evaluator": WorkerConfig,
 }
 ENV_PREFIX = "STRATAGEM_"
-LAUNCHER_VARIABLES = ("STRATAGEM_REPORT_FILE",)
-"""Variables that the launcher sets and that are no field of a role."""
+OTHER_VARIABLES = ("STRATAGEM_REPORT_FILE", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_")
+"""Variables (or, with "_" at the end, beginnings of variables) with our prefix that are no field of a role: where a
+worker writes its report for the launcher, and what the benchmarks use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ def environment_layer(model: type[RoleConfig], environ: Mapping[str, str]) -> La
     """
     known = {ENV_PREFIX + name.upper() for role in ROLES.values() for name in role.model_fields}
     for variable in environ:
-        if variable.startswith(ENV_PREFIX) and variable not in known and variable not in LAUNCHER_VARIABLES:
+        other = any(variable == name or (name[-1] == "_" and variable.startswith(name)) for name in OTHER_VARIABLES)
+        if variable.startswith(ENV_PREFIX) and variable not in known and not other:
             raise ConfigurationError(
                 f"unknown variable {variable}={environ[variable]!r} in the environment; {nearest(variable, known)}"
             )

@@ -95,11 +95,21 @@ class Plan:
     def batch_of(self, index: int) -> int:
         """The global batch that unit ``index`` is a slice of."""
         self._check(index)
-        return index // self.units_per_batch
+        # A short last batch may have more slices than a full one: 4 examples in 4 slices, but 5 in 3 (2, 2, 1).
+        return min(index // self.units_per_batch, self.num_batches - 1)
+
+    def units_of(self, batch: int) -> range:
+        """The units of a global batch, in slice order."""
+        first = batch * self.units_per_batch
+        return range(first, self.num_units if batch == self.num_batches - 1 else first + self.units_per_batch)
+
+    def slice_of(self, index: int) -> int:
+        """The place of unit ``index`` among the slices of its global batch."""
+        return index - self.batch_of(index) * self.units_per_batch
 
     def bounds(self, index: int) -> tuple[int, int]:
         """First and one-past-last position, in the epoch's order of examples, of unit ``index``."""
-        batch, slice_index = self.batch_of(index), index % self.units_per_batch
+        batch, slice_index = self.batch_of(index), self.slice_of(index)
         examples = self._batch_examples(batch)
         per_slice = -(-examples // self.num_slices)
         start = min(slice_index * per_slice, examples)

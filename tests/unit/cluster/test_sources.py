@@ -67,6 +67,13 @@ def test_unknown_variable() -> None:
         environment_layer(PsConfig, {"STRATAGEM_STALNESS": "1"})
 
 
+def test_variables_of_others_are_left_alone() -> None:
+    environ = {"STRATAGEM_REPORT_FILE": "r", "STRATAGEM_BENCHMARK_RESULT": "x", "STRATAGEM_SESSION_TIMEOUT_S": "1"}
+    assert environment_layer(PsConfig, environ).values == {}
+    with pytest.raises(ConfigurationError, match="unknown variable STRATAGEM_REPORT_FILES"):
+        environment_layer(PsConfig, {"STRATAGEM_REPORT_FILES": "r"})
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [

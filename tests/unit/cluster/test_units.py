@@ -55,3 +55,11 @@ def test_outside_the_plan() -> None:
         Plan(4, 2).bounds(2)
     with pytest.raises(ValueError):
         Plan(4, 0)
+
+
+def test_a_short_last_batch_may_have_more_slices_than_a_full_one() -> None:
+    plan = Plan(9, 5, num_slices=4)
+    assert bounds(9, 5, 4) == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9)]
+    assert [plan.batch_of(index) for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
+    assert [plan.slice_of(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 3]
+    assert [list(plan.units_of(batch)) for batch in range(2)] == [[0, 1, 2], [3, 4, 5, 6]]

@@ -1,0 +1,36 @@
+"""`stratagem config show`: each value and where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stratagem.cli.options import configure, role_options
+from stratagem.cluster.sources import ROLES
+
+
+@click.group("config")
+def config_group() -> None:
+    """Look at configurations."""
+
+
+@config_group.group("show")
+def show_group() -> None:
+    """Print each value of a role's configuration and where it came from."""
+
+
+def _add_role(role: str) -> None:
+    @show_group.command(role, help=f"Print the configuration of a {role} started with the same options.")
+    @role_options(role)
+    def show(cluster_file: Path | None, **flags: Any) -> None:
+        resolved, _ = configure(role, cluster_file, flags)
+        values = {name: str(value) or "(empty)" for name, value in resolved.config.model_dump().items()}
+        columns = max(map(len, values)), max(map(len, values.values()))
+        for name, value in values.items():
+            click.echo(f"{name:<{columns[0]}}  {value:<{columns[1]}}  {resolved.origins[name]}")
+
+
+for _role in ROLES:
+    _add_role(_role)

@@ -1,0 +1,93 @@
+"""Command-line options of the roles, derived from their configurations in one place."""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import pydantic.fields
+import yaml
+from pydantic_core import PydanticUndefined
+
+from stratagem.cluster.config import RoleConfig
+from stratagem.cluster.sources import ROLES, Resolved, gather
+from stratagem.cluster.tf_config import Placement
+from stratagem.errors import ConfigurationError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_TYPES: dict[Any, Any] = {str: click.STRING, int: click.INT, float: click.FLOAT}
+
+
+def flag(name: str) -> str:
+    """The flag of a field: ``peer_timeout_s`` is ``--peer-timeout-s``."""
+    return "--" + name.replace("_", "-")
+
+
+def _option(name: str, field: pydantic.fields.FieldInfo) -> Callable[[Command], Command]:
+    annotation: Any = field.annotation
+    needed = field.default is PydanticUndefined
+    default = "" if needed or field.default == "" else f" [default: {field.default}]"
+    text = " ".join((field.description or "").split()) + default
+    if annotation is bool:
+        return click.option(f"{flag(name)}/--no-{name.replace('_', '-')}", name, default=None, help=text)
+    if typing.get_origin(annotation) is typing.Literal:
+        return click.option(flag(name), name, type=click.Choice(list(typing.get_args(annotation))), help=text)
+    return click.option(flag(name), name, type=_TYPES[annotation], help=text)
+
+
+def role_options(role: str) -> Callable[[Command], Command]:
+    """One option for each field of a role's configuration, and ``--cluster``."""
+
+    def decorate(command: Command) -> Command:
+        for name, field in reversed(ROLES[role].model_fields.items()):
+            command = _option(name, field)(command)
+        return cluster_option(command)
+
+    return decorate
+
+
+def cluster_option(command: Command) -> Command:
+    """The option ``--cluster FILE``."""
+    return click.option(
+        "--cluster",
+        "cluster_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="YAML file that describes the cluster ('cluster:') and configures roles ('defaults:', 'ps:', …).",
+    )(command)
+
+
+def read_cluster_file(path: Path | None) -> dict[str, Any]:
+    """The parsed cluster file; empty without one.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is not a YAML mapping.
+    """
+    if path is None:
+        return {}
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the cluster file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the cluster file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise ConfigurationError(
+            f"expected sections like 'cluster:' and 'defaults:' in {path}, got {type(document).__name__}"
+        )
+    return document
+
+
+def configure(
+    role: str, cluster_file: Path | None, flags: dict[str, Any]
+) -> tuple[Resolved[RoleConfig], Placement | None]:
+    """The configuration of a role from flags, the environment of this process and the cluster file.
+
+    Raises:
+        ConfigurationError: a source is not valid.
+    """
+    return gather(role, os.environ, flags, read_cluster_file(cluster_file), str(cluster_file))

@@ -1,0 +1,101 @@
+"""`stratagem chief | ps | worker | evaluator`: one role in this process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stratagem.cli.options import configure, role_options
+from stratagem.cluster.choice import choose_strategy
+from stratagem.cluster.config import RoleConfig, WorkerConfig
+from stratagem.cluster.sources import ENV_PREFIX, Resolved
+from stratagem.cluster.tf_config import Placement, emit_tf_config, torchrun_environment
+from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.rpc.logs import configure_logging
+
+_SCRIPT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
+
+
+def role_entry(role: str) -> Callable[..., int]:
+    """The function ``run`` in the role's ``__main__``; loaded late, because torch takes a second."""
+    package = "worker" if role == "evaluator" else role
+    run: Callable[..., int] = importlib.import_module(f"stratagem.{package}.__main__").run
+    return run
+
+
+def _refuse_without_chief(config: RoleConfig) -> None:
+    if not config.chief:
+        raise ClusterSpecError(
+            f"{config.task} needs the address of the chief: give --chief host:port, --cluster FILE or TF_CONFIG"
+        )
+
+
+def script_environment(resolved: Resolved[RoleConfig], placement: Placement | None) -> dict[str, str]:
+    """What a training script finds in its environment.
+
+    TF_CONFIG and torchrun's names; and what flags or a cluster file say, as ``STRATAGEM_<FIELD>``, because the
+    script's strategy reads its configuration there.
+    """
+    values = resolved.config.model_dump(exclude_defaults=True).items()
+    variables = {ENV_PREFIX + name.upper(): str(value) for name, value in values}
+    if placement is None or placement.task is None:
+        return variables
+    variables["TF_CONFIG"] = emit_tf_config(placement.cluster, placement.task)
+    return variables | torchrun_environment(placement.cluster, placement.task)
+
+
+@click.command("chief")
+@role_options("chief")
+def chief_command(cluster_file: Path | None, **flags: Any) -> int:
+    """Coordinate a job: sessions, leases, clocks, checkpoints. Runs no user code."""
+    resolved, _ = configure("chief", cluster_file, flags)
+    configure_logging(resolved.config.task, resolved.config.log_format)
+    return role_entry("chief")(resolved.config)
+
+
+@click.command("ps")
+@role_options("ps")
+def ps_command(cluster_file: Path | None, **flags: Any) -> int:
+    """Hold shards of the variables and apply updates to them."""
+    resolved, _ = configure("ps", cluster_file, flags)
+    _refuse_without_chief(resolved.config)
+    configure_logging(resolved.config.task, resolved.config.log_format)
+    return role_entry("ps")(resolved.config)
+
+
+def _run_script(
+    role: str, cluster_file: Path | None, script: Path, args: tuple[str, ...], flags: dict[str, Any]
+) -> int:
+    if not script.is_file():
+        raise ConfigurationError(f"expected a training script, but there is no file {script}")
+    resolved, placement = configure(role, cluster_file, flags)
+    config = resolved.config
+    assert isinstance(config, WorkerConfig)
+    if placement is not None and role == "worker":
+        choose_strategy(config.strategy, placement.cluster.num_workers, placement.cluster.num_ps)
+        _refuse_without_chief(config)
+    os.environ.update(script_environment(resolved, placement))
+    return role_entry(role)(config, str(script), list(args))
+
+
+@click.command("worker", context_settings=_SCRIPT)
+@role_options("worker")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def worker_command(cluster_file: Path | None, script: Path, args: tuple[str, ...], **flags: Any) -> int:
+    """Train: run SCRIPT with ARGS as one worker of the cluster."""
+    return _run_script("worker", cluster_file, script, args, flags)
+
+
+@click.command("evaluator", context_settings=_SCRIPT)
+@role_options("evaluator")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def evaluator_command(cluster_file: Path | None, script: Path, args: tuple[str, ...], **flags: Any) -> int:
+    """Evaluate each new checkpoint: run SCRIPT with ARGS as the evaluator."""
+    return _run_script("evaluator", cluster_file, script, args, flags)

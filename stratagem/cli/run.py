@@ -1,0 +1,47 @@
+"""`stratagem run`: a local cluster from one command."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stratagem.cluster.choice import STRATEGIES
+from stratagem.launch.local import run_local
+from stratagem.launch.plan import LocalJob
+
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})
+@click.option("--workers", "num_workers", default=1, help="Workers, each a process that runs the script.")
+@click.option("--ps", "num_ps", default=0, help="Parameter servers.")
+@click.option(
+    "--strategy", type=click.Choice(STRATEGIES), default="auto", help="auto: ps when there are any, else one process."
+)
+@click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
+@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together.")
+@click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
+@click.option("--log-dir", type=_DIRECTORY, help="Where each task's output is kept as <type>-<index>.log.")
+@click.option("--summary", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
+@click.option(
+    "--state-dir", type=_DIRECTORY, help="Where the run's folder is made and kept (journal, checkpoints, logs)."
+)
+@click.option(
+    "--checkpoint-dir", type=_DIRECTORY, help="Where checkpoints are committed; a folder of the run if not given."
+)
+@click.option(
+    "--checkpoint-every-s", default=0.0, help="Seconds between checkpoints the chief takes by itself; 0: none."
+)
+@click.option(
+    "--shutdown-timeout", "shutdown_timeout_s", default=25.0, help="Seconds to end in before processes are killed."
+)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines.")
+@click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run_command(**options: Any) -> int:
+    """Train SCRIPT with ARGS on a cluster of processes on this machine."""
+    return run_local(LocalJob(**options))

@@ -1,0 +1,1 @@
+"""Launchers: start the processes of a cluster and keep them running."""

@@ -1,0 +1,180 @@
+"""The processes of a run as the supervisor's hands and eyes: does its actions, brings it what happened."""
+
+from __future__ import annotations
+
+import re
+import selectors
+import time
+from collections.abc import Callable, Sequence
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.output import OutputRouter
+from stratagem.launch.plan import Launch
+from stratagem.launch.poller import StatusPoller
+from stratagem.launch.processes import LineReader, Stream, TaskProcess
+from stratagem.launch.signals import SignalPipe
+from stratagem.launch.status import JobStatus
+from stratagem.launch.supervisor import Action, Finish, Kill, Signal, Start, Supervisor, describe_exit
+
+TICK_S = 0.2
+DRAIN_S = 1.0
+LAST_QUESTION_S = 0.5
+_LISTENING = re.compile(r"\blistening on (\S+:[1-9]\d*)\b")
+_ORDER = {"worker": 0, "evaluator": 1, "ps": 2, "chief": 3}
+_UNSET = "127.0.0.1:0"
+
+LaunchFor = Callable[[TaskId, str], Launch]
+"""How to start a task, given the chief's address (port 0 before it is known)."""
+
+
+class LocalCluster:
+    """Runs the loop until the supervisor says that the job is over.
+
+    Args:
+        supervisor: decides.
+        launch_for: says how to start a task.
+        output: shows and logs lines.
+        on_status: called with each new status of the chief.
+        signals: SIGINT and SIGTERM of the launcher.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        launch_for: LaunchFor,
+        output: OutputRouter,
+        on_status: Callable[[JobStatus, float], None],
+        signals: SignalPipe,
+    ) -> None:
+        self.supervisor = supervisor
+        self.chief_address = _UNSET
+        self.failure_tail: list[str] = []
+        self._launch_for = launch_for
+        self._output = output
+        self._on_status = on_status
+        self._signals = signals
+        self._processes: dict[TaskId, TaskProcess] = {}
+        self._ended_at: dict[TaskId, float] = {}
+        self._poller: StatusPoller | None = None
+        self._exit_code: int | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals.fd, selectors.EVENT_READ)
+
+    @property
+    def status(self) -> JobStatus | None:
+        """The newest status of the chief."""
+        return self._poller.latest if self._poller is not None else None
+
+    def run(self) -> int:
+        """Starts the job and stays until every process has ended; returns the exit code."""
+        try:
+            self._do(self.supervisor.begin(time.monotonic()))
+            while self._exit_code is None:
+                self._wait()
+                self._look(time.monotonic())
+            return self._exit_code
+        finally:
+            self._clear()
+
+    def _wait(self) -> None:
+        for key, _ in self._selector.select(TICK_S):
+            if key.fd == self._signals.fd:
+                for signum in self._signals.read():
+                    self._do(self.supervisor.interrupted(signum, time.monotonic()))
+            else:
+                task, stream, reader = key.data
+                self._read(task, stream, reader)
+
+    def _look(self, now: float) -> None:
+        for task in self._ended(now):
+            self._exited(task, now)
+        self._do(self.supervisor.ticked(now))
+        if self._poller is not None and self._poller.step(now):
+            self._new_status(now)
+
+    def _read(self, task: TaskId, stream: Stream, reader: LineReader) -> None:
+        for line in reader.read():
+            self._output.line(task, stream, line)
+            if task.type == "chief" and (found := _LISTENING.search(line)):
+                self._chief_listens(task, found.group(1))
+        if reader.at_end and reader.fd in self._selector.get_map():
+            self._selector.unregister(reader.fd)
+
+    def _chief_listens(self, task: TaskId, address: str) -> None:
+        if self._poller is None:
+            self.chief_address = address
+            self._poller = StatusPoller(address)
+        self._do(self.supervisor.listening(task))
+
+    def _ended(self, now: float) -> list[TaskId]:
+        """Tasks whose process has ended and whose last lines are here; workers first, servers lose them by it."""
+        found = []
+        for task, process in self._processes.items():
+            if process.reap():
+                since = self._ended_at.setdefault(task, now)
+                if all(reader.at_end for reader in process.streams.values()) or now - since >= DRAIN_S:
+                    found.append(task)
+        return sorted(found, key=lambda task: (_ORDER[task.type], task.index))
+
+    def _exited(self, task: TaskId, now: float) -> None:
+        process = self._processes.pop(task)
+        del self._ended_at[task]
+        for reader in process.streams.values():
+            if not reader.at_end:
+                self._selector.unregister(reader.fd)
+        process.close()
+        self._output.ended(task)
+        code = process.returncode
+        assert code is not None
+        if task.type == "worker" and self._poller is not None and self._poller.ask(LAST_QUESTION_S):
+            self._new_status(now, gone=process)
+        had_failed = self.supervisor.failure is not None
+        actions = self.supervisor.exited(task, code, now)
+        restarting = Start(task) in actions
+        if restarting:
+            left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
+            self._output.say(f"{task} ended ({describe_exit(code)}); starting it again, {left} restarts left")
+        if self.supervisor.failure is not None and not had_failed:
+            self.failure_tail = self._output.tail(self.supervisor.failure.task)
+            self._output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
+        self._do(actions)
+
+    def _new_status(self, now: float, gone: TaskProcess | None = None) -> None:
+        assert self._poller is not None and self._poller.latest is not None
+        status = self._poller.latest
+        pids = {process.task: process.pid for process in [*self._processes.values(), *([gone] if gone else [])]}
+        stepped = [TaskId.parse(state.task) for state in status.tasks if state.step > 0]
+        told_by = {TaskId.parse(state.task): state.pid for state in status.tasks}
+        self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
+        if status.lead:
+            self._output.lead = TaskId.parse(status.lead)
+        self._on_status(status, now)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(task):
+                    self._start(task)
+                case Signal(task, signum):
+                    self._processes[task].send(signum)
+                case Kill(task):
+                    self._processes[task].kill()
+                case Finish(exit_code):
+                    self._exit_code = exit_code
+
+    def _start(self, task: TaskId) -> None:
+        process = TaskProcess(task, self._launch_for(task, self.chief_address))
+        self._processes[task] = process
+        for stream, reader in process.streams.items():
+            self._selector.register(reader.fd, selectors.EVENT_READ, (task, stream, reader))
+
+    def _clear(self) -> None:
+        """Whatever happened above: no process and no descriptor is left."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+            process.close()
+        if self._poller is not None:
+            self._poller.close()
+        self._selector.close()

@@ -1,0 +1,113 @@
+"""`stratagem run`: a cluster of real processes on this machine, supervised."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TextIO
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.cluster import LaunchFor, LocalCluster
+from stratagem.launch.display import Display, make_display
+from stratagem.launch.output import OutputRouter, wants_colour
+from stratagem.launch.plan import Launch, LocalJob, RunFolders, plan_launch
+from stratagem.launch.signals import signal_pipe
+from stratagem.launch.summary import build_summary, failure_words, newest_checkpoint, read_report, write_summary
+from stratagem.launch.supervisor import Policy, Supervisor
+
+_INTERRUPTED = (130, 143)
+
+
+def run_local(
+    job: LocalJob,
+    *,
+    launch_for: LaunchFor | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+) -> int:
+    """Runs the job until every process has ended.
+
+    Args:
+        job: what to run.
+        launch_for: other command lines than the job's own.
+        stdout: gets the lead's standard output; None is ours.
+        stderr: gets everything else; None is ours.
+
+    Returns:
+        The exit code: 0, that of the first failure (1 if a signal killed it), or 128 plus the signal that
+        interrupted the launcher.
+    """
+    out, err = stdout or sys.stdout, stderr or sys.stderr
+    folders = _make_folders(job)
+    num_cores = len(os.sched_getaffinity(0))
+
+    def launch(task: TaskId, chief_address: str) -> Launch:
+        return plan_launch(job, task, folders, os.environ, num_cores, chief_address)
+
+    display = make_display(out, err)
+    output = OutputRouter(display, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
+    policy = Policy(max_restarts=job.max_restarts, shutdown_timeout_s=job.shutdown_timeout_s)
+    supervisor = Supervisor(job.workers, job.servers, policy)
+    try:
+        return _run(job, folders, supervisor, launch_for or launch, display, output)
+    finally:
+        display.close()
+        output.close()
+        if not _is_kept(job, supervisor):
+            shutil.rmtree(folders.root, ignore_errors=True)
+
+
+def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:
+    """Whether the run folder stays: where the user asked for it, or after a failure, for its logs."""
+    return job.state_dir is not None or supervisor.failure is not None
+
+
+def _run(
+    job: LocalJob,
+    folders: RunFolders,
+    supervisor: Supervisor,
+    launch_for: LaunchFor,
+    display: Display,
+    output: OutputRouter,
+) -> int:
+    started_at = time.monotonic()
+    with signal_pipe() as signals:
+        cluster = LocalCluster(supervisor, launch_for, output, display.update, signals)
+        exit_code = cluster.run()
+        duration_s = time.monotonic() - started_at
+    display.close()
+    reports = {task: report for task in job.workers if (report := read_report(folders.report(task)))}
+    stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
+    checkpoint = newest_checkpoint(stays) if stays is not None else ""
+    tail = cluster.failure_tail
+    summary = build_summary(job, supervisor, cluster.status, reports, exit_code, duration_s, tail, checkpoint)
+    if job.summary is not None:
+        write_summary(job.summary, summary)
+    output.say(_last_words(exit_code, summary["restarts"], summary["updates_lost"], duration_s))
+    if supervisor.failure is not None:
+        output.say(failure_words(supervisor.failure, tail))
+        output.say(f"logs: {output.log_file(supervisor.failure.task).parent}")
+    return exit_code
+
+
+def _last_words(exit_code: int, restarts: int, updates_lost: int, duration_s: float) -> str:
+    how = "done" if exit_code == 0 else "interrupted" if exit_code in _INTERRUPTED else f"failed, exit code {exit_code}"
+    words = [f"{how} after {duration_s:.1f} s"]
+    if restarts:
+        words.append(f"{restarts} restart{'s' if restarts != 1 else ''}")
+    if restarts or updates_lost:
+        words.append(f"{updates_lost} update{'s' if updates_lost != 1 else ''} lost")
+    return ", ".join(words)
+
+
+def _make_folders(job: LocalJob) -> RunFolders:
+    if job.state_dir is not None:
+        job.state_dir.mkdir(parents=True, exist_ok=True)
+    folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
+    for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folders

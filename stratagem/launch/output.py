@@ -1,0 +1,130 @@
+"""Where the lines of the tasks go: the lead's standard output to ours, the rest to stderr with the task's name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from pathlib import Path
+from typing import IO, Protocol, TextIO
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.processes import Stream
+
+TAIL_LINES = 20
+_COLOURS = {"chief": 35, "ps": 33, "worker": 36, "evaluator": 32}
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class Screen(Protocol):
+    """Where lines are shown."""
+
+    def show(self, stream: Stream, line: str) -> None:
+        """Shows one line on our stdout or stderr."""
+
+
+class TracebackFilter:
+    """Lets each traceback through once: all workers of a broken script raise the same one."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, TaskId] = {}
+        self._open: dict[TaskId, list[str]] = {}
+
+    def feed(self, task: TaskId, line: str) -> list[str]:
+        """The lines to show now that ``task`` wrote ``line``."""
+        block = self._open.get(task)
+        if block is None:
+            if line.strip() != _TRACEBACK:
+                return [line]
+            self._open[task] = [line]
+            return []
+        block.append(line)
+        if line.startswith(" ") or not line:
+            return []
+        return self.flush(task)
+
+    def flush(self, task: TaskId) -> list[str]:
+        """What is held back of ``task``: the whole block, or one line about who wrote the same before."""
+        block = self._open.pop(task, [])
+        if not block:
+            return []
+        digest = hashlib.sha256("\n".join(block).encode()).hexdigest()
+        first = self._first.setdefault(digest, task)
+        return block if first == task else [f"{block[-1]} (same traceback as {first})"]
+
+
+class OutputRouter:
+    """Shows, logs and remembers what the tasks write.
+
+    Args:
+        screen: where lines are shown.
+        log_dir: one file ``<type>-<index>.log`` per task is appended to here.
+        prefix_lead: also mark lines of the lead's standard output (several workers are shown).
+        colour: colour the task's name.
+    """
+
+    def __init__(self, screen: Screen, log_dir: Path, *, verbose: bool, colour: bool) -> None:
+        self.lead = TaskId("worker", 0)
+        self._screen = screen
+        self._log_dir = log_dir
+        self._verbose = verbose
+        self._colour = colour
+        self._logs: dict[TaskId, IO[str]] = {}
+        self._tails: dict[TaskId, deque[str]] = {}
+        self._filter = TracebackFilter()
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def line(self, task: TaskId, stream: Stream, line: str) -> None:
+        """A task wrote a line."""
+        self._log(task).write(line + "\n")
+        if stream == "stderr":
+            self._tails.setdefault(task, deque(maxlen=TAIL_LINES)).append(line)
+            for shown in self._filter.feed(task, line):
+                self._screen.show("stderr", self._prefix(task) + shown)
+        elif task == self.lead:
+            self._screen.show("stdout", line)
+        elif task.type != "worker" or self._verbose:
+            self._screen.show("stderr", self._prefix(task) + line)
+
+    def ended(self, task: TaskId) -> None:
+        """A task's process has ended; nothing more comes from that life."""
+        for shown in self._filter.flush(task):
+            self._screen.show("stderr", self._prefix(task) + shown)
+        self._log(task).flush()
+
+    def say(self, text: str) -> None:
+        """A line of the launcher itself."""
+        self._screen.show("stderr", f"stratagem: {text}")
+
+    def tail(self, task: TaskId) -> list[str]:
+        """The last lines of a task's stderr."""
+        return list(self._tails.get(task, ()))
+
+    def log_file(self, task: TaskId) -> Path:
+        """The log of a task."""
+        return self._log_dir / f"{task.type}-{task.index}.log"
+
+    def close(self) -> None:
+        """Closes the logs."""
+        for log in self._logs.values():
+            log.close()
+
+    def _log(self, task: TaskId) -> IO[str]:
+        if task not in self._logs:
+            self._logs[task] = self.log_file(task).open("a", encoding="utf-8")
+        return self._logs[task]
+
+    def _prefix(self, task: TaskId) -> str:
+        return f"\x1b[{_COLOURS[task.type]}m[{task}]\x1b[0m " if self._colour else f"[{task}] "
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether a stream is a terminal whose owner has not set NO_COLOR."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def essence(tail: list[str], num_lines: int = 3) -> list[str]:
+    """The last lines that say something: frames of a traceback (indented) were shown before and are left out."""
+    return [line for line in tail if line.strip() and not line.startswith(" ") and line.strip() != _TRACEBACK][
+        -num_lines:
+    ]

@@ -1,0 +1,169 @@
+"""The processes of a local job: command lines and environments. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from stratagem.cluster.choice import StrategyName, choose_strategy
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
+from stratagem.errors import ConfigurationError
+
+_LOCAL = "127.0.0.1:0"
+_DISTRIBUTED = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "EVALUATOR"))
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalJob:
+    """What `stratagem run` was asked for."""
+
+    script: Path
+    args: tuple[str, ...] = ()
+    num_workers: int = 1
+    num_ps: int = 0
+    strategy: str = "auto"
+    staleness: float = math.inf
+    max_restarts: int = 3
+    """Restarts of all tasks together."""
+    num_threads: int = 0
+    """Intra-op threads of each process; 0 shares the cores between workers and ps."""
+    shutdown_timeout_s: float = 25.0
+    checkpoint_every_s: float = 0.0
+    checkpoint_dir: Path | None = None
+    """None: a folder of the run directory."""
+    state_dir: Path | None = None
+    """Where the run directory is made; None: the system's temporary directory, and it is removed on success."""
+    log_dir: Path | None = None
+    """None: a folder of the run directory."""
+    summary: Path | None = None
+    log_format: str = "text"
+    verbose: bool = False
+    """Show the standard output of every worker, not only the lead's."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.num_ps < 0 or self.max_restarts < 0 or self.num_threads < 0:
+            raise ConfigurationError(
+                f"expected --workers of at least 1 and no negative counts, got --workers {self.num_workers} "
+                f"--ps {self.num_ps} --max-restarts {self.max_restarts} --threads {self.num_threads}"
+            )
+        if not self.script.is_file():
+            raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
+        choose_strategy(self.strategy, self.num_workers, self.num_ps)
+
+    @property
+    def chosen_strategy(self) -> StrategyName:
+        """The strategy, with "auto" resolved."""
+        return choose_strategy(self.strategy, self.num_workers, self.num_ps)
+
+    @property
+    def workers(self) -> tuple[TaskId, ...]:
+        """Tasks that run the script."""
+        return tuple(TaskId("worker", index) for index in range(self.num_workers))
+
+    @property
+    def servers(self) -> tuple[TaskId, ...]:
+        """Chief first, then ps; none when the script trains alone."""
+        if self.chosen_strategy == "one":
+            return ()
+        return (TaskId("chief", 0), *(TaskId("ps", index) for index in range(self.num_ps)))
+
+    def threads_per_process(self, num_cores: int) -> int:
+        """Threads for each process: the cores shared between workers and ps (the chief hardly computes)."""
+        return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolders:
+    """Folders of one run."""
+
+    root: Path
+
+    @property
+    def journal(self) -> Path:
+        """The chief's journal."""
+        return self.root / "chief"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Default place of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Default place of the tasks' logs."""
+        return self.root / "logs"
+
+    def report(self, task: TaskId) -> Path:
+        """Where a worker writes its report (JSON: steps, examples, loss, metrics) when its script ends."""
+        return self.root / f"report-{task.type}-{task.index}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A process to start."""
+
+    command: tuple[str, ...]
+    environ: dict[str, str]
+
+
+def plan_launch(
+    job: LocalJob,
+    task: TaskId,
+    folders: RunFolders,
+    environ: Mapping[str, str],
+    num_cores: int,
+    chief_address: str = _LOCAL,
+) -> Launch:
+    """How to start ``task``.
+
+    Args:
+        job: what was asked for.
+        task: one of ``job.servers`` or ``job.workers``.
+        folders: the run's folders.
+        environ: the launcher's own environment; its description of another cluster is left out.
+        num_cores: cores of this machine.
+        chief_address: where the chief listens; for the chief itself, where it should (again) listen.
+    """
+    num_threads = job.threads_per_process(num_cores)
+    variables = {name: value for name, value in environ.items() if name not in (*_DISTRIBUTED, *_OWN)}
+    variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
+    variables |= {"STRATAGEM_STRATEGY": job.chosen_strategy, "STRATAGEM_STALENESS": str(job.staleness)}
+    if job.num_threads or "OMP_NUM_THREADS" not in environ:
+        variables["OMP_NUM_THREADS"] = str(num_threads)
+    if task.type == "worker":
+        variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
+    command = _command(job, task, folders, chief_address, num_threads)
+    return Launch(command, variables | _place(job, task, chief_address))
+
+
+def _place(job: LocalJob, task: TaskId, chief_address: str) -> dict[str, str]:
+    if task.type == "chief" or not job.servers:
+        return {}
+    workers, ps = (_LOCAL,) * job.num_workers, (_LOCAL,) * job.num_ps
+    cluster = ClusterSpec(chief=(chief_address,), worker=workers, ps=ps)
+    return {"TF_CONFIG": emit_tf_config(cluster, task), **torchrun_environment(cluster, task)}
+
+
+def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: str, num_threads: int) -> tuple[str, ...]:
+    checkpoints = str(job.checkpoint_dir or folders.checkpoints)
+    flags: dict[str, object] = {"task": task, "log-format": job.log_format, "num-threads": num_threads}
+    script: tuple[str, ...] = ()
+    if task.type == "chief":
+        flags |= {"bind": chief_address, "num-workers": job.num_workers, "num-ps": job.num_ps}
+        flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
+        flags |= {"checkpoint-every-s": job.checkpoint_every_s}
+    elif job.servers:
+        flags |= {"chief": chief_address, "bind": _LOCAL}
+    if task.type == "ps":
+        flags |= {"checkpoint-dir": checkpoints}
+    if task.type == "worker":
+        flags |= {"strategy": job.chosen_strategy, "staleness": job.staleness}
+        script = (str(job.script), *job.args)
+    texts = tuple(f"--{name}={value}" for name, value in flags.items())
+    return (sys.executable, "-m", "stratagem.cli", task.type, *texts, *script)

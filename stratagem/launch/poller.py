@@ -1,0 +1,54 @@
+"""Asks the chief for the status now and then, without ever blocking the launcher's loop."""
+
+from __future__ import annotations
+
+import grpc
+
+from stratagem.launch.status import JobStatus, from_reply
+from stratagem.rpc.channels import connect
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
+
+
+class StatusPoller:
+    """Newest status of a job; a chief that does not answer leaves the last one standing.
+
+    Args:
+        address: host:port of the chief.
+        interval_s: seconds between questions.
+        timeout_s: seconds to wait for an answer.
+    """
+
+    def __init__(self, address: str, interval_s: float = 0.5, timeout_s: float = 2.0) -> None:
+        self.interval_s = interval_s
+        self.latest: JobStatus | None = None
+        self._timeout_s = timeout_s
+        self._channel = connect(address)
+        self._stub = chief_pb2_grpc.ChiefStub(self._channel)
+        self._call: grpc.CallFuture[chief_pb2.GetStatusReply] | None = None
+        self._asked_at = float("-inf")
+
+    def step(self, now: float) -> bool:
+        """Takes an answer that has come, and asks again when it is time; whether there is a new status."""
+        new = False
+        if self._call is not None and self._call.done():
+            call, self._call = self._call, None
+            new = self._take(call)
+        if self._call is None and now >= self._asked_at + self.interval_s:
+            self._asked_at = now
+            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(), timeout=self._timeout_s)
+        return new
+
+    def ask(self, timeout_s: float) -> bool:
+        """Asks and waits at most ``timeout_s`` seconds; whether there is a new status."""
+        return self._take(self._stub.GetStatus.future(chief_pb2.GetStatusRequest(), timeout=timeout_s))
+
+    def _take(self, call: grpc.CallFuture[chief_pb2.GetStatusReply]) -> bool:
+        try:
+            self.latest = from_reply(call.result())
+        except grpc.RpcError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Drops the connection."""
+        self._channel.close()

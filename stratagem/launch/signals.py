@@ -1,0 +1,47 @@
+"""Signals as bytes in a pipe, so that one ``select`` waits for everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalPipe:
+    """The reading end of the pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def read(self) -> list[int]:
+        """SIGINT and SIGTERM that have come since the last call (SIGCHLD only wakes)."""
+        try:
+            return [signum for signum in os.read(self.fd, 256) if signum in ENDING_SIGNALS]
+        except BlockingIOError:
+            return []
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """The byte in the pipe says it all."""
+
+
+@contextlib.contextmanager
+def signal_pipe() -> Iterator[SignalPipe]:
+    """Routes SIGINT, SIGTERM and SIGCHLD of this process into a pipe; main thread only."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = {signum: signal.getsignal(signum) for signum in (*ENDING_SIGNALS, signal.SIGCHLD)}
+    fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        for signum in before:
+            signal.signal(signum, _ignore)
+        yield SignalPipe(reading)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(fd_before)
+        os.close(reading)
+        os.close(writing)

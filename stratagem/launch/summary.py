@@ -1,0 +1,112 @@
+"""The result of a run as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.output import essence
+from stratagem.launch.plan import LocalJob
+from stratagem.launch.status import JobStatus
+from stratagem.launch.supervisor import Failure, Supervisor, describe_exit
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """What a worker reported at the end of its script; empty if it did not."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def newest_checkpoint(directory: Path) -> str:
+    """Path of the newest complete checkpoint in a directory; empty when there is none."""
+    complete = [path.parent for path in directory.glob("step-*/manifest.json")]
+    return str(max(complete, key=lambda path: path.name)) if complete else ""
+
+
+def build_summary(
+    job: LocalJob,
+    supervisor: Supervisor,
+    status: JobStatus | None,
+    reports: Mapping[TaskId, Mapping[str, Any]],
+    exit_code: int,
+    duration_s: float,
+    tail: list[str],
+    checkpoint: str = "",
+) -> dict[str, Any]:
+    """The summary that ``--summary`` writes.
+
+    Args:
+        job: what was asked for.
+        supervisor: after the end.
+        status: the last one the chief gave; None without a chief.
+        reports: of the workers that finished, in the order of their indices.
+        exit_code: of the launcher.
+        duration_s: from the first start to the last exit, in seconds.
+        tail: last lines of stderr of the task that failed first.
+        checkpoint: path of the newest checkpoint that stays.
+    """
+    status = status or JobStatus()
+    in_turn = job.staleness == 0 and job.chosen_strategy == "ps"
+    steps = [int(report.get("steps", 0)) for report in reports.values()]
+    reported_steps = max(steps, default=0) if in_turn else sum(steps)
+    applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
+    lives = [report for report in reports.values() if report.get("metrics")]
+    from_status = next((worker.metrics for worker in status.workers if worker.metrics), {})
+    losses = [report["loss"] for report in reports.values() if report.get("loss") is not None]
+    return {
+        "strategy": job.chosen_strategy,
+        "num_workers": job.num_workers,
+        "num_ps": job.num_ps,
+        "staleness": job.staleness if math.isfinite(job.staleness) else "inf",
+        "exit_code": exit_code,
+        "duration_s": round(duration_s, 3),
+        "steps": max(reported_steps, applied),
+        "examples": max(sum(int(report.get("examples", 0)) for report in reports.values()), status.examples),
+        "loss": losses[0] if losses else status.loss,
+        "metrics": dict(lives[0]["metrics"]) if lives else dict(from_status),
+        "updates_lost": status.updates_lost,
+        "checkpoint": checkpoint,
+        "restarts": supervisor.num_restarts,
+        "tasks": {
+            str(task): {"exit_codes": codes, "restarts": supervisor.restarts.get(task, 0)}
+            for task, codes in supervisor.exits.items()
+        },
+        "first_failure": _failure(supervisor.failure, tail),
+    }
+
+
+def _failure(failure: Failure | None, tail: list[str]) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    return {
+        "task": str(failure.task),
+        "code": failure.code,
+        "exit": describe_exit(failure.code),
+        "reason": failure.reason,
+        "last_lines": tail,
+    }
+
+
+def failure_words(failure: Failure, tail: list[str]) -> str:
+    """The first failure in a paragraph: task, code, why it ended the job, last lines of its stderr."""
+    # A worker repeats the last line of its script's traceback after its own name.
+    repeated = {f"{failure.task}: {line}" for line in tail}
+    lines = [line for line in essence(tail) if line not in repeated]
+    said = "" if not lines else "; its last lines:\n  " + "\n  ".join(lines)
+    return f"{failure.task} failed first ({describe_exit(failure.code)}; {failure.reason}){said}"
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Writes the summary in one piece."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(partial, path)

@@ -1,0 +1,248 @@
+"""Which task to start, signal, kill or restart, and when the job is over. A state machine: events in, actions out.
+
+Rules: a task that dies is started again, at most ``max_restarts`` times in all. Exit codes 2 and 42 are never
+retried; exit code 1 only if the task had completed a step in that life (else the script is simply broken). When the
+workers are done, ps and chief get ``shutdown_timeout_s`` to end by themselves. The first failure ends the job.
+A ps is signalled only after the chief has ended, so that the chief can take a last checkpoint and stop it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import signal
+from collections.abc import Collection
+
+from stratagem.cluster.task import TaskId
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42, 143
+_NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Start the process of a task."""
+
+    task: TaskId
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """Send a signal to the process of a task."""
+
+    task: TaskId
+    signum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Kill a task's process and everything it started."""
+
+    task: TaskId
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """Every process has ended: end with this code."""
+
+    exit_code: int
+
+
+Action = Start | Signal | Kill | Finish
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first failure of the job."""
+
+    task: TaskId
+    code: int
+    """As ``subprocess`` gives it: negative for a signal."""
+    reason: str
+    """Why the job could not go on, in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Limits of the supervisor."""
+
+    max_restarts: int = 3
+    shutdown_timeout_s: float = 25.0
+    failure_timeout_s: float = 5.0
+    """Seconds that the others get to end after a failure."""
+    start_timeout_s: float = 120.0
+    """Seconds that the chief gets to say where it listens."""
+
+
+class Phase(enum.Enum):
+    """Where the job stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    """The workers are done; ps and chief end by themselves."""
+    ENDING = "ending"
+    """Failed or interrupted: everyone has been told to end."""
+    KILLING = "killing"
+    OVER = "over"
+
+
+def describe_exit(code: int) -> str:
+    """``"exit code 1"`` or ``"killed by SIGKILL"``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+class Supervisor:
+    """The life of one local job.
+
+    Args:
+        workers: tasks that run the script.
+        servers: chief (first) and ps; empty when the script trains alone.
+        policy: limits.
+    """
+
+    def __init__(self, workers: Collection[TaskId], servers: Collection[TaskId] = (), policy: Policy | None = None):
+        self.policy = policy or Policy()
+        self.workers = tuple(workers)
+        self.servers = tuple(servers)
+        self.phase = Phase.STARTING
+        self.restarts: dict[TaskId, int] = {}
+        self.exits: dict[TaskId, list[int]] = {task: [] for task in (*self.servers, *self.workers)}
+        self.failure: Failure | None = None
+        self.running: set[TaskId] = set()
+        self._done: set[TaskId] = set()
+        self._stepped: set[TaskId] = set()
+        self._interrupted_by = 0
+        self._ending_signal: int = signal.SIGTERM
+        self._deadline: float | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts so far."""
+        return sum(self.restarts.values())
+
+    def begin(self, now: float) -> list[Action]:
+        """Start the chief, or the lone worker."""
+        if self.servers:
+            self._deadline = now + self.policy.start_timeout_s
+            return [self._start(self.servers[0])]
+        self.phase = Phase.RUNNING
+        return [self._start(task) for task in self.workers]
+
+    def listening(self, task: TaskId) -> list[Action]:
+        """A task said where it listens; when it is the chief for the first time, everyone else can start."""
+        if self.phase is not Phase.STARTING or task != self.servers[0]:
+            return []
+        self.phase, self._deadline = Phase.RUNNING, None
+        return [self._start(other) for other in (*self.servers[1:], *self.workers)]
+
+    def stepped(self, tasks: Collection[TaskId]) -> None:
+        """These tasks have completed a step in their present life."""
+        self._stepped |= self.running & set(tasks)
+
+    def exited(self, task: TaskId, code: int, now: float) -> list[Action]:
+        """The process of a task has ended with ``code`` (negative: a signal)."""
+        self.running.discard(task)
+        self.exits[task].append(code)
+        actions: list[Action] = []
+        if code == EXIT_DONE and self.phase is Phase.STARTING:
+            actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
+        elif code == EXIT_DONE:
+            self._done.add(task)
+        elif self.phase in (Phase.STARTING, Phase.RUNNING):
+            reason = self._why_not_again(task, code)
+            if reason is None:
+                self.restarts[task] = self.restarts.get(task, 0) + 1
+                return [self._start(task)]
+            actions = self._fail(Failure(task, code, reason), now)
+        elif self.phase is Phase.DRAINING and self.failure is None:
+            self.failure = Failure(task, code, "it failed after the workers were done")
+        if self.phase is Phase.ENDING and task.type == "chief" and not actions:
+            actions = self._signal_all()
+        return actions + self._next(now)
+
+    def interrupted(self, signum: int, now: float) -> list[Action]:
+        """The launcher itself got SIGINT or SIGTERM: the first is forwarded, the second kills."""
+        if self._interrupted_by or self.phase is Phase.KILLING:
+            return self._kill()
+        self._interrupted_by = signum
+        deadline = now + self.policy.shutdown_timeout_s
+        if self.phase is Phase.ENDING and self._deadline is not None:
+            deadline = min(deadline, self._deadline)
+        self.phase, self._deadline, self._ending_signal = Phase.ENDING, deadline, signum
+        return self._signal_all() + self._next(now)
+
+    def ticked(self, now: float) -> list[Action]:
+        """Time has passed."""
+        if self._deadline is None or now < self._deadline:
+            return []
+        if self.phase is Phase.STARTING:
+            reason = f"it did not say where it listens within {self.policy.start_timeout_s:.0f} s"
+            return self._fail(Failure(self.servers[0], EXIT_FAILED, reason), now)
+        if self.phase is Phase.DRAINING:
+            left = ", ".join(str(task) for task in self._in_order())
+            reason = f"still running {self.policy.shutdown_timeout_s:.0f} s after the workers were done: {left}"
+            return self._fail(Failure(self._in_order()[0], EXIT_FAILED, reason), now)
+        return self._kill()
+
+    def deadline(self) -> float | None:
+        """When :meth:`ticked` will have something to do."""
+        return self._deadline
+
+    def _start(self, task: TaskId) -> Start:
+        self.running.add(task)
+        self._stepped.discard(task)
+        return Start(task)
+
+    def _why_not_again(self, task: TaskId, code: int) -> str | None:
+        if code in _NEVER_RETRIED:
+            return f"exit code {code} is never retried"
+        if task.type == "chief" and code == EXIT_FAILED:
+            return "the chief stopped the job"
+        if self.servers and self.servers[0] in self._done:
+            return "the chief had already ended the job"
+        if code == EXIT_FAILED and task not in self._stepped:
+            return "it failed before its first step"
+        if self.num_restarts >= self.policy.max_restarts:
+            return f"no restart is left of --max-restarts {self.policy.max_restarts}"
+        return None
+
+    def _fail(self, failure: Failure, now: float) -> list[Action]:
+        self.failure = self.failure or failure
+        self.phase = Phase.ENDING
+        self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
+        return self._signal_all()
+
+    def _signal_all(self) -> list[Action]:
+        """Tells everyone to end; the ps only when there is no chief (any more) that will."""
+        chief_runs = any(task.type == "chief" for task in self.running)
+        told = [task for task in self._in_order() if task.type != "ps" or not chief_runs]
+        return [Signal(task, self._ending_signal) for task in told]
+
+    def _kill(self) -> list[Action]:
+        self.phase, self._deadline = Phase.KILLING, None
+        return [Kill(task) for task in self._in_order()]
+
+    def _next(self, now: float) -> list[Action]:
+        if self.phase is Phase.RUNNING and self._done.issuperset(self.workers):
+            self.phase, self._deadline = Phase.DRAINING, now + self.policy.shutdown_timeout_s
+        if self.running or self.phase not in (Phase.DRAINING, Phase.ENDING, Phase.KILLING):
+            return []
+        self.phase, self._deadline = Phase.OVER, None
+        return [Finish(self._exit_code())]
+
+    def _exit_code(self) -> int:
+        if self._interrupted_by:
+            return 128 + self._interrupted_by
+        if self.failure is None:
+            return EXIT_DONE
+        return self.failure.code if self.failure.code > 0 else EXIT_FAILED
+
+    def _in_order(self) -> list[TaskId]:
+        """Running tasks, workers first: who loses a server first would report that instead of the real reason."""
+        return [task for task in (*self.workers, *self.servers[1:], *self.servers[:1]) if task in self.running]

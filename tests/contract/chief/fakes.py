@@ -1,0 +1,319 @@
+"""A chief in this process on port 0, and scripted ps and workers that talk to it over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from stratagem.chief.job import Job
+from stratagem.chief.ps_clients import PsClient
+from stratagem.chief.servicer import SERVICE, ChiefServicer
+from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.errors import CheckpointError, ProtocolError
+from stratagem.rpc.channels import connect_aio
+from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2, ps_pb2, ps_pb2_grpc
+from stratagem.rpc.server import serve_aio
+
+DEADLINE_S = 10.0
+
+# The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
+grpc.aio.init_grpc_aio()
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """Polls until ``condition()`` is true; returns what it gave."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not (found := condition()):
+        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.01)
+    return found
+
+
+class Chief:
+    """A chief that serves."""
+
+    def __init__(self, job: Job, server: Any) -> None:
+        self.job = job
+        self.address: str = server.address
+        self._server = server
+        self._running = asyncio.create_task(job.run())
+
+    async def exit_code(self) -> int:
+        return await asyncio.wait_for(asyncio.shield(self._running), DEADLINE_S)
+
+    async def kill(self) -> None:
+        """Ends without a word, as kill -9 does (what the journal has in the file stays)."""
+        self._running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._running
+        await self._server.server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief]:
+    """A chief for two workers and two ps, unless ``config`` says otherwise."""
+    defaults: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "heartbeat_interval_s": 0.05, "session_timeout_s": 5.0}
+    settings = ChiefConfig(bind=bind, **{**defaults, **config})
+    job = Job(
+        settings,
+        lambda epoch: lambda life, address: PsClient(life, address, chief="chief:0", chief_epoch=epoch),
+    )
+    server = await serve_aio(
+        settings.bind,
+        lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
+        services=[SERVICE],
+        max_message_bytes=settings.max_message_bytes,
+        insecure=False,
+    )
+    running = Chief(job, server)
+    try:
+        yield running
+    finally:
+        await running.kill()
+
+
+class Task:
+    """A task with a session."""
+
+    def __init__(self, chief_address: str, task: str, address: str = "", resume: int = 0, held: Any = ()) -> None:
+        self.task = task
+        self.incarnation = resume
+        self.events: list[chief_pb2.SessionEvent] = []
+        self.error: grpc.aio.AioRpcError | None = None
+        self.channel = connect_aio(chief_address)
+        self.stub: Any = chief_pb2_grpc.ChiefStub(self.channel)
+        self._outbox: asyncio.Queue[chief_pb2.SessionRequest | None] = asyncio.Queue()
+        join = chief_pb2.Join(task=task, address=address, pid=7, resume_incarnation=resume, held=held)
+        self._outbox.put_nowait(chief_pb2.SessionRequest(join=join))
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def sender(self) -> common_pb2.Sender:
+        return common_pb2.Sender(task=self.task, incarnation=self.incarnation)
+
+    @property
+    def membership(self) -> chief_pb2.Membership:
+        found = [event.membership for event in self.events if event.HasField("membership")]
+        return found[-1] if found else chief_pb2.Membership()
+
+    def ended(self, kind: str) -> Any:
+        """The event ``kind`` ("fenced", "stop") if it came."""
+        return next((getattr(event, kind) for event in self.events if event.HasField(kind)), None)
+
+    async def welcomed(self) -> None:
+        await until(lambda: (self.incarnation and self.events) or self.error)
+        if self.error is not None:
+            raise self.error
+
+    async def ready(self) -> None:
+        await until(lambda: self.membership.ready)
+
+    def goodbye(self, exit_code: int = 0, message: str = "") -> None:
+        goodbye = chief_pb2.Goodbye(exit_code=exit_code, message=message)
+        self._outbox.put_nowait(chief_pb2.SessionRequest(goodbye=goodbye))
+        self._outbox.put_nowait(None)
+
+    def beat(self, **progress: Any) -> None:
+        heartbeat = chief_pb2.Heartbeat(progress=chief_pb2.Progress(**progress))
+        self._outbox.put_nowait(chief_pb2.SessionRequest(heartbeat=heartbeat))
+
+    async def die(self) -> None:
+        """The process is gone: all its connections break."""
+        self._listening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._listening
+        await self.channel.close(None)
+
+    async def _requests(self) -> AsyncIterator[chief_pb2.SessionRequest]:
+        while (request := await self._outbox.get()) is not None:
+            yield request
+
+    async def _listen(self) -> None:
+        try:
+            async for event in self.stub.Session(self._requests()):
+                if event.HasField("welcome"):
+                    self.incarnation = event.welcome.incarnation
+                self.events.append(event)
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+
+    # Verbs of a worker
+
+    async def open(self, **plan: Any) -> chief_pb2.OpenDatasetReply:
+        defaults = {"dataset": 1, "num_examples": 8, "batch_size": 2, "num_slices": 1, "staleness": float("inf")}
+        return await self.stub.OpenDataset(chief_pb2.OpenDatasetRequest(sender=self.sender, **{**defaults, **plan}))
+
+    async def next(
+        self, accepted: Any = (), *, epoch: int = 0, want: int = 1, wait: bool = True, held: Any = ()
+    ) -> Any:
+        request = chief_pb2.NextUnitsRequest(
+            sender=self.sender, dataset=1, epoch=epoch, accepted=accepted, want=want, wait=wait, held=held
+        )
+        return await self.stub.NextUnits(request, timeout=DEADLINE_S)
+
+
+class FakePs(ps_pb2_grpc.ParameterServerServicer):
+    """A ps without tensors: it knows which units it has applied, and what the chief asked of it."""
+
+    def __init__(self, index: int, saved: dict[str, Any] | None = None) -> None:
+        self.index = index
+        self.calls: list[str] = []
+        self.fenced: dict[str, int] = {}
+        self.open: dict[Update, int] = {}
+        self.closed: dict[tuple[int, int], UnitBitmap] = {}
+        self.closings: dict[int, tuple[list[Unit], list[Update]]] = {}
+        self.committed_refs: list[tuple[int, int]] = []
+        self.step = 0
+        self.initialized = True
+        self.token = 0
+        self.admits: list[Update] = []
+        self.on_admit: Callable[[Update], None] = lambda update: None
+        self.restored_from = ""
+        self.session: Task | None = None
+        self.fence_gate = asyncio.Event()
+        self.fence_gate.set()
+
+    def apply(self, unit: Unit, ordinal: int = 0, num_servers: int = 2) -> None:
+        self.open[Update((unit,), ordinal)] = num_servers
+        self.step += 1
+
+    def close_unit(self, unit: Unit) -> None:
+        self.open = {update: num for update, num in self.open.items() if unit not in update.units}
+        self.closed.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+
+    async def Fence(self, request: Any, context: Any) -> Any:
+        await self.fence_gate.wait()
+        self.fenced[request.task] = max(self.fenced.get(request.task, 0), request.incarnation)
+        return ps_pb2.FenceReply(committed=[ps_pb2.StepRef(step=s, ordinal=o) for s, o in self.committed_refs])
+
+    async def CloseStep(self, request: Any, context: Any) -> Any:
+        included = [Unit(unit.dataset, unit.epoch, unit.index) for unit in request.included]
+        self.closings[request.step] = (included, [_update(each) for each in request.committed])
+        return ps_pb2.CloseStepReply()
+
+    def describe(self) -> Any:
+        return ps_pb2.DescribeUnitsReply(
+            closed=[
+                common_pb2.UnitSet(dataset=d, epoch=e, bitmap=bits.to_bytes()) for (d, e), bits in self.closed.items()
+            ],
+            open=[ps_pb2.AppliedUpdate(update=_to_proto(u), num_servers=n) for u, n in self.open.items()],
+            step=self.step,
+            initialized=self.initialized,
+        )
+
+    async def DescribeUnits(self, request: Any, context: Any) -> Any:
+        return self.describe()
+
+    async def HoldCommits(self, request: Any, context: Any) -> Any:
+        if self.token not in (0, request.token):
+            raise ProtocolError("another hold is on")
+        self.token = request.token
+        self.calls.append("hold")
+        return ps_pb2.HoldCommitsReply(units=self.describe())
+
+    async def AdmitUpdates(self, request: Any, context: Any) -> Any:
+        self.calls.append("admit")
+        for update in request.updates:
+            self.admits.append(_update(update))
+            self.on_admit(_update(update))
+        return ps_pb2.AdmitUpdatesReply(complete=all(_update(update) in self.open for update in request.updates))
+
+    async def SaveShards(self, request: Any, context: Any) -> Any:
+        self.calls.append("save")
+        nonce = Path(request.directory, "nonce")
+        if self.token != request.token or not nonce.exists() or nonce.read_text() != request.nonce:
+            raise CheckpointError(f"ps:{self.index} does not see the chief's directory")
+        content = repr((self.step, sorted(self.open), sorted(self.closed.items()))).encode()
+        name = f"ps-{self.index}.safetensors"
+        Path(request.directory, name).write_bytes(content)
+        file = ps_pb2.SavedFile(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        return ps_pb2.SaveShardsReply(files=[file], step=self.step)
+
+    async def ReleaseCommits(self, request: Any, context: Any) -> Any:
+        self.calls.append("release")
+        self.token = 0
+        return ps_pb2.ReleaseCommitsReply()
+
+    async def RestoreShards(self, request: Any, context: Any) -> Any:
+        self.restored_from = request.directory
+        self.open, self.closed, self.initialized = {}, {}, True
+        return ps_pb2.RestoreShardsReply(store_epoch=2)
+
+    async def MarkLost(self, request: Any, context: Any) -> Any:
+        num_lost = 0
+        for each in request.units:
+            mine = self.closed.get((each.dataset, each.epoch), UnitBitmap())
+            num_lost += len(UnitBitmap(each.bitmap) - mine)
+            self.closed[each.dataset, each.epoch] = mine | UnitBitmap(each.bitmap)
+        return ps_pb2.MarkLostReply(num_lost=num_lost)
+
+    def _workers_only(self, request: Any, context: Any) -> Any:
+        raise AssertionError("the chief does not call this")
+
+    Hello = CreateVariables = AssignValues = PrepareUpdate = CommitUpdate = CloseUnits = _workers_only
+    PullWeights = Transfer = _workers_only
+
+
+@contextlib.asynccontextmanager
+async def ps(chief_address: str, fake: FakePs, resume: int = 0) -> AsyncIterator[FakePs]:
+    """Serves a ps and joins it."""
+    server = await serve_aio(
+        "127.0.0.1:0",
+        lambda server: ps_pb2_grpc.add_ParameterServerServicer_to_server(fake, server),
+        services=["stratagem.ParameterServer"],
+        max_message_bytes=1 << 20,
+        insecure=False,
+    )
+    fake.session = Task(chief_address, f"ps:{fake.index}", server.address, resume)
+    try:
+        await fake.session.welcomed()
+        yield fake
+    finally:
+        await fake.session.die()
+        await server.server.stop(None)
+
+
+def _update(update: Any) -> Update:
+    return Update(tuple(Unit(each.dataset, each.epoch, each.index) for each in update.units), update.ordinal)
+
+
+def _to_proto(update: Update) -> Any:
+    units = [common_pb2.Unit(dataset=each.dataset, epoch=each.epoch, index=each.index) for each in update.units]
+    return common_pb2.Update(units=units, ordinal=update.ordinal)
+
+
+@contextlib.asynccontextmanager
+async def cluster(**config: Any) -> AsyncIterator[tuple[Chief, list[Task], list[FakePs]]]:
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(**config))
+        job = running.job.config
+        servers = [await stack.enter_async_context(ps(running.address, FakePs(i))) for i in range(job.num_ps)]
+        workers = [Task(running.address, f"worker:{index}") for index in range(job.num_workers)]
+        for worker in workers:
+            stack.push_async_callback(worker.die)
+            await worker.ready()
+        yield running, workers, servers
+
+
+async def refused(call: Awaitable[Any]) -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return error_from_rpc(caught.value, "chief")
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def indices(reply: chief_pb2.NextUnitsReply) -> list[int]:
+    return [grant.unit.index for grant in reply.grants]

@@ -1,0 +1,252 @@
+"""The service Chief over real gRPC: sessions, units, clocks, the end of the job."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from stratagem.cluster.units import Unit
+from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
+from stratagem.rpc.generated import chief_pb2
+from tests.contract.chief.fakes import Task, cluster, indices, refused, run, until
+
+
+def test_everybody_hears_when_the_cluster_is_ready() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, servers):
+            membership = workers[0].membership
+            assert membership.lead == "worker:0"
+            live = {info.task: info.live for info in membership.tasks}
+            assert live == {"worker:0": True, "worker:1": True, "ps:0": True, "ps:1": True}
+            assert servers[0].session is not None
+            await servers[0].session.ready()
+            welcome = workers[0].events[0].welcome
+            assert (welcome.chief_epoch, welcome.session_timeout_s, welcome.job_started) == (1, 5.0, False)
+
+    run(scenario)
+
+
+def test_two_workers_share_an_epoch_and_see_its_end() -> None:
+    async def scenario() -> None:
+        async with cluster(seed=11) as (running, workers, _):
+            for worker in workers:
+                assert (await worker.open()).seed == 11
+            assert indices(await workers[0].next(want=2)) == [0, 1]
+            assert indices(await workers[1].next(want=9)) == [2, 3]
+            assert indices(await workers[1].next([2, 3], wait=False)) == []
+            waiting = asyncio.create_task(workers[1].next())
+            await until(lambda: running.job.get_status().tasks[1].waiting_on)
+            assert running.job.get_status().tasks[1].waiting_on == "worker:0 to finish their units"
+            assert (await workers[0].next([0, 1])).end
+            assert (await waiting).end
+            assert indices(await workers[0].next(epoch=1)) == [0]
+            assert (await workers[1].next(epoch=0)).end, "a closed epoch ends at once"
+
+    run(scenario)
+
+
+def test_units_of_a_killed_worker_go_to_another_only_after_every_ps_fenced_it() -> None:
+    async def scenario() -> None:
+        async with cluster() as (running, workers, servers):
+            await workers[0].open()
+            await workers[1].open()
+            assert indices(await workers[1].next(want=2)) == [0, 1]
+            servers[1].fence_gate.clear()
+            await workers[1].die()
+            await until(lambda: servers[0].fenced)
+            assert servers[0].fenced == {"worker:1": workers[1].incarnation}
+            assert indices(await workers[0].next(want=9)) == [2, 3]
+            assert indices(await workers[0].next([2, 3], want=9, wait=False)) == []
+            waiting = asyncio.create_task(workers[0].next(want=9))
+            servers[1].fence_gate.set()
+            assert indices(await waiting) == [0, 1]
+            error = await refused(workers[0].stub.NextUnits(chief_pb2.NextUnitsRequest(sender=workers[1].sender)))
+            assert isinstance(error, FencedError)
+            again = Task(running.address, "worker:1")
+            await again.ready()
+            assert again.incarnation > workers[1].incarnation
+            assert (await workers[0].next([0, 1])).end
+            assert (await again.next()).end
+            await again.die()
+
+    run(scenario)
+
+
+def test_a_lost_reply_is_lent_again() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, _):
+            await workers[0].open()
+            assert indices(await workers[0].next(want=2)) == [0, 1]
+            assert indices(await workers[0].next(want=2, held=[0])) == [1, 2]
+
+    run(scenario)
+
+
+def test_datasets_that_disagree_are_refused_with_each_difference() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, _):
+            await workers[0].open()
+            error = await refused(workers[1].open(num_examples=9, batch_size=4))
+            assert isinstance(error, ConfigurationError)
+            assert "num_examples is 8 in the job and 9 here; batch_size is 2 in the job and 4 here" in str(error)
+            assert isinstance(await refused(workers[1].open(batch_size=0)), ProtocolError)
+            assert isinstance(await refused(workers[1].open(dataset=0)), ConfigurationError)
+
+    run(scenario)
+
+
+def test_unknown_and_wrong_callers_are_refused() -> None:
+    async def scenario() -> None:
+        async with cluster(num_ps=0) as (running, workers, _):
+            stranger = Task(running.address, "worker:9")
+            error = await refused(stranger.welcomed())
+            assert isinstance(error, ConfigurationError) and "'worker:9' is not a task" in str(error)
+            await stranger.die()
+            late = Task(running.address, "worker:0", resume=77)
+            assert isinstance(await refused(late.welcomed()), FencedError)
+            await late.die()
+            assert isinstance(await refused(workers[0].next()), ProtocolError)
+            call = workers[0].stub.Session(iter([chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat())]))
+            with pytest.raises(grpc.aio.AioRpcError, match="expected Join as the first message"):
+                async for _ in call:
+                    pass
+
+    run(scenario)
+
+
+def test_synchronous_steps_go_on_without_a_dead_worker() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, servers):
+            plan = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
+            for worker in workers:
+                await worker.open(**plan)
+            [mine] = (await workers[0].next()).grants
+            [theirs] = (await workers[1].next()).grants
+            assert (mine.step, list(mine.step_units), theirs.unit.index) == (1, [0, 1], 1)
+            # worker:1 committed on ps:1 only, and died.
+            servers[1].committed_refs = [(1, 0)]
+            await workers[1].die()
+            await until(lambda: all(1 in server.closings for server in servers))
+            included, committed = servers[0].closings[1]
+            assert included == [Unit(1, 0, 0), Unit(1, 0, 1)]
+            assert [update.units for update in committed] == [(Unit(1, 0, 1),)]
+            for server in servers:
+                server.committed_refs = []
+            [alone] = (await workers[0].next([0])).grants
+            assert (alone.unit.index, list(alone.step_units), alone.refresh) == (2, [2], False)
+
+    run(scenario)
+
+
+def test_slices_of_a_worker_that_leaves_are_closed_out() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, servers):
+            plan = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
+            for worker in workers:
+                await worker.open(**plan)
+                await worker.next()
+            leave = chief_pb2.LeaveEpochRequest(sender=workers[1].sender, dataset=1, epoch=0)
+            await workers[1].stub.LeaveEpoch(leave)
+            assert servers[0].closings == {1: ([Unit(1, 0, 0)], [])}
+
+    run(scenario)
+
+
+def test_a_fast_worker_waits_for_the_staleness_bound() -> None:
+    async def scenario() -> None:
+        async with cluster() as (running, workers, _):
+            for worker in workers:
+                await worker.open(staleness=1.0)
+                await worker.next()
+
+            async def start(worker: Task, clock: int) -> int:
+                request = chief_pb2.StartStepRequest(sender=worker.sender, dataset=1, epoch=0, clock=clock)
+                reply: chief_pb2.StartStepReply = await worker.stub.StartStep(request)
+                return reply.clock
+
+            assert await start(workers[0], 0) == 0
+            assert await start(workers[1], 0) == 0
+            assert await start(workers[0], 1) == 1
+            waiting = asyncio.create_task(start(workers[0], 2))
+            await until(lambda: running.job.get_status().tasks[0].waiting_on)
+            assert running.job.get_status().tasks[0].waiting_on.startswith("worker:1 to finish steps before step 2")
+            assert not waiting.done()
+            assert await start(workers[1], 1) == 1
+            assert await waiting == 2
+            waiting = asyncio.create_task(start(workers[0], 3))
+            await workers[1].die()
+            assert await waiting == 3
+
+    run(scenario)
+
+
+def test_status_shows_what_every_task_does() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, _):
+            await workers[0].open()
+            await workers[0].next(want=3)
+            await workers[0].next([0], held=[1, 2], want=1)
+            workers[0].beat(step=4, loss=0.5, has_loss=True)
+            for _ in range(200):
+                status: chief_pb2.GetStatusReply = await workers[1].stub.GetStatus(chief_pb2.GetStatusRequest())
+                if status.tasks[0].progress.step == 4:
+                    break
+            assert status.tasks[0].progress.loss == 0.5
+            assert (status.tasks[0].state, status.tasks[0].units_held, status.tasks[0].pid) == ("live", 3, 7)
+            assert (status.units_accepted, status.units_planned, status.examples_accepted) == (1, 4, 2)
+            assert (status.ready, status.lead, list(status.waiting_for)) == (True, "worker:0", [])
+
+    run(scenario)
+
+
+def test_the_job_ends_well_when_all_workers_are_done() -> None:
+    async def scenario() -> None:
+        async with cluster() as (running, workers, servers):
+            workers[0].goodbye()
+            workers[1].goodbye()
+            sessions = [server.session for server in servers if server.session is not None]
+            for session in sessions:
+                stop = await until(lambda session=session: session.ended("stop"))
+                assert (stop.exit_code, stop.reason) == (0, "every worker has finished")
+            error = await refused(workers[0].next())
+            assert isinstance(error, JobStoppedError | FencedError)
+            for session in sessions:
+                session.goodbye()
+            assert await running.exit_code() == 0
+
+    run(scenario)
+
+
+def test_a_worker_that_stays_away_fails_the_job() -> None:
+    async def scenario() -> None:
+        async with cluster(worker_timeout_s=0.3, session_timeout_s=0.5) as (running, workers, servers):
+            workers[1].goodbye(1, "ValueError: no such file")
+            beating = asyncio.create_task(_beat([workers[0], *(s.session for s in servers if s.session)]))
+            stop = await until(lambda: workers[0].ended("stop"))
+            assert stop.exit_code == 1
+            assert "worker:1 was lost" in stop.reason and "ValueError: no such file" in stop.reason
+            beating.cancel()
+            assert await running.exit_code() == 1
+
+    run(scenario)
+
+
+async def _beat(tasks: list[Task]) -> None:
+    while True:
+        for task in tasks:
+            task.beat()
+        await asyncio.sleep(0.05)
+
+
+def test_a_checkpoint_without_a_directory_is_refused() -> None:
+    async def scenario() -> None:
+        async with cluster() as (_, workers, _):
+            request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender)
+            error = await refused(workers[0].stub.SaveCheckpoint(request))
+            assert isinstance(error, ConfigurationError) and "--checkpoint-dir" in str(error)
+            assert not isinstance(error, PeerUnavailableError)
+
+    run(scenario)

@@ -1,0 +1,85 @@
+"""``python -m benchmarks``: usage errors, rows on stdout, peers that are not there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import __main__ as command
+from benchmarks import apply, machine
+from benchmarks.peers import PeerMissingError, find_tensorflow
+from benchmarks.runner import Case, Sample
+from stratagem.ps.shard_group import ShardGroup
+
+
+def fake_case(system: str) -> Case:
+    def measure() -> tuple[Sample, Mapping[str, str]]:
+        return {"steps_per_s": 3.0}, {"torch": "2"}
+
+    return Case({"benchmark": "apply", "system": system}, measure)
+
+
+def test_json_rows_on_stdout_and_the_table_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(command.BENCHMARKS, "apply", lambda workloads, python: [[fake_case("a"), fake_case("b")]])
+    result = CliRunner().invoke(command.main, ["apply", "--json", "--blocks", "2"])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["system"], row["steps_per_s"], row["num_blocks"]) for row in rows] == [("a", 3.0, 2), ("b", 3.0, 2)]
+    assert "steps_per_s" in result.stderr
+
+
+def test_the_table_is_the_result_without_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(command.BENCHMARKS, "apply", lambda workloads, python: [[fake_case("a")]])
+    result = CliRunner().invoke(command.main, ["apply"])
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[2].split()[:2] == ["apply", "a"]
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["ps", "--blocks", "0"], ["ps", "--workload", "huge"]])
+def test_usage_errors_end_with_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(command.main, arguments).exit_code == 2
+
+
+def test_a_peer_that_is_asked_for_must_be_there() -> None:
+    arguments = ["ps", "--peer", "tf", "--tf-python", "/no/such/python"]
+    result = CliRunner().invoke(command.main, arguments)
+    assert result.exit_code == 2
+    assert "/no/such/python" in result.stderr
+
+
+def test_finding_tensorflow(tmp_path: Path) -> None:
+    assert find_tensorflow(None, {}, required=False) is None
+    with pytest.raises(PeerMissingError, match="--tf-python or STRATAGEM_TF_PYTHON"):
+        find_tensorflow(None, {}, required=True)
+    with pytest.raises(PeerMissingError, match="found none"):
+        find_tensorflow(None, {"STRATAGEM_TF_PYTHON": sys.executable}, required=False)
+    good = tmp_path / "python"
+    good.write_text("#!/bin/sh\nexit 0\n")
+    good.chmod(0o755)
+    assert find_tensorflow(str(good), {"STRATAGEM_TF_PYTHON": "/other"}, required=True) == str(good)
+
+
+def test_apply_measures_and_checks_a_small_group() -> None:
+    for case in apply.apply_cases(num_parameters=300_000):
+        sample, versions = case.measure()
+        assert set(sample) == {"apply_ms", "gbs", "roofline_gbs", "of_roofline", "cpu_s_per_apply"}
+        assert versions["torch"]
+
+
+def test_a_wrong_update_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardGroup, "apply", lambda self, parts, present, hyper: None)
+    with pytest.raises(apply.WrongUpdateError, match=r"torch\.optim\.SGD"):
+        apply.apply_cases(num_parameters=1000)[0].measure()
+
+
+def test_the_machine_is_described(tmp_path: Path) -> None:
+    assert set(machine.describe_machine()) == {"processor", "num_cores", "load_1min", "kernel"}
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags : x\nmodel name\t: Fast CPU\n")
+    assert machine.processor_name(cpuinfo) == "Fast CPU"
+    assert machine.processor_name(tmp_path / "none")

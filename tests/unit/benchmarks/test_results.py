@@ -1,0 +1,90 @@
+"""What a job reports, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pull import PullResult, WrongPullError
+from benchmarks.pull import to_sample as pull_sample
+from benchmarks.training import result as results
+from benchmarks.training.cases import ps_cases, to_sample
+from benchmarks.training.result import InvalidResultError, JobResult, mean_of_ends, read_result
+from benchmarks.training.workloads import WORKLOADS
+from benchmarks.window import Window
+
+GOOD = JobResult(
+    num_steps=80,
+    elapsed_s=2.0,
+    cpu_s=4.0,
+    loopback_bytes=800,
+    first_loss=2.3,
+    last_loss=0.5,
+    weights_finite=True,
+    exposed_comm=0.25,
+    versions={"torch": "2"},
+)
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    monkeypatch.setenv(results.RESULT_VARIABLE, str(path))
+    results.write_steps(50)
+    results.write_steps(30)
+    losses = [2.5] * 5 + [1.0] * 20 + [0.5] * 5
+    results.write_result(Window(2.0, 4.0, 800), losses, True, 0.25, {"torch": "2"})
+    assert read_result(path) == dataclasses.replace(GOOD, first_loss=2.5)
+
+
+def test_metrics_of_a_window() -> None:
+    assert to_sample(GOOD, WORKLOADS["cnn"]) == {
+        "worker_steps_per_s": 40.0,
+        "examples_per_s": 2560.0,
+        "exposed_comm": 0.25,
+        "bytes_per_step": 10.0,
+        "cpu_s_per_step": 0.05,
+    }
+
+
+def test_real_training_passes() -> None:
+    GOOD.check(80)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_steps": 79}, "expected 80 worker-steps, the job made 79"),
+        ({"last_loss": 2.3}, "falling loss"),
+        ({"last_loss": float("nan")}, "falling loss"),
+        ({"weights_finite": False}, "NaN or Inf"),
+    ],
+)
+def test_anything_else_is_refused(change: dict[str, float], reason: str) -> None:
+    with pytest.raises(InvalidResultError, match=reason):
+        dataclasses.replace(GOOD, **change).check(80)  # type: ignore[arg-type]  # one field, of its own type
+
+
+def test_means_of_short_and_long_lists() -> None:
+    assert mean_of_ends([4.0, 2.0]) == (3.0, 3.0)
+    assert mean_of_ends([9.0, 9.0, 1.0, 1.0], width=2) == (9.0, 1.0)
+
+
+@pytest.mark.parametrize(("python", "systems"), [(None, 2), ("/somewhere/python", 3)])
+def test_rows_of_ps_have_the_columns_of_the_rules(python: str | None, systems: int) -> None:
+    cases = ps_cases(WORKLOADS["dense"], python)
+    assert len(cases) == systems
+    assert cases[0].identity["system"] == "stratagem"
+    for case in cases:
+        assert list(case.identity) == ["benchmark", "system", "workload", "lane", "workers", "ps"]
+
+
+def test_a_pull_that_is_wrong_is_refused() -> None:
+    workload = WORKLOADS["cnn"]
+    good = PullResult(0.1, 0.001, 4.2 * workload.num_parameters, 2000.0, True)
+    assert pull_sample(good, workload)["times_cheaper"] == pytest.approx(100.0)
+    with pytest.raises(WrongPullError, match="brought others"):
+        pull_sample(dataclasses.replace(good, weights_equal=False), workload)
+    with pytest.raises(WrongPullError, match="nearly none"):
+        pull_sample(dataclasses.replace(good, unchanged_bytes=good.cold_bytes), workload)

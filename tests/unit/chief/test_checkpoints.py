@@ -1,0 +1,103 @@
+"""Checkpoint directories: complete or not there, never overwritten."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+
+from stratagem.chief import checkpoints
+from stratagem.chief.checkpoints import Manifest
+from stratagem.chief.servers import SavedFile
+from stratagem.cluster.units import Plan, UnitBitmap
+from stratagem.errors import CheckpointError
+
+
+def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automatic: bool = True) -> Manifest:
+    name = "ps-0.safetensors"
+    return Manifest(
+        step=step,
+        chief_epoch=epoch,
+        files={"ps:0": (SavedFile(name, len(content), hashlib.sha256(content).hexdigest()),)},
+        plans={1: Plan(10, 2, staleness=math.inf), 2: Plan(10, 2, staleness=0, num_slices=2)},
+        accepted={(1, 0): UnitBitmap.of([0, 2]), (1, 1): UnitBitmap.of([9])},
+        applied={(2, 0): UnitBitmap.of([1])},
+        next_step=12,
+        automatic=automatic,
+    )
+
+
+def commit(directory: Path, manifest: Manifest, content: bytes = b"weights") -> Path:
+    draft = checkpoints.begin(str(directory), manifest.step, manifest.chief_epoch)
+    assert (draft.path / "nonce").read_text() == draft.nonce
+    (draft.path / "ps-0.safetensors").write_bytes(content)
+    return checkpoints.commit(draft, manifest)
+
+
+def test_a_committed_checkpoint_reads_back(tmp_path: Path) -> None:
+    path = commit(tmp_path / "new", manifest_of(100))
+    assert path == tmp_path / "new" / "step-00000100"
+    assert (tmp_path / "new" / "latest").read_text() == "step-00000100\n"
+    assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "ps-0.safetensors"]
+    found = checkpoints.read(path)
+    assert found is not None and found.created
+    files = {ps: tuple(each) for ps, each in found.files.items()}
+    assert dataclasses.replace(found, created="", files=files) == manifest_of(100)
+
+
+def test_readers_take_the_highest_complete_one(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        commit(tmp_path, manifest_of(step))
+    (tmp_path / "step-00000300").mkdir()
+    (tmp_path / "step-00000300" / "ps-0.safetensors").write_bytes(b"weights")
+    (tmp_path / "step-00000400").mkdir()
+    (tmp_path / "step-00000400" / "manifest.json").write_text('{"format": 1, "st')
+    newest = checkpoints.newest(str(tmp_path))
+    assert newest is not None and newest[0].name == "step-00000100"
+    assert checkpoints.newest(str(tmp_path / "nothing")) is None
+
+
+def test_the_same_weights_again_are_the_checkpoint_that_is_there(tmp_path: Path) -> None:
+    first = commit(tmp_path, manifest_of(5))
+    assert commit(tmp_path, manifest_of(5, epoch=2)) == first
+    assert [each.name for each in tmp_path.glob(".tmp-*")] == []
+    found = checkpoints.read(first)
+    assert found is not None and found.chief_epoch == 1
+
+
+def test_other_weights_at_the_same_step_are_refused(tmp_path: Path) -> None:
+    path = commit(tmp_path, manifest_of(5))
+    with pytest.raises(CheckpointError, match="holds other weights than now"):
+        commit(tmp_path, manifest_of(5, b"WEIGHTS"), b"WEIGHTS")
+    assert (path / "ps-0.safetensors").read_bytes() == b"weights"
+
+
+def test_a_short_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected 7 bytes in"):
+        commit(tmp_path, manifest_of(5), b"wei")
+    assert checkpoints.scan(str(tmp_path)) == []
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="give a directory that the chief and every ps can write"):
+        checkpoints.begin(str(tmp_path / "file" / "below"), 1, 1)
+
+
+def test_only_automatic_ones_are_pruned_and_never_the_newest(tmp_path: Path) -> None:
+    for step in range(6):
+        commit(tmp_path, manifest_of(step, automatic=step != 1))
+    removed = checkpoints.prune(str(tmp_path), keep=2)
+    assert [path.name for path in removed] == ["step-00000000", "step-00000002", "step-00000003"]
+    left = [manifest.step for _, manifest in checkpoints.scan(str(tmp_path))]
+    assert left == [1, 4, 5]
+
+
+def test_drafts_of_an_earlier_life_are_swept(tmp_path: Path) -> None:
+    checkpoints.begin(str(tmp_path), 7, 1)
+    commit(tmp_path, manifest_of(5))
+    checkpoints.sweep(str(tmp_path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "step-00000005"]

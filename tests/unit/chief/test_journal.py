@@ -1,0 +1,121 @@
+"""The journal: what was written is known again, whatever a crash left of the last line."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from stratagem.chief.history import History
+from stratagem.chief.journal import NAME, Journal
+from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.errors import ConfigurationError
+
+PLAN = {"num_examples": 9, "batch_size": 2, "drop_last": True, "shuffle": False, "num_slices": 2}
+
+
+def write_all(journal: Journal) -> None:
+    journal.write("chief", epoch=4)
+    journal.write("join", task="worker:0", incarnation=1)
+    journal.write("join", task="worker:1", incarnation=2)
+    journal.write("join", task="ps:0", incarnation=3)
+    journal.write("ready")
+    journal.write("initialized", tasks=["ps:0"])
+    journal.write("plan", dataset=1, plan={**PLAN, "staleness": math.inf, "seed": 7})
+    journal.write("step", durable=False, step=5, units=[[1, 0, 2], [1, 0, 3]])
+    journal.write("step", durable=False, step=6, units=[[1, 0, 4], [1, 0, 5]])
+    journal.write("accepted", durable=False, units=[[1, 0, 2], [1, 0, 3]], oldest_step=6)
+    journal.write("close_step", step=6, included=[[1, 0, 4]])
+    journal.write("over", task="worker:0", incarnation=1, done=False)
+    journal.write("join", task="worker:0", incarnation=4)
+    journal.write("over", task="worker:1", incarnation=2, done=True)
+    journal.write("lost", updates=3)
+    journal.write("lost", updates=2)
+    journal.write("checkpoint", path="/c/step-00000006")
+
+
+EXPECTED = History(
+    chief_epoch=4,
+    newest_incarnation=4,
+    live={"worker:0": 4, "ps:0": 3},
+    done={"worker:1": 2},
+    fenced={"worker:0": 1, "worker:1": 2},
+    ready=True,
+    initialized=["ps:0"],
+    plans={1: Plan(9, 2, drop_last=True, shuffle=False, num_slices=2, staleness=math.inf, seed=7)},
+    accepted={(1, 0): UnitBitmap.of([2, 3])},
+    steps={6: (Unit(1, 0, 4),)},
+    next_step=7,
+    updates_lost=5,
+    checkpoint="/c/step-00000006",
+)
+
+
+def test_a_replay_gives_what_was_written(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    write_all(journal)
+    journal.close()
+    again = Journal(str(tmp_path))
+    again.close()
+    assert again.history == journal.history == EXPECTED
+
+
+def test_without_a_directory_nothing_is_kept(tmp_path: Path) -> None:
+    journal = Journal("")
+    write_all(journal)
+    journal.close()
+    assert journal.history == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "tail", [b'{"kind":"lost","upd', b'{"kind":"lost","updates":1}', b"\x00\x00\x00", b"nonsense\n"]
+)
+def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path, tail: bytes) -> None:
+    journal = Journal(str(tmp_path))
+    write_all(journal)
+    journal.close()
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(tail)
+    torn = Journal(str(tmp_path))
+    assert torn.history == EXPECTED
+    torn.write("lost", updates=10)
+    torn.close()
+    again = Journal(str(tmp_path))
+    again.close()
+    assert again.history.updates_lost == 15
+
+
+def test_a_bad_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"kind":"ready"}\n{"kind":"what"}\n{"kind":"ready"}\n')
+    with pytest.raises(ConfigurationError, match=r"line 2 of .*journal\.jsonl cannot be read"):
+        Journal(str(tmp_path))
+
+
+def test_a_long_journal_is_replaced_by_its_summary(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), compact_bytes=2000)
+    write_all(journal)
+    for _ in range(200):
+        journal.write("lost", durable=False, updates=0)
+    journal.close()
+    assert (tmp_path / NAME).stat().st_size < 3000
+    again = Journal(str(tmp_path))
+    again.close()
+    assert again.history == EXPECTED
+
+
+def test_a_job_that_is_over_is_followed_by_a_new_one(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    write_all(journal)
+    journal.write("stopped", reason="every worker has finished")
+    journal.close()
+    again = Journal(str(tmp_path))
+    again.close()
+    assert again.history == History(chief_epoch=4)
+
+
+def test_a_roll_back_replaces_what_was_accepted(tmp_path: Path) -> None:
+    journal = Journal("")
+    write_all(journal)
+    journal.write("roll_back", accepted=[[1, 0, "04"]])
+    assert journal.history.accepted == {(1, 0): UnitBitmap.of([2])}

@@ -1,0 +1,85 @@
+"""Units of one epoch: every unit is accepted once, and never on loan twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.chief.leases import EpochLeases
+from stratagem.chief.lives import Life
+from stratagem.cluster.units import Plan, UnitBitmap
+from stratagem.errors import ProtocolError
+
+A, B = Life("worker:0", 1), Life("worker:1", 2)
+
+
+def take(leases: EpochLeases, life: Life) -> int:
+    index = leases.first_pending
+    assert index is not None
+    leases.lend(index, life)
+    return index
+
+
+def test_units_go_out_in_plan_order_and_returned_ones_first() -> None:
+    leases = EpochLeases(Plan(num_examples=5, batch_size=1))
+    assert [take(leases, A), take(leases, B), take(leases, A)] == [0, 1, 2]
+    leases.give_back(1)
+    leases.give_back(0)
+    assert [take(leases, B), take(leases, B), take(leases, B)] == [0, 1, 3]
+    assert leases.held_by(A) == [2]
+    assert leases.held_by(B) == [0, 1, 3]
+
+
+def test_the_epoch_is_closed_only_when_every_unit_is_accepted() -> None:
+    leases = EpochLeases(Plan(num_examples=5, batch_size=2))
+    for _ in range(3):
+        take(leases, A)
+    assert leases.accept(A, [0, 2]) == [0, 2]
+    assert not leases.closed
+    assert leases.accept(A, [0, 1, 2]) == [1]
+    assert leases.closed
+    assert leases.first_pending is None
+
+
+def test_an_epoch_without_units_is_closed() -> None:
+    assert EpochLeases(Plan(num_examples=3, batch_size=4, drop_last=True)).closed
+
+
+def test_an_acceptance_by_somebody_else_is_refused() -> None:
+    leases = EpochLeases(Plan(num_examples=2, batch_size=1))
+    take(leases, A)
+    with pytest.raises(ProtocolError, match=r"worker:1 .* accepted unit 0, which is on loan to worker:0"):
+        leases.accept(B, [0])
+    with pytest.raises(ProtocolError, match="the epoch has 2 units"):
+        leases.accept(A, [2])
+
+
+def test_revoked_units_go_out_again() -> None:
+    leases = EpochLeases(Plan(num_examples=3, batch_size=1), UnitBitmap.of([0, 1, 2]))
+    assert leases.closed
+    leases.revoke([1])
+    assert not leases.closed
+    assert take(leases, B) == 1
+
+
+@given(st.integers(0, 12), st.lists(st.tuples(st.sampled_from(["lend", "accept", "give"]), st.integers(0, 1))))
+def test_any_interleaving_accepts_every_unit_once(num_units: int, events: list[tuple[str, int]]) -> None:
+    leases = EpochLeases(Plan(num_examples=num_units, batch_size=1))
+    lives = [A, B]
+    accepted: list[int] = []
+    for what, who in events:
+        held = leases.held_by(lives[who])
+        if what == "lend" and leases.first_pending is not None:
+            take(leases, lives[who])
+        elif what == "accept":
+            accepted += leases.accept(lives[who], held[:1])
+        elif what == "give" and held:
+            leases.give_back(held[-1])
+        assert not set(leases.held_by(A)) & set(leases.held_by(B))
+    for life in lives:
+        accepted += leases.accept(life, leases.held_by(life))
+    while leases.first_pending is not None:
+        accepted += leases.accept(A, [take(leases, A)])
+    assert sorted(accepted) == list(range(num_units))
+    assert leases.closed

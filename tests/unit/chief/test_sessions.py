@@ -1,0 +1,218 @@
+"""Membership: joins, losses, fences, readiness, the end of the job. Time is passed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stratagem.chief.lives import Life
+from stratagem.chief.sessions import Action, Announce, Dismiss, Fence, Prepare, Release, Sessions, State, StopJob
+from stratagem.errors import ConfigurationError, FencedError
+
+
+def make(num_workers: int = 2, num_ps: int = 1, **more: Any) -> Sessions:
+    defaults: dict[str, Any] = {
+        "evaluator": False,
+        "session_timeout_s": 6.0,
+        "worker_timeout_s": 60.0,
+        "start_timeout_s": 300.0,
+        "now": 0.0,
+    }
+    return Sessions(num_workers=num_workers, num_ps=num_ps, **{**defaults, **more})
+
+
+def join(sessions: Sessions, task: str, stream: int, now: float = 0.0, resume: int = 0) -> list[Action]:
+    session, actions = sessions.join(task, f"host:{stream}", 1, resume, stream, now)
+    if session.task.type == "ps":
+        assert Prepare(session.life) in actions
+        actions = [*actions, *sessions.prepared(session.life)]
+    return actions
+
+
+def ready(**more: Any) -> Sessions:
+    """worker:0 = incarnation 1 on stream 1, worker:1 = 2, ps:0 = 3."""
+    sessions = make(**more)
+    for stream, task in enumerate(["worker:0", "worker:1", "ps:0"], 1):
+        join(sessions, task, stream)
+    assert sessions.ready
+    return sessions
+
+
+W0, W1, PS = Life("worker:0", 1), Life("worker:1", 2), Life("ps:0", 3)
+
+
+def test_nothing_is_ready_before_everybody_joined() -> None:
+    sessions = make()
+    assert sessions.waiting_for == ["worker:0", "worker:1", "ps:0"]
+    join(sessions, "worker:1", 1)
+    join(sessions, "ps:0", 2)
+    assert (sessions.ready, sessions.waiting_for, sessions.lead) == (False, ["worker:0"], "worker:1")
+    join(sessions, "worker:0", 3)
+    assert (sessions.ready, sessions.waiting_for, sessions.lead) == (True, [], "worker:0")
+    assert sessions.founders == {Life("worker:0", 3), Life("worker:1", 1)}
+
+
+def test_a_ps_is_announced_only_after_it_is_prepared() -> None:
+    sessions = make(1, 1)
+    _, actions = sessions.join("ps:0", "host:1", 1, 0, 1, 0.0)
+    assert actions == [Prepare(Life("ps:0", 1))]
+    assert sessions.servers == [Life("ps:0", 1)] and sessions.live("ps") == [] and sessions.routing_epoch == 0
+    assert sessions.prepared(Life("ps:0", 1)) == [Announce()]
+    assert sessions.routing_epoch == 1
+    assert sessions.prepared(Life("ps:0", 1)) == []
+
+
+def test_a_task_of_another_cluster_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'worker:7' is not a task of this cluster; expected one of worker:0"):
+        make().join("worker:7", "", 1, 0, 1, 0.0)
+
+
+def test_a_lost_worker_is_released_after_every_ps_refused_it() -> None:
+    sessions = make(1, 2)
+    for stream, task in enumerate(["worker:0", "ps:0", "ps:1"], 1):
+        join(sessions, task, stream)
+    actions = sessions.stream_ended("worker:0", 1, 1.0)
+    life, servers = Life("worker:0", 1), (Life("ps:0", 2), Life("ps:1", 3))
+    assert Fence(life, servers) in actions and Announce() in actions
+    assert any(isinstance(action, Dismiss) and "broke off" in action.reason for action in actions)
+    assert sessions.fence_acknowledged(life, servers[0]) == []
+    assert sessions.fence_acknowledged(life, servers[1]) == [Release(life)]
+    assert sessions.fence_acknowledged(life, servers[1]) == []
+
+
+def test_a_ps_that_is_lost_need_not_acknowledge() -> None:
+    sessions = ready()
+    sessions.stream_ended("worker:1", 2, 1.0)
+    assert Release(W1) in sessions.stream_ended("ps:0", 3, 1.0)
+
+
+def test_a_lost_worker_without_any_ps_is_released_at_once() -> None:
+    sessions = make(1, 0)
+    join(sessions, "worker:0", 1)
+    assert Release(Life("worker:0", 1)) in sessions.stream_ended("worker:0", 1, 1.0)
+
+
+def test_silence_loses_a_session_and_heartbeats_keep_it() -> None:
+    sessions = ready()
+    for stream, task in ((1, "worker:0"), (3, "ps:0")):
+        sessions.heartbeat(task, stream, 5.0)
+    assert sessions.tick(6.0) == []
+    actions = sessions.tick(6.5)
+    assert Fence(W1, (PS,)) in actions
+    assert any(isinstance(action, Dismiss) and "nothing was heard" in action.reason for action in actions)
+    assert sessions.tick(6.6) == []
+    with pytest.raises(FencedError, match=r"worker:1 .incarnation 2. is not a live member"):
+        sessions.check(W1)
+
+
+def test_a_new_process_in_place_of_a_live_one_fences_it() -> None:
+    sessions = ready()
+    actions = join(sessions, "worker:1", 9, 1.0)
+    assert Fence(W1, (PS,)) in actions
+    assert sessions.tasks["worker:1"].life == Life("worker:1", 4)
+    assert sessions.stream_ended("worker:1", 2, 2.0) == [], "the end of the old stream says nothing about the new life"
+    sessions.check(Life("worker:1", 4))
+
+
+def test_a_resumed_session_goes_on_and_a_fenced_one_does_not() -> None:
+    sessions = ready()
+    actions = join(sessions, "worker:0", 9, 1.0, resume=1)
+    assert Dismiss(W0, 1, "") in actions
+    assert sessions.stream_ended("worker:0", 1, 2.0) == []
+    sessions.stream_ended("worker:1", 2, 2.0)
+    with pytest.raises(FencedError, match="end the process and start it again"):
+        join(sessions, "worker:1", 10, 3.0, resume=2)
+
+
+def test_the_lead_moves_when_it_dies() -> None:
+    sessions = ready()
+    sessions.stream_ended("worker:0", 1, 1.0)
+    assert sessions.lead == "worker:1"
+
+
+def test_the_job_ends_when_every_worker_said_goodbye() -> None:
+    sessions = ready()
+    first = sessions.goodbye("worker:0", 1, 0, "", 1.0)
+    assert Fence(W0, (PS,)) in first and not any(isinstance(action, StopJob) for action in first)
+    assert StopJob(0, "every worker has finished") in sessions.goodbye("worker:1", 2, 0, "", 1.0)
+    assert sessions.goodbye("ps:0", 3, 0, "", 2.0)
+    assert sessions.deserted
+
+
+def test_a_failed_worker_may_come_back_and_its_words_are_kept() -> None:
+    sessions = ready()
+    sessions.goodbye("worker:1", 2, 1, "ValueError: no such file", 1.0)
+    sessions.goodbye("worker:0", 1, 1, "later", 2.0)
+    assert sessions.first_failure == "worker:1: ValueError: no such file"
+    join(sessions, "worker:1", 9, 3.0)
+    join(sessions, "worker:0", 10, 3.0)
+    sessions.heartbeat("ps:0", 3, 60.0)
+    for task, stream in (("worker:1", 9), ("worker:0", 10)):
+        sessions.heartbeat(task, stream, 60.0)
+    assert sessions.tick(65.0) == []
+
+
+def test_a_worker_that_stays_away_stops_the_job() -> None:
+    sessions = ready()
+    sessions.goodbye("worker:1", 2, 1, "ValueError: no such file", 1.0)
+    for task, stream in (("worker:0", 1), ("ps:0", 3)):
+        sessions.heartbeat(task, stream, 61.5)
+    [stop] = sessions.tick(61.5)
+    assert isinstance(stop, StopJob) and stop.exit_code == 1
+    assert "worker:1 was lost" in stop.reason and "first failure: worker:1: ValueError" in stop.reason
+
+
+def test_a_worker_that_stays_away_while_the_others_finished_does_no_harm() -> None:
+    sessions = ready()
+    sessions.stream_ended("worker:1", 2, 1.0)
+    sessions.goodbye("worker:0", 1, 0, "", 2.0)
+    sessions.heartbeat("ps:0", 3, 61.5)
+    assert sessions.tick(61.5) == [StopJob(0, "every worker but worker:1 has finished the work")]
+
+
+def test_the_only_worker_lost_is_a_failure() -> None:
+    sessions = make(1, 0)
+    join(sessions, "worker:0", 1)
+    sessions.stream_ended("worker:0", 1, 1.0)
+    [stop] = sessions.tick(62.0)
+    assert isinstance(stop, StopJob) and stop.exit_code == 1
+
+
+@pytest.mark.parametrize("exit_code", [2, 42])
+def test_a_hopeless_exit_stops_the_job_at_once(exit_code: int) -> None:
+    actions = ready().goodbye("worker:0", 1, exit_code, "bad flag", 1.0)
+    assert any(isinstance(action, StopJob) and "bad flag" in action.reason for action in actions)
+
+
+def test_a_cluster_that_does_not_come_up_names_who_is_missing() -> None:
+    sessions = make(start_timeout_s=10.0)
+    join(sessions, "worker:0", 1, 9.0)
+    assert sessions.tick(10.0) == []
+    [stop] = sessions.tick(10.1)
+    assert isinstance(stop, StopJob) and stop.reason.endswith("still missing: worker:1, ps:0")
+
+
+def test_a_restarted_chief_waits_for_the_sessions_that_were_live() -> None:
+    sessions = make(
+        newest_incarnation=3, awaited={"worker:0": 1, "worker:1": 2, "ps:0": 3}, fenced={}, ready=True, now=100.0
+    )
+    assert not sessions.settled
+    join(sessions, "ps:0", 1, 101.0, resume=3)
+    join(sessions, "worker:0", 2, 101.0, resume=1)
+    assert not sessions.settled
+    sessions.check(W1)
+    for task, stream in (("ps:0", 1), ("worker:0", 2)):
+        sessions.heartbeat(task, stream, 106.0)
+    assert Fence(W1, (PS,)) in sessions.tick(106.5)
+    assert sessions.settled and sessions.tasks["ps:0"].resumed
+    join(sessions, "worker:1", 3, 107.0)
+    assert sessions.tasks["worker:1"].incarnation == 4
+
+
+def test_a_restarted_chief_remembers_who_was_done_or_lost() -> None:
+    sessions = make(newest_incarnation=3, done={"worker:0": 1}, fenced={"worker:1": 2}, ready=True, awaited={"ps:0": 3})
+    assert sessions.tasks["worker:0"].state is State.DONE
+    assert sessions.tasks["worker:1"].state is State.LOST
+    with pytest.raises(FencedError):
+        sessions.join("worker:1", "", 1, 2, 1, 0.0)

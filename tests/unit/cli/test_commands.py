@@ -1,0 +1,266 @@
+"""The command line: exit codes, messages, options derived from the configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+import pytest
+from click.testing import CliRunner
+
+from stratagem.cli import __main__ as cli
+from stratagem.cli import roles
+from stratagem.cli.options import flag
+from stratagem.cluster.config import RoleConfig
+from stratagem.cluster.sources import ROLES
+from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+CLUSTER_YAML = """
+cluster:
+  chief: ["127.0.0.1:4000"]
+  worker: ["127.0.0.1:0", "127.0.0.1:0"]
+  ps: ["127.0.0.1:4001"]
+defaults:
+  num_threads: 3
+worker:
+  staleness: 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("STRATAGEM_") or name in ("TF_CONFIG", "RANK"):
+            monkeypatch.delenv(name)
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, as :func:`main` gives them."""
+    program = CliRunner()
+    result = program.invoke(_main, arguments, standalone_mode=False)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _main(arguments: tuple[str, ...]) -> None:
+    before = sys.argv
+    sys.argv = ["stratagem", *arguments]
+    try:
+        cli.main()
+    finally:
+        sys.argv = before
+
+
+def _show(role: str, *arguments: str) -> dict[str, list[str]]:
+    code, out, err = invoke("config", "show", role, *arguments)
+    assert code == 0, err
+    return {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()}
+
+
+def test_version() -> None:
+    code, out, _ = invoke("version")
+    assert code == 0 and out.strip().count(".") == 2
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_field_is_a_flag_with_its_meaning(role: str) -> None:
+    code, out, _ = invoke(role, "--help")
+    words = " ".join(out.split())
+    assert code == 0
+    for name, field in ROLES[role].model_fields.items():
+        assert flag(name) in out
+        assert " ".join((field.description or "").split())[:20] in words
+
+
+def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c.yaml").write_text(CLUSTER_YAML)
+    monkeypatch.setenv("STRATAGEM_PEER_TIMEOUT_S", "7")
+    file = str(tmp_path / "c.yaml")
+    shown = _show("worker", "--cluster", file, "--task", "worker:1", "--insecure")
+    assert shown["task"] == ["worker:1", "flag --task"]
+    assert shown["insecure"] == ["True", "flag --insecure"]
+    assert shown["peer_timeout_s"] == ["7.0", "environment STRATAGEM_PEER_TIMEOUT_S"]
+    assert shown["staleness"] == ["2.0", f"{file} (worker)"]
+    assert shown["num_threads"] == ["3", f"{file} (defaults)"]
+    assert shown["chief"] == ["127.0.0.1:4000", f"{file} (cluster)"]
+    assert shown["frame_bytes"] == ["1048576", "default"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["config", "show", "ps"], "task is needed"),
+        (["ps", "--task", "ps:0"], "ps:0 needs the address of the chief"),
+        (["ps", "--task", "worker:0"], "expected a task of type 'ps'"),
+        (["chief"], "num_workers is needed"),
+        (["ps", "--cluster", "nowhere.yaml"], "cannot read the cluster file nowhere.yaml: No such file"),
+        (["worker", "nowhere.py"], "there is no file nowhere.py"),
+        (["run", "nowhere.py"], "there is no file nowhere.py"),
+        (["run", "--ps", "1", "--strategy", "one", __file__], "the cluster has 1 ps"),
+        (["run", "--workers", "2", __file__], "the cluster has 2 workers"),
+        (["status"], "which job?"),
+        (["status", "--chief", "nonsense"], "expected an address"),
+        (["run", "--wrokers", "2", "x.py"], "No such option"),
+        (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words: str) -> None:
+    code, out, err = invoke(*arguments)
+    assert code == 2
+    assert words in " ".join(err.split())
+    assert out == "" and "Traceback" not in err
+
+
+def test_malformed_cluster_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    for text, words in [
+        ("a: [", "is not YAML"),
+        ("- 1", "expected sections"),
+        ("clustre: {}", "did you mean 'cluster'"),
+    ]:
+        file.write_text(text)
+        code, _, err = invoke("config", "show", "chief", "--cluster", str(file))
+        assert code == 2 and words in err
+
+
+def test_malformed_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{")
+    code, _, err = invoke("config", "show", "worker")
+    assert code == 2 and "TF_CONFIG is not JSON" in err
+
+
+def test_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_STALENES", "1")
+    code, _, err = invoke("config", "show", "worker")
+    assert code == 2 and "did you mean 'STRATAGEM_STALENESS'" in err
+
+
+def test_an_unreachable_chief_is_one_paragraph() -> None:
+    code, _, err = invoke("status", "--chief", "127.0.0.1:1", "--timeout-s", "2")
+    assert code == 1
+    assert err.startswith("stratagem: the chief at 127.0.0.1:1 cannot be reached") and err.count("\n") == 1
+
+
+def test_exit_codes_of_errors() -> None:
+    codes = [
+        cli.exit_code_of(error) for error in (ClusterSpecError(""), PeerUnavailableError(""), JobStoppedError("", 143))
+    ]
+    assert codes == [2, 1, 143]
+
+
+class _Role:
+    """Stands for a role's ``run``: what it was called with, and what the script would see."""
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+        self.environ: dict[str, str] = {}
+
+    def __call__(self, config: RoleConfig, *arguments: Any) -> int:
+        self.called = [config, *arguments]
+        self.environ = dict(os.environ)
+        return 42
+
+
+def test_a_worker_gets_its_configuration_and_the_script_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "c.yaml").write_text(CLUSTER_YAML)
+    role = _Role()
+    monkeypatch.setattr(roles, "role_entry", lambda name: role)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    code, _, err = invoke(
+        *("worker", "--cluster", str(tmp_path / "c.yaml"), "--task", "worker:1", "--staleness", "0"),
+        *(__file__, "--epochs", "2", "--task", "mine"),
+    )
+    assert code == 42, err
+    config, script, arguments = role.called
+    assert (config.task, config.chief, config.staleness) == ("worker:1", "127.0.0.1:4000", 0.0)
+    assert (script, arguments) == (__file__, ["--epochs", "2", "--task", "mine"])
+    assert json.loads(role.environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
+    assert (role.environ["RANK"], role.environ["WORLD_SIZE"], role.environ["MASTER_PORT"]) == ("1", "2", "4000")
+    assert (role.environ["STRATAGEM_STALENESS"], role.environ["STRATAGEM_NUM_THREADS"]) == ("0.0", "3")
+
+
+def test_a_chief_that_worker_0_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {"worker": ["127.0.0.1:4000"], "ps": ["127.0.0.1:4001"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+    role = _Role()
+    monkeypatch.setattr(roles, "role_entry", lambda name: role)
+    code, _, err = invoke("chief", "--task", "chief:0")
+    assert code == 42, err
+    assert (role.called[0].bind, role.called[0].num_workers, role.called[0].num_ps) == ("127.0.0.1:4000", 1, 1)
+
+
+class _Job(chief_pb2_grpc.ChiefServicer, worker_pb2_grpc.WorkerServicer):
+    address = ""
+
+    def GetStatus(self, request: chief_pb2.GetStatusRequest, context: grpc.ServicerContext) -> chief_pb2.GetStatusReply:
+        reply = chief_pb2.GetStatusReply(ready=True, lead="worker:0", units_accepted=3, units_planned=9)
+        worker = reply.tasks.add(state="live", units_held=2)
+        worker.info.task, worker.info.address, worker.info.incarnation = "worker:0", self.address, 4
+        worker.progress.CopyFrom(
+            chief_pb2.Progress(step=7, loss=0.5, has_loss=True, waiting_on="ps:0 to apply step 8", waiting_s=1.5)
+        )
+        ps = reply.tasks.add(state="live", progress=chief_pb2.Progress(step=6, store_epoch=2))
+        ps.info.task = "ps:0"
+        return reply
+
+    def GetStack(self, request: worker_pb2.GetStackRequest, context: grpc.ServicerContext) -> worker_pb2.GetStackReply:
+        return worker_pb2.GetStackReply(threads=["MainThread\n  train.py:3 in step"])
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    """Address of a chief (and worker) that answers like a running job."""
+    pool = futures.ThreadPoolExecutor(2)
+    server = grpc.server(pool)
+    servicer = _Job()  # type: ignore[abstract]  # the others are not called
+    chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer.address
+    server.stop(None).wait()
+    pool.shutdown()
+
+
+def test_status_as_a_table(job: str) -> None:
+    code, out, err = invoke("status", "--chief", job)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("running | lead worker:0 | epoch 0 | units 3/9")
+    assert lines[1].split()[:5] == ["task", "state", "incarnation", "step", "version"]
+    assert lines[2].startswith("worker:0  live   4") and "ps:0 to apply step 8 (1.5 s)" in lines[2]
+    assert lines[3].split()[:5] == ["ps:0", "live", "-", "6", "2.6"]
+
+
+def test_status_as_json_with_stacks(job: str) -> None:
+    code, out, err = invoke("status", "--chief", job, "--json", "--stacks")
+    assert code == 0, err
+    status = json.loads(out)
+    assert (status["tasks"][0]["step"], status["tasks"][0]["loss"], status["tasks"][1]["loss"]) == (7, 0.5, None)
+    assert status["stacks"] == {"worker:0": ["MainThread\n  train.py:3 in step"]}
+
+
+def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"cluster: {{chief: ['{job}'], worker: ['127.0.0.1:0']}}")
+    code, out, err = invoke("status", "--cluster", str(tmp_path / "c.yaml"), "--stacks")
+    assert code == 0, err
+    assert "train.py:3 in step" in out
+
+
+def test_as_a_process() -> None:
+    run = subprocess.run([sys.executable, "-m", "stratagem.cli", "status"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("stratagem: which job?")

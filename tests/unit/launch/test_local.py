@@ -1,0 +1,299 @@
+"""The launcher with real processes: tiny programs stand for chief, ps and script, at the seam of the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.local import run_local
+from stratagem.launch.plan import Launch, LocalJob
+
+# A chief nobody answers at; it ends when every worker has written its "done" file.
+CHIEF = """
+import os, sys, time
+print("listening on 127.0.0.1:1", flush=True)
+while len([name for name in os.listdir(sys.argv[1]) if name.startswith("done")]) < int(sys.argv[2]):
+    time.sleep(0.01)
+"""
+WORKER_DONE = "import sys, os; open(os.path.join(sys.argv[1], 'done' + sys.argv[3]), 'w').close()\n"
+WAIT = "import time\nwhile True: time.sleep(0.01)\n"
+DEADLINE_S = 30.0
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Polls until the condition holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the deadline has passed"
+        time.sleep(0.01)
+    return value
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its new parent to notice does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Case:
+    """A job of small programs, and what came out of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs: dict[str, str] = {
+            "chief:0": CHIEF,
+            "ps:0": CHIEF,
+            "worker:0": WORKER_DONE,
+            "worker:1": WORKER_DONE,
+        }
+        self.stdout, self.stderr = io.StringIO(), io.StringIO()
+        self.starts: list[str] = []
+
+    def launch(self, task: TaskId, chief_address: str) -> Launch:
+        self.starts.append(str(task))
+        program = (sys.executable, "-c", self.programs[str(task)], str(self.folder), "2", str(task))
+        return Launch(program, {**os.environ, "LIFE": str(self.starts.count(str(task)))})
+
+    def run(self, **changes: Any) -> int:
+        script = self.folder / "train.py"
+        script.touch()
+        options: dict[str, Any] = {"num_workers": 2, "num_ps": 1, "state_dir": self.folder / "state"}
+        options |= {"summary": self.folder / "summary.json", "shutdown_timeout_s": 5.0}
+        job = LocalJob(script=script, **(options | changes))
+        return run_local(job, launch_for=self.launch, stdout=self.stdout, stderr=self.stderr)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return loaded
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    yield Case(tmp_path)
+
+
+def test_a_job_that_goes_well(case: Case, tmp_path: Path) -> None:
+    case.programs["worker:0"] += "print('from the lead'); print('to stderr', file=sys.stderr)"
+    case.programs["worker:1"] += "print('from the other')"
+    assert case.run(log_dir=tmp_path / "logs") == 0
+    assert case.stdout.getvalue() == "from the lead\n"
+    assert "[worker:0] to stderr\n" in case.stderr.getvalue()
+    assert "from the other" not in case.stderr.getvalue()
+    assert (tmp_path / "logs" / "worker-1.log").read_text() == "from the other\n"
+    assert case.starts == ["chief:0", "ps:0", "worker:0", "worker:1"]
+    assert case.summary["exit_code"] == 0 and case.summary["first_failure"] is None
+    assert case.summary["tasks"]["worker:1"] == {"exit_codes": [0], "restarts": 0}
+
+
+def test_verbose_shows_every_worker(case: Case) -> None:
+    case.programs["worker:1"] += "print('from the other')"
+    assert case.run(verbose=True) == 0
+    assert "[worker:1] from the other\n" in case.stderr.getvalue()
+
+
+def test_a_broken_script_fails_at_once_and_its_traceback_is_shown_once(case: Case) -> None:
+    for worker in ("worker:0", "worker:1"):
+        case.programs[worker] = "def step():\n    raise ValueError('wrong shape')\nstep()"
+    assert case.run() == 1
+    shown = case.stderr.getvalue()
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "failed first (exit code 1; it failed before its first step); its last lines:\n  ValueError: wrong" in shown
+    assert case.starts == ["chief:0", "ps:0", "worker:0", "worker:1"]
+    failure = case.summary["first_failure"]
+    assert failure["task"] in ("worker:0", "worker:1")
+    assert (failure["code"], failure["last_lines"][-1]) == (1, "ValueError: wrong shape")
+
+
+def test_a_killed_worker_is_started_again(case: Case) -> None:
+    case.programs["worker:1"] = (
+        "import os, signal\nif os.environ['LIFE'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n" + WORKER_DONE
+    )
+    assert case.run() == 0
+    assert case.starts.count("worker:1") == 2
+    assert case.summary["restarts"] == 1
+    assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-9, 0]
+    assert "worker:1 ended (killed by SIGKILL); starting it again, 2 restarts left" in case.stderr.getvalue()
+
+
+@pytest.mark.parametrize(("code", "lives"), [(42, 1), (2, 1), (3, 3)])
+def test_exit_code_of_the_first_failure(case: Case, code: int, lives: int) -> None:
+    case.programs["worker:0"] = f"import sys; sys.exit({code})"
+    case.programs["worker:1"] = WAIT
+    assert case.run(max_restarts=2) == code
+    assert case.starts.count("worker:0") == lives
+    assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-signal.SIGTERM]
+
+
+def test_who_ignores_sigterm_is_killed_with_its_children(case: Case, tmp_path: Path) -> None:
+    case.programs["worker:0"] = (
+        "import sys, os, time\nwhile not os.path.exists(sys.argv[1] + '/child'): time.sleep(0.01)\n"
+    )
+    case.programs["worker:0"] += "sys.exit(42)"
+    case.programs["worker:1"] = (
+        "import os, signal, subprocess, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[1] + '/part', 'w').write(str(child.pid))\n"
+        "os.rename(sys.argv[1] + '/part', sys.argv[1] + '/child')\n" + WAIT
+    )
+    assert case.run(shutdown_timeout_s=0.3) == 42
+    assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-signal.SIGKILL]
+    until(lambda: not runs(int((tmp_path / "child").read_text())))
+
+
+def test_what_a_task_leaves_behind_is_killed(case: Case, tmp_path: Path) -> None:
+    case.programs["worker:0"] = (
+        "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(sys.argv[1] + '/child', 'w').write(str(child.pid))\n" + WORKER_DONE
+    )
+    assert case.run() == 0
+    until(lambda: not runs(int((tmp_path / "child").read_text())))
+
+
+def test_the_run_folder_is_temporary_unless_it_failed(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    assert case.run(state_dir=None) == 0
+    assert list((tmp_path / "tmp").iterdir()) == []
+    case.programs["worker:0"] = "raise SystemExit(42)"
+    assert case.run(state_dir=None) == 42
+    (kept,) = (tmp_path / "tmp").iterdir()
+    assert f"logs: {kept / 'logs'}" in case.stderr.getvalue()
+
+
+def test_reports_of_the_workers_make_the_summary(case: Case, tmp_path: Path) -> None:
+    for index, worker in enumerate(("worker:0", "worker:1")):
+        report = {"steps": 5, "examples": 40, "loss": 0.5 + index, "metrics": {"accuracy": 0.9 + index / 100}}
+        case.programs[worker] += (
+            f"import glob, json; folder, = glob.glob(sys.argv[1] + '/state/*')\n"
+            f"open(folder + '/report-worker-{index}.json', 'w').write(json.dumps({report!r}))"
+        )
+    assert case.run() == 0
+    summary = case.summary
+    assert (summary["strategy"], summary["steps"], summary["examples"]) == ("ps", 10, 80)
+    assert (summary["loss"], summary["metrics"], summary["staleness"]) == (0.5, {"accuracy": 0.9}, "inf")
+
+
+CHIEF_WITH_STATUS = """
+import os, sys, time
+from concurrent import futures
+import grpc
+from stratagem.rpc.generated import chief_pb2 as pb, chief_pb2_grpc
+class Servicer(chief_pb2_grpc.ChiefServicer):
+    def GetStatus(self, request, context):
+        path = sys.argv[1] + "/pid"
+        reply = pb.GetStatusReply(ready=True, lead="worker:1", units_planned=10, units_accepted=4, examples_accepted=64,
+                                  updates_lost=3)
+        pid = int(open(path).read()) if os.path.exists(path) else 0
+        progress = pb.Progress(step=3, loss=0.25, has_loss=True)
+        reply.tasks.add(pid=pid, state="live", progress=progress).info.task = "worker:1"
+        return reply
+server = grpc.server(futures.ThreadPoolExecutor(1))
+chief_pb2_grpc.add_ChiefServicer_to_server(Servicer(), server)
+print("listening on 127.0.0.1:%d" % server.add_insecure_port("127.0.0.1:0"), flush=True)
+server.start()
+while not os.path.exists(sys.argv[1] + "/doneworker:1"):
+    time.sleep(0.01)
+server.stop(None)
+"""
+
+
+def test_a_script_that_fails_after_a_step_is_started_again(case: Case) -> None:
+    case.programs["chief:0"] = CHIEF_WITH_STATUS
+    case.programs["ps:0"] = case.programs["worker:0"] = WORKER_DONE
+    case.programs["worker:1"] = (
+        "import os, sys, time\nif os.environ['LIFE'] == '1':\n"
+        "    open(sys.argv[1] + '/part', 'w').write(str(os.getpid()))\n"
+        "    os.rename(sys.argv[1] + '/part', sys.argv[1] + '/pid')\n"
+        "    raise ValueError('after step 3')\nprint('lead now')\n" + WORKER_DONE
+    )
+    assert case.run() == 0
+    assert case.summary["tasks"]["worker:1"]["exit_codes"] == [1, 0]
+    assert (case.summary["examples"], case.summary["updates_lost"], case.summary["loss"]) == (64, 3, 0.25)
+    assert "units 4/10 · loss 0.2500" in case.stderr.getvalue()
+    assert "3 updates lost" in case.stderr.getvalue()
+    assert case.stdout.getvalue() == "lead now\n"
+
+
+RUN = """
+import os, sys
+from pathlib import Path
+from stratagem.launch.local import run_local
+from stratagem.launch.plan import Launch, LocalJob
+folder = Path(sys.argv[1])
+PROGRAM = '''
+import os, signal, sys, time
+from pathlib import Path
+folder, task, ignore = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+for signum in (signal.SIGINT, signal.SIGTERM):
+    def ended(signum, frame):
+        (folder / f"{task}.got").write_text(str(signum))
+        ignore == "yes" or os._exit(0)
+    signal.signal(signum, ended)
+if task == "chief:0":
+    print("listening on 127.0.0.1:1", flush=True)
+(folder / f"{task}.part").write_text(str(os.getpid()))
+os.rename(folder / f"{task}.part", folder / f"{task}.pid")
+while True:
+    time.sleep(0.01)
+'''
+def launch(task, chief_address):
+    return Launch((sys.executable, "-c", PROGRAM, str(folder), str(task), sys.argv[2]), dict(os.environ))
+script = folder / "train.py"
+script.touch()
+job = LocalJob(script=script, num_workers=1, num_ps=1, state_dir=folder / "state")
+sys.exit(run_local(job, launch_for=launch))
+"""
+TASKS = ("chief:0", "ps:0", "worker:0")
+
+
+def _launcher(folder: Path, ignore: str) -> tuple[subprocess.Popen[str], list[int]]:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(folder), ignore], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    until(lambda: all((folder / f"{task}.pid").exists() for task in TASKS))
+    return launcher, [int((folder / f"{task}.pid").read_text()) for task in TASKS]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_forwarded_to_everyone(tmp_path: Path, signum: int, code: int) -> None:
+    launcher, pids = _launcher(tmp_path, ignore="no")
+    launcher.send_signal(signum)
+    _, shown = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == code, shown
+    assert [(tmp_path / f"{task}.got").read_text() for task in TASKS] == [str(int(signum))] * 3
+    assert not any(runs(pid) for pid in pids)
+
+
+def test_the_second_signal_kills(tmp_path: Path) -> None:
+    launcher, pids = _launcher(tmp_path, ignore="yes")
+    launcher.send_signal(signal.SIGINT)
+    until(lambda: all((tmp_path / f"{task}.got").exists() for task in TASKS))
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 130
+    assert not any(runs(pid) for pid in pids)
+
+
+def test_kill_9_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
+    launcher, pids = _launcher(tmp_path, ignore="yes")
+    launcher.kill()
+    launcher.communicate(timeout=DEADLINE_S)
+    until(lambda: not any(runs(pid) for pid in pids))

@@ -1,0 +1,227 @@
+"""Which line goes where, tracebacks once, progress in words, the plan's command lines, the summary."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.launch.display import LiveDisplay, PlainDisplay, make_display
+from stratagem.launch.output import OutputRouter, TracebackFilter, essence
+from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
+from stratagem.launch.processes import Stream
+from stratagem.launch.progress import Pace, progress_words
+from stratagem.launch.status import JobStatus, TaskState
+from stratagem.launch.summary import build_summary, failure_words, newest_checkpoint
+from stratagem.launch.supervisor import Failure, Supervisor
+
+W0, W1, PS = TaskId("worker", 0), TaskId("worker", 1), TaskId("ps", 0)
+BLOCK = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no"]
+
+
+class Shown:
+    """A screen that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+
+    def show(self, stream: Stream, line: str) -> None:
+        self.lines.append((stream, line))
+
+
+def test_the_lead_moves(tmp_path: Path) -> None:
+    shown = Shown()
+    output = OutputRouter(shown, tmp_path, verbose=False, colour=False)
+    output.line(W0, "stdout", "a")
+    output.line(W1, "stdout", "b")
+    output.lead = W1
+    output.line(W0, "stdout", "c")
+    output.line(W1, "stdout", "d")
+    output.line(PS, "stdout", "e")
+    output.line(W0, "stderr", "f")
+    output.close()
+    assert shown.lines == [("stdout", "a"), ("stdout", "d"), ("stderr", "[ps:0] e"), ("stderr", "[worker:0] f")]
+    assert (tmp_path / "worker-0.log").read_text() == "a\nc\nf\n"
+
+
+def test_colour(tmp_path: Path) -> None:
+    shown = Shown()
+    output = OutputRouter(shown, tmp_path, verbose=False, colour=True)
+    output.line(PS, "stderr", "x")
+    output.close()
+    assert shown.lines == [("stderr", "\x1b[33m[ps:0]\x1b[0m x")]
+
+
+def test_a_traceback_is_shown_once_and_other_lines_always() -> None:
+    once = TracebackFilter()
+    shown = [line for text in ["before", *BLOCK, "after"] for line in once.feed(W0, text)]
+    assert shown == ["before", *BLOCK, "after"]
+    assert [line for text in ["before", *BLOCK] for line in once.feed(W1, text)] == [
+        "before",
+        "ValueError: no (same traceback as worker:0)",
+    ]
+    other = [*BLOCK[:2], "KeyError: 1"]
+    assert [line for text in other for line in once.feed(W1, text)] == other
+
+
+def test_a_traceback_cut_short_is_shown_at_the_end() -> None:
+    once = TracebackFilter()
+    assert [line for text in BLOCK[:2] for line in once.feed(W0, text)] == []
+    assert once.flush(W0) == BLOCK[:2]
+    assert once.flush(W0) == []
+
+
+def test_essence_leaves_frames_out() -> None:
+    assert essence(["one", *BLOCK, "", "worker:0: the script failed"], 2) == [
+        "ValueError: no",
+        "worker:0: the script failed",
+    ]
+
+
+def _status(**changes: Any) -> JobStatus:
+    worker = TaskState("worker:0", "live", step=3, loss=0.5, step_s=0.1, exposed_s=0.025)
+    fields: dict[str, Any] = {"ready": True, "lead": "worker:0", "tasks": (worker,), "units_planned": 100, "epoch": 1}
+    return JobStatus(**(fields | changes))
+
+
+def test_progress_in_words() -> None:
+    pace = Pace()
+    pace.add(10.0, _status(examples=0, units_accepted=10))
+    status = _status(examples=640, units_accepted=30, updates_lost=2)
+    pace.add(12.0, status)
+    assert progress_words(status, pace) == (
+        "epoch 1 · units 30/100 · loss 0.5000 · 320 examples/s · epoch ends in 7 s · exposed communication 25% · "
+        "updates lost 2"
+    )
+    assert progress_words(JobStatus(waiting_for=("ps:0",)), Pace()) == "waiting for the cluster: ps:0"
+
+
+def test_pace_forgets() -> None:
+    pace = Pace(window_s=5.0)
+    pace.add(0.0, _status(examples=0))
+    pace.add(100.0, _status(examples=1000))
+    pace.add(102.0, _status(examples=1100))
+    assert pace.examples_per_s == pytest.approx(50.0)
+    assert pace.eta_s(_status()) is None
+    pace.add(103.0, _status(examples=5))
+    assert pace.examples_per_s == 0.0
+
+
+def test_plain_display_is_patient_and_silent_without_news() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    display = make_display(out, err)
+    assert isinstance(display, PlainDisplay)
+    for now, accepted in [(0.0, 1), (1.0, 2), (6.0, 3), (12.0, 3)]:
+        display.update(_status(units_accepted=accepted), now)
+    display.close()
+    assert [line.split(" · ")[1] for line in err.getvalue().splitlines()] == ["units 1/100", "units 3/100"]
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_live_display_on_a_terminal() -> None:
+    out, err = io.StringIO(), Terminal()
+    display = make_display(out, err)
+    assert isinstance(display, LiveDisplay)
+    display.update(_status(), 0.0)
+    display.show("stdout", "result")
+    display.show("stderr", "[ps:0] line")
+    display.close()
+    assert out.getvalue() == "result\n"
+    assert "worker:0 live step 3" in err.getvalue() and "[ps:0] line" in err.getvalue()
+
+
+def _job(tmp_path: Path, **options: Any) -> LocalJob:
+    (tmp_path / "train.py").touch()
+    return LocalJob(script=tmp_path / "train.py", args=("--epochs", "2"), **options)
+
+
+def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
+    job = _job(tmp_path, num_workers=2, num_ps=1, staleness=0.0, num_threads=3)
+    environ = {"PATH": "p", "RANK": "9", "TF_CONFIG": "old", "STRATAGEM_TASK": "x", "STRATAGEM_PEER_TIMEOUT_S": "5"}
+    folders = RunFolders(tmp_path)
+    chief = plan_launch(job, TaskId("chief", 0), folders, environ, 8)
+    assert chief.command[1:4] == ("-m", "stratagem.cli", "chief")
+    assert {"--num-workers=2", "--num-ps=1", "--bind=127.0.0.1:0", f"--state-dir={folders.journal}"} <= set(
+        chief.command
+    )
+    assert "TF_CONFIG" not in chief.environ
+    worker = plan_launch(job, W1, folders, environ, 8, "127.0.0.1:5")
+    assert {"--chief=127.0.0.1:5", "--task=worker:1", "--staleness=0.0"} <= set(worker.command)
+    assert worker.command[-3:] == (str(tmp_path / "train.py"), "--epochs", "2")
+    placement = placement_from_environment(worker.environ)
+    assert placement == (ClusterSpec(("127.0.0.1:5",), ("127.0.0.1:0",) * 2, ("127.0.0.1:0",)), W1)
+    assert (worker.environ["RANK"], worker.environ["OMP_NUM_THREADS"], worker.environ["PATH"]) == ("1", "3", "p")
+    assert worker.environ["STRATAGEM_PEER_TIMEOUT_S"] == "5" and "STRATAGEM_TASK" not in worker.environ
+    assert worker.environ["STRATAGEM_REPORT_FILE"] == str(folders.report(W1))
+    ps = plan_launch(job, PS, folders, environ, 8, "127.0.0.1:5")
+    assert f"--checkpoint-dir={folders.checkpoints}" in ps.command and "RANK" not in ps.environ
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "ps", "threads"), [(8, 2, 2, 2), (2, 2, 2, 1), (64, 3, 1, 16), (4, 1, 0, 4)]
+)
+def test_cores_are_shared(tmp_path: Path, cores: int, workers: int, ps: int, threads: int) -> None:
+    job = _job(tmp_path, num_workers=workers, num_ps=ps)
+    assert plan_launch(job, W0, RunFolders(tmp_path), {}, cores, "h:1").environ["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_a_script_alone_has_no_cluster(tmp_path: Path) -> None:
+    job = _job(tmp_path, strategy="one")
+    launch = plan_launch(job, W0, RunFolders(tmp_path), {"OMP_NUM_THREADS": "7"}, 4)
+    assert launch.command[-3:] == (str(tmp_path / "train.py"), "--epochs", "2")
+    assert not any("--chief" in word for word in launch.command)
+    assert (launch.environ["STRATAGEM_STRATEGY"], launch.environ["OMP_NUM_THREADS"]) == ("one", "7")
+    assert "TF_CONFIG" not in launch.environ and job.servers == ()
+
+
+def test_jobs_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no file nowhere\.py"):
+        LocalJob(script=Path("nowhere.py"))
+    with pytest.raises(ConfigurationError, match="--workers 0"):
+        _job(tmp_path, num_workers=0)
+    with pytest.raises(ClusterSpecError, match="the cluster has 2 ps"):
+        _job(tmp_path, num_ps=2, strategy="one")
+
+
+def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
+    job = _job(tmp_path, num_workers=2, num_ps=1, staleness=0.0)
+    status = _status(examples=90, tasks=(TaskState("ps:0", "live", step=9), TaskState("worker:0", "live", loss=0.1)))
+    supervisor = Supervisor(job.workers, job.servers)
+    reports: dict[TaskId, dict[str, Any]] = {
+        W0: {"steps": 10, "examples": 50},
+        W1: {"steps": 10, "examples": 50, "loss": 0.3},
+    }
+    summary = build_summary(job, supervisor, status, reports, 0, 1.23456, [])
+    assert (summary["steps"], summary["examples"], summary["loss"]) == (10, 100, 0.3)
+    assert json.loads(json.dumps(summary))["duration_s"] == 1.235
+    assert build_summary(job, supervisor, None, {}, 1, 1.0, [])["loss"] is None
+    assert math.isinf(LocalJob(script=job.script).staleness)
+
+
+def test_failure_in_words() -> None:
+    failure = Failure(W1, -9, "no restart is left")
+    assert failure_words(failure, []) == "worker:1 failed first (killed by SIGKILL; no restart is left)"
+    assert failure_words(failure, BLOCK).endswith("; its last lines:\n  ValueError: no")
+
+
+def test_newest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "nowhere") == ""
+    for name, complete in [("step-00000002", True), ("step-00000010", True), ("step-00000011", False)]:
+        (tmp_path / name).mkdir()
+        if complete:
+            (tmp_path / name / "manifest.json").touch()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step-00000010")

@@ -1,0 +1,301 @@
+"""The supervisor, event by event."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.supervisor import (
+    Action,
+    Finish,
+    Kill,
+    Phase,
+    Policy,
+    Signal,
+    Start,
+    Supervisor,
+    describe_exit,
+)
+
+CHIEF, PS, W0, W1 = TaskId("chief", 0), TaskId("ps", 0), TaskId("worker", 0), TaskId("worker", 1)
+POLICY = Policy(max_restarts=2, shutdown_timeout_s=10.0, failure_timeout_s=4.0, start_timeout_s=30.0)
+
+
+def _running(policy: Policy = POLICY) -> Supervisor:
+    supervisor = Supervisor([W0, W1], [CHIEF, PS], policy)
+    assert supervisor.begin(0.0) == [Start(CHIEF)]
+    assert supervisor.listening(CHIEF) == [Start(PS), Start(W0), Start(W1)]
+    return supervisor
+
+
+def _alone() -> Supervisor:
+    supervisor = Supervisor([W0], policy=POLICY)
+    assert supervisor.begin(0.0) == [Start(W0)]
+    return supervisor
+
+
+def test_a_job_that_goes_well() -> None:
+    supervisor = _running()
+    assert supervisor.exited(W1, 0, 5.0) == []
+    assert supervisor.exited(W0, 0, 6.0) == []
+    assert (supervisor.phase, supervisor.deadline()) == (Phase.DRAINING, 16.0)
+    assert supervisor.exited(CHIEF, 0, 7.0) == []
+    assert supervisor.exited(PS, 0, 7.1) == [Finish(0)]
+    assert supervisor.failure is None
+
+
+def test_servers_may_end_before_the_last_worker_is_gone() -> None:
+    supervisor = _running()
+    for task in (W1, PS, CHIEF):
+        assert supervisor.exited(task, 0, 1.0) == []
+    assert supervisor.exited(W0, 0, 2.0) == [Finish(0)]
+
+
+def test_nobody_starts_before_the_chief_listens_and_only_once() -> None:
+    supervisor = _running()
+    assert supervisor.listening(CHIEF) == []
+    assert supervisor.listening(PS) == []
+
+
+def test_a_script_alone() -> None:
+    assert _alone().exited(W0, 0, 1.0) == [Finish(0)]
+    supervisor = _alone()
+    assert supervisor.exited(W0, 5, 1.0) == [Start(W0)]
+    supervisor = _alone()
+    assert supervisor.exited(W0, 1, 1.0) == [Finish(1)]
+    assert supervisor.failure is not None and supervisor.failure.reason == "it failed before its first step"
+
+
+@pytest.mark.parametrize("task", [CHIEF, PS, W0])
+@pytest.mark.parametrize("code", [-signal.SIGKILL, 3, 143])
+def test_a_task_that_dies_is_started_again(task: TaskId, code: int) -> None:
+    supervisor = _running()
+    assert supervisor.exited(task, code, 1.0) == [Start(task)]
+    assert supervisor.restarts == {task: 1}
+    assert supervisor.exits[task] == [code]
+    assert supervisor.failure is None
+
+
+@pytest.mark.parametrize("code", [2, 42])
+def test_codes_that_are_never_retried(code: int) -> None:
+    supervisor = _running()
+    supervisor.stepped([W0])
+    actions = supervisor.exited(W0, code, 1.0)
+    assert actions == [Signal(task, signal.SIGTERM) for task in (W1, CHIEF)]
+    assert supervisor.failure is not None
+    assert supervisor.failure.reason == f"exit code {code} is never retried"
+
+
+def test_code_1_is_retried_only_after_a_step_of_this_life() -> None:
+    supervisor = _running()
+    supervisor.stepped([W0, W1])
+    assert supervisor.exited(W0, 1, 1.0) == [Start(W0)]
+    assert Start(W0) not in supervisor.exited(W0, 1, 2.0)
+    assert supervisor.failure is not None and supervisor.failure.reason == "it failed before its first step"
+
+
+def test_steps_of_tasks_that_do_not_run_are_ignored() -> None:
+    supervisor = _running()
+    supervisor.stepped([TaskId("worker", 7)])
+    supervisor.exited(W0, 0, 0.5)
+    supervisor.stepped([W0])
+    assert supervisor.exited(W1, 1, 1.0)[0] == Signal(CHIEF, signal.SIGTERM)
+
+
+def test_a_chief_that_ends_with_1_has_stopped_the_job() -> None:
+    supervisor = _running()
+    supervisor.stepped([CHIEF])
+    supervisor.exited(CHIEF, 1, 1.0)
+    assert supervisor.failure is not None and supervisor.failure.reason == "the chief stopped the job"
+
+
+def test_nothing_is_restarted_after_the_chief_ended_the_job() -> None:
+    supervisor = _running()
+    supervisor.exited(CHIEF, 0, 1.0)
+    assert Start(W0) not in supervisor.exited(W0, -signal.SIGSEGV, 1.0)
+    assert supervisor.failure is not None and "already ended" in supervisor.failure.reason
+
+
+def test_restarts_are_counted_over_all_tasks() -> None:
+    supervisor = _running()
+    assert supervisor.exited(PS, -9, 1.0) == [Start(PS)]
+    assert supervisor.exited(W0, -9, 1.0) == [Start(W0)]
+    assert Start(W1) not in supervisor.exited(W1, -9, 1.0)
+    assert supervisor.failure is not None
+    assert (supervisor.failure.task, supervisor.failure.code) == (W1, -9)
+    assert supervisor.failure.reason == "no restart is left of --max-restarts 2"
+
+
+@pytest.mark.parametrize(("code", "finish"), [(42, 42), (2, 2), (-9, 1)])
+def test_exit_code_is_that_of_the_first_failure(code: int, finish: int) -> None:
+    supervisor = _running(dataclasses.replace(POLICY, max_restarts=0))
+    supervisor.exited(W1, code, 1.0)
+    assert supervisor.exited(W0, 7, 1.1) == []
+    assert supervisor.exited(CHIEF, 1, 1.2) == []
+    assert supervisor.exited(PS, -15, 1.3) == [Finish(finish)]
+    assert supervisor.failure is not None and supervisor.failure.task == W1
+    assert supervisor.exits == {CHIEF: [1], PS: [-15], W0: [7], W1: [code]}
+
+
+def test_who_does_not_end_after_a_failure_is_killed() -> None:
+    supervisor = _running()
+    supervisor.exited(W0, 42, 1.0)
+    assert supervisor.deadline() == 5.0
+    assert supervisor.ticked(4.9) == []
+    assert supervisor.ticked(5.0) == [Kill(W1), Kill(PS), Kill(CHIEF)]
+    assert supervisor.ticked(99.0) == []
+
+
+def test_servers_that_stay_after_the_workers_are_a_failure() -> None:
+    supervisor = _running()
+    supervisor.exited(W0, 0, 1.0)
+    supervisor.exited(W1, 0, 1.0)
+    supervisor.exited(PS, 0, 1.0)
+    assert supervisor.ticked(11.0) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.failure is not None and supervisor.failure.reason.endswith("the workers were done: chief:0")
+    assert supervisor.exited(CHIEF, -15, 12.0) == [Finish(1)]
+
+
+def test_a_server_that_fails_after_the_workers_is_named() -> None:
+    supervisor = _running()
+    supervisor.exited(W0, 0, 1.0)
+    supervisor.exited(W1, 0, 1.0)
+    supervisor.exited(PS, -11, 1.0)
+    assert supervisor.exited(CHIEF, 0, 1.0) == [Finish(1)]
+    assert supervisor.failure is not None and supervisor.failure.task == PS
+
+
+def test_a_chief_that_never_listens() -> None:
+    supervisor = Supervisor([W0], [CHIEF, PS], POLICY)
+    supervisor.begin(0.0)
+    assert supervisor.ticked(29.0) == []
+    assert supervisor.ticked(30.0) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.exited(CHIEF, -15, 30.1) == [Finish(1)]
+    assert supervisor.failure is not None and "within 30 s" in supervisor.failure.reason
+
+
+@pytest.mark.parametrize(("code", "finish"), [(0, 1), (2, 2)])
+def test_a_chief_that_ends_before_it_listens(code: int, finish: int) -> None:
+    supervisor = Supervisor([W0], [CHIEF, PS], POLICY)
+    supervisor.begin(0.0)
+    assert supervisor.exited(CHIEF, code, 1.0) == [Finish(finish)]
+
+
+@pytest.mark.parametrize(("signum", "finish"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_is_forwarded_and_the_second_kills(signum: int, finish: int) -> None:
+    supervisor = _running()
+    assert supervisor.interrupted(signum, 1.0) == [Signal(task, signum) for task in (W0, W1, CHIEF)]
+    assert supervisor.exited(W0, -signum, 1.1) == []
+    assert supervisor.interrupted(signum, 1.2) == [Kill(W1), Kill(PS), Kill(CHIEF)]
+    assert supervisor.exited(W1, -9, 1.3) == []
+    assert supervisor.exited(PS, -9, 1.3) == []
+    assert supervisor.exited(CHIEF, -9, 1.3) == [Finish(finish)]
+    assert supervisor.failure is None
+
+
+def test_the_ps_are_told_after_the_chief_has_ended() -> None:
+    supervisor = _running()
+    supervisor.interrupted(signal.SIGINT, 1.0)
+    assert supervisor.exited(W0, 130, 1.1) == []
+    assert supervisor.exited(CHIEF, 143, 1.2) == [Signal(W1, signal.SIGINT), Signal(PS, signal.SIGINT)]
+    supervisor = _running()
+    assert supervisor.exited(CHIEF, 42, 1.0) == [Signal(task, signal.SIGTERM) for task in (W0, W1, PS)]
+
+
+def test_after_an_interrupt_the_timeout_kills() -> None:
+    supervisor = _running()
+    supervisor.interrupted(signal.SIGTERM, 1.0)
+    assert supervisor.ticked(10.9) == []
+    assert supervisor.ticked(11.0) == [Kill(W0), Kill(W1), Kill(PS), Kill(CHIEF)]
+
+
+def test_an_interrupt_does_not_prolong_a_failure() -> None:
+    supervisor = _running()
+    supervisor.exited(W0, 42, 1.0)
+    supervisor.interrupted(signal.SIGINT, 2.0)
+    assert supervisor.deadline() == 5.0
+
+
+def test_words_for_exits() -> None:
+    assert [describe_exit(code) for code in (1, -9, -200)] == [
+        "exit code 1",
+        "killed by SIGKILL",
+        "killed by signal 200",
+    ]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: no action on a task that does not run, and the job ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supervisor = Supervisor([W0, W1], [CHIEF, PS], POLICY)
+        self.alive: set[TaskId] = set()
+        self.finished: list[int] = []
+        self.now = 0.0
+        self.take(self.supervisor.begin(0.0))
+
+    def take(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(task):
+                    assert task not in self.alive
+                    self.alive.add(task)
+                case Signal(task, _) | Kill(task):
+                    assert task in self.alive
+                case Finish(code):
+                    assert not self.alive
+                    self.finished.append(code)
+
+    @rule()
+    def chief_listens(self) -> None:
+        if CHIEF in self.alive:
+            self.take(self.supervisor.listening(CHIEF))
+
+    @rule(tasks=st.sets(st.sampled_from([CHIEF, PS, W0, W1])))
+    def steps(self, tasks: set[TaskId]) -> None:
+        self.supervisor.stepped(tasks)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), code=st.sampled_from([0, 0, 1, 2, 42, 143, -9]))
+    def exits(self, data: st.DataObject, code: int) -> None:
+        task = data.draw(st.sampled_from(sorted(self.alive)))
+        self.alive.discard(task)
+        self.take(self.supervisor.exited(task, code, self.now))
+
+    @precondition(lambda self: not self.finished)
+    @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
+    def interrupt(self, signum: int) -> None:
+        self.take(self.supervisor.interrupted(signum, self.now))
+
+    @rule(seconds=st.floats(0.0, 20.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.supervisor.ticked(self.now))
+
+    @invariant()
+    def finishes_exactly_when_nobody_is_left(self) -> None:
+        assert len(self.finished) <= 1
+        assert bool(self.finished) == (self.supervisor.phase is Phase.OVER)
+        assert self.alive == self.supervisor.running
+        assert bool(self.finished) == (not self.alive)
+        assert self.supervisor.num_restarts <= POLICY.max_restarts
+
+
+AnyOrder.TestCase.settings = settings(max_examples=200, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+
+
+@given(st.integers(0, 5))
+def test_no_more_lives_than_allowed(max_restarts: int) -> None:
+    supervisor = _running(dataclasses.replace(POLICY, max_restarts=max_restarts))
+    lives = 1
+    while supervisor.exited(W0, -9, 1.0) == [Start(W0)]:
+        lives += 1
+    assert lives == max_restarts + 1

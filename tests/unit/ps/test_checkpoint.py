@@ -1,0 +1,241 @@
+"""Holding commits, writing shards, going back, reading by anybody."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.errors import CheckpointError, ProtocolError, StaleStoreError
+from stratagem.ps.commit_gate import CommitGate
+from stratagem.ps.consolidate import consolidate
+from stratagem.ps.requests import TransferRef
+from stratagem.ps.specs import GroupSpec, ShardSpec
+from stratagem.ps.store import Store
+from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, in_thread, make_spec, poll, weights
+
+torch.set_num_threads(1)
+
+SHAPES: list[tuple[int, ...]] = [(3, 2), (4,), ()]
+
+
+def unit(index: int) -> Unit:
+    return Unit(1, 0, index)
+
+
+def new_store(index: int = 0) -> Store:
+    return Store(f"ps:{index}", index, frames_timeout_s=0.3)
+
+
+def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: int = 1) -> pathlib.Path:
+    """What the chief does."""
+    path = directory / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "nonce").write_text("n")
+    files = []
+    for store in stores:
+        store.checkpoints.hold_commits(CHIEF, 7, 10.0, CALL)
+        saved, _ = store.checkpoints.save_shards(7, str(path), "n")
+        files += [{"ps": store.task, "name": f.name, "bytes": f.num_bytes, "sha256": f.sha256} for f in saved]
+        store.checkpoints.release_commits(7)
+    for entry in files:
+        content = (path / entry["name"]).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
+    (path / "manifest.json").write_text(json.dumps({"step": step, "chief_epoch": epoch, "files": files}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hyper"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+        ("Adam", {"lr": 0.1, "amsgrad": True}),
+        ("NAdam", {"lr": 0.1}),
+        ("ASGD", {"lr": 0.1, "t0": 1.0}),
+        ("Rprop", {"lr": 0.1}),
+    ],
+)
+def test_restored_training_equals_uninterrupted(
+    tmp_path: pathlib.Path, optimizer: str, hyper: dict[str, Any]
+) -> None:
+    spec = make_spec(SHAPES, optimizer)
+    torch.manual_seed(0)
+    gradients = [torch.randn(spec.num_elements) for _ in range(12)]
+    masks = [b"\x07", b"\x03", b"\x05", b"\x06"]
+    stores = [new_store() for _ in range(2)]
+    workers = [DirectWorker(store, "worker:0", spec) for store in stores]
+    for worker in workers:
+        worker.hyper = hyper
+        worker.create(torch.arange(float(spec.num_elements)))
+    for index, gradient in enumerate(gradients):
+        if index == 6:
+            path = checkpoint(tmp_path, stores[:1], 6)
+            stores[0] = new_store()
+            assert stores[0].checkpoints.restore_newest(str(tmp_path)) == str(path)
+            workers[0] = DirectWorker(stores[0], "worker:0", spec, incarnation=2)
+            workers[0].hyper = hyper
+            assert not workers[0].create()
+            assert not workers[0].commit(gradients[5], unit(5)).applied
+        for worker in workers:
+            assert worker.commit(gradient, unit(index), present=masks[index % 4]).applied
+    assert torch.equal(weights(stores[0]), weights(stores[1]))
+    first, second = (store.state.shelves[1].group for store in stores)
+    assert first.counts == second.counts and first.scalars == second.scalars
+    assert all(torch.equal(flat, second.slots[name]) for name, flat in first.slots.items())
+
+
+def test_any_number_of_ps_reads_as_one_plain_state_dict(tmp_path: pathlib.Path) -> None:
+    table = torch.arange(20.0).view(10, 2)
+    stores = [new_store(index) for index in range(2)]
+    rows = [(0, 7), (7, 3)]
+    for index, (store, (first, count)) in enumerate(zip(stores, rows, strict=True)):
+        shards = [ShardSpec("table", (10, 2), first, count, 0)]
+        if index == 0:
+            shards += [ShardSpec("bias", (3,), 0, 3, 14), ShardSpec("scale", (), 0, 1, 17)]
+        spec = GroupSpec(1, "Adam", torch.float32, tuple(shards))
+        worker = DirectWorker(store, "worker:0", spec)
+        worker.create(torch.cat([table[first : first + count].reshape(-1), torch.tensor([1.0, 2, 3, 4][: 4 * (not index)])]))
+        worker.hyper = {"lr": 0.0}
+        worker.commit(torch.ones(spec.num_elements), unit(0))
+    path = checkpoint(tmp_path, stores, 1)
+    plain = safetensors.torch.load_file(path / "ps-0.safetensors")
+    assert sorted(plain) == ["bias", "scale", "table@0"]
+    assert plain["scale"].shape == () and torch.equal(plain["bias"], torch.tensor([1.0, 2, 3]))
+    state = consolidate(path)
+    assert sorted(state) == ["bias", "scale", "table"]
+    assert torch.equal(state["table"], table) and float(state["scale"]) == 4.0
+    torch.testing.assert_close(consolidate(path, "exp_avg")["table"], torch.full((10, 2), 0.1))
+    (path / "ps-1.json").unlink()
+    with pytest.raises(CheckpointError, match="expected 10 rows of variable table, found 7"):
+        consolidate(path)
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="expected a committed checkpoint"):
+        consolidate(path)
+
+
+def test_newest_complete_checkpoint_wins_and_damaged_ones_are_passed_over(tmp_path: pathlib.Path) -> None:
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    paths = []
+    for step in range(1, 5):
+        worker.commit(torch.ones(11), unit(step))
+        paths.append(checkpoint(tmp_path, [store], step))
+    assert new_store().checkpoints.restore_newest(str(tmp_path)) == str(paths[3])
+    with (paths[3] / "ps-0.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    (paths[2] / "manifest.json").unlink()
+    restored = new_store()
+    assert restored.checkpoints.restore_newest(str(tmp_path)) == str(paths[1])
+    assert restored.state.step == 2
+    assert new_store(5).checkpoints.restore_newest(str(tmp_path)) == ""
+    assert new_store().checkpoints.restore_newest(str(tmp_path / "none")) == ""
+
+
+def test_the_nonce_proves_the_directory(tmp_path: pathlib.Path) -> None:
+    store = new_store()
+    store.checkpoints.hold_commits(CHIEF, 1, 10.0, CALL)
+    with pytest.raises(CheckpointError, match="file system that the chief and every parameter server share"):
+        store.checkpoints.save_shards(1, str(tmp_path / "elsewhere"), "n")
+    (tmp_path / "nonce").write_text("other")
+    with pytest.raises(CheckpointError, match="expected nonce 'n', found 'other'"):
+        store.checkpoints.save_shards(1, str(tmp_path), "n")
+    assert not list(tmp_path.glob("ps-*"))
+    store.checkpoints.release_commits(1)
+    with pytest.raises(ProtocolError, match="expected a hold on commits under token 1, found none"):
+        store.checkpoints.save_shards(1, str(tmp_path), "n")
+
+
+def test_hold_lets_admitted_updates_through_and_the_rest_wait() -> None:
+    store = new_store()
+    workers = [DirectWorker(store, f"worker:{index}", make_spec(SHAPES)) for index in range(2)]
+    for worker in workers:
+        worker.create(torch.zeros(11))
+    workers[0].commit(torch.ones(11), unit(0), num_servers=2)
+    described = store.checkpoints.hold_commits(CHIEF, 3, 60.0, CALL)
+    assert described.units.open == ((Update((unit(0),), 0), 2),) and described.initialized
+    calls = [in_thread(lambda w=w, i=i: w.commit(torch.ones(11), unit(i))) for i, w in enumerate(workers, 1)]
+    assert not store.checkpoints.admit_updates(CHIEF, 3, [Update((unit(9),), 0)], 0.05, CALL)
+    assert store.checkpoints.admit_updates(CHIEF, 3, [Update((unit(1),), 0)], 10.0, CALL)
+    assert calls[0].result().applied and not calls[1].done and store.state.step == 2
+    with pytest.raises(ProtocolError, match="held under token 3"):
+        store.checkpoints.hold_commits(CHIEF, 4, 1.0, CALL)
+    store.checkpoints.release_commits(3)
+    assert calls[1].result().applied and store.state.step == 3
+
+
+def test_gate_releases_itself() -> None:
+    gate = CommitGate()
+    gate.hold(1, now=100.0, hold_s=5.0)
+    gate.admit(1, [Update((unit(1),), 2)], now=101.0)
+    assert gate.lets_through(Update((unit(0), unit(1)), 2), 104.0)
+    assert not gate.lets_through(Update((unit(1),), 1), 104.0) and not gate.lets_through(None, 104.0)
+    assert gate.lets_through(None, 105.0)
+    with pytest.raises(ProtocolError):
+        gate.check_token(1, 106.0)
+    gate.hold(2, now=107.0, hold_s=5.0)
+    gate.release(1)
+    assert gate.is_held(108.0)
+
+
+def test_restore_sends_everybody_back_to_hello(tmp_path: pathlib.Path) -> None:
+    store = new_store()
+    spec = make_spec(SHAPES)
+    worker = DirectWorker(store, "worker:0", spec)
+    worker.create(torch.zeros(11))
+    first = worker.commit(torch.ones(11), unit(0)).versions[0].version
+    path = checkpoint(tmp_path, [store], 1)
+    worker.commit(torch.ones(11), unit(1))
+    waiting = in_thread(lambda: worker.send(worker.request(TransferRef(99, 3), [unit(2)])))
+    poll(lambda: len(store.state.senders.window(worker.sender)._running) == 1)
+    epoch = store.checkpoints.restore_shards(str(path))
+    assert epoch > first.store_epoch
+    with pytest.raises(StaleStoreError):
+        waiting.result()
+    assert isinstance(worker.lane.closed, StaleStoreError)
+    with pytest.raises(StaleStoreError, match="say Hello first"):
+        worker.commit(torch.ones(11), unit(1))
+    worker.connect()
+    assert worker.pull(first).versions[0].num_frames == 1  # same counter, another epoch: not "unchanged"
+    torch.testing.assert_close(worker.received(), torch.full((11,), -0.1))
+    assert worker.commit(torch.ones(11), unit(1)).applied
+    assert not worker.commit(torch.ones(11), unit(0)).applied
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.checkpoints.restore_shards(str(tmp_path / "none"))
+    assert store.state.store_epoch == epoch and store.state.step == 2
+
+
+def test_lost_units_are_counted_and_closed() -> None:
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    worker.commit(torch.ones(11), unit(0))
+    worker.close(unit(0))
+    worker.commit(torch.ones(11), unit(1))
+    assert store.checkpoints.mark_lost({(1, 0): UnitBitmap.of([0, 1, 2, 5])}) == 3
+    assert store.checkpoints.describe_units().units.open == ()
+    assert not worker.commit(torch.ones(11), unit(5)).applied
+
+
+def test_groups_survive_a_file_only_as_they_are(tmp_path: pathlib.Path) -> None:
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    path = checkpoint(tmp_path, [store], 0)
+    restored = new_store()
+    restored.checkpoints.restore_shards(str(path))
+    other = dataclasses.replace(make_spec(SHAPES), optimizer="Adam")
+    with pytest.raises(Exception, match="expected optimizer SGD, got Adam"):
+        DirectWorker(restored, "worker:0", other).create()
+    text = (path / "ps-0.json").read_text().replace('"num_rows":4', '"num_rows":3')
+    (path / "ps-0.json").write_text(text)
+    with pytest.raises(CheckpointError):
+        new_store().checkpoints.restore_shards(str(path))

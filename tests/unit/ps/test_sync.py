@@ -1,0 +1,251 @@
+"""Staleness 0: a step of several slices equals one update with the joined gradient, whoever dies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stratagem.cluster.units import Unit, Update
+from stratagem.errors import ConfigurationError, FencedError, ProtocolError
+from stratagem.ps.requests import Merge, StepSlice
+from stratagem.ps.store import Store
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, Background, DirectWorker, in_thread, make_spec, poll, weights
+
+torch.set_num_threads(1)
+
+SPEC = make_spec([(3, 2), (4,), ()], "Adam")
+SIZE = SPEC.num_elements
+
+
+def started(num_workers: int) -> tuple[Store, list[DirectWorker]]:
+    store = Store(frames_timeout_s=0.3)
+    workers = [DirectWorker(store, f"worker:{index}", SPEC) for index in range(num_workers)]
+    for worker in workers:
+        worker.hyper = {"lr": 0.1}
+        worker.create(torch.arange(float(SIZE)))
+    return store, workers
+
+
+def units_of(step: int, num_slices: int) -> tuple[Unit, ...]:
+    return tuple(Unit(1, 0, step * 10 + index) for index in range(num_slices))
+
+
+def part_of(step: int, units: tuple[Unit, ...], weight: float, merge: Merge = Merge.MEAN) -> StepSlice:
+    return StepSlice(step, units, weight, int(weight), merge)
+
+
+def commit(worker: DirectWorker, gradient: torch.Tensor, unit: Unit, part: StepSlice, **fields: object) -> Background:
+    ref = worker.stage(gradient)
+    worker.prepare(ref, unit, part)
+    request = worker.request(ref, [unit], slice=part, **fields)
+    return in_thread(lambda: worker.send(request))
+
+
+def reference(steps: list[torch.Tensor]) -> torch.Tensor:
+    """One process that applies the joined gradients."""
+    parameter = torch.nn.Parameter(torch.arange(float(SIZE)))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    for gradient in steps:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("merge", [Merge.MEAN, Merge.SUM])
+def test_steps_equal_one_process_on_the_joined_batch(merge: Merge) -> None:
+    store, workers = started(3)
+    torch.manual_seed(2)
+    joined = []
+    for step in range(1, 13):
+        sizes = [4.0, 4.0, 1.0] if step % 4 == 0 else [4.0, 4.0, 4.0]
+        gradients = [torch.randn(SIZE) for _ in workers]
+        share = [size / sum(sizes) for size in sizes] if merge is Merge.MEAN else [1.0] * 3
+        joined.append(sum((g * s for g, s in zip(gradients, share, strict=True)), torch.zeros(SIZE)))
+        units = units_of(step, 3)
+        order = [(step + index) % 3 for index in range(3)]
+        calls = [commit(workers[i], gradients[i], units[i], part_of(step, units, sizes[i], merge)) for i in order]
+        assert all(call.result().applied for call in calls)
+        for worker in workers:
+            assert torch.equal(worker.received(), weights(store))
+    torch.testing.assert_close(weights(store), reference(joined), rtol=1e-6, atol=1e-6)
+    assert store.state.step == 12 and store.state.shelves[1].publisher.num_built <= 13
+
+
+def test_nothing_is_applied_before_every_slice_is_committed() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    first = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
+    two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2))
+    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [(1, 0)])
+    assert not first.done and store.state.step == 0
+    two.send(two.request(two.stage(torch.ones(SIZE)), [units[1]], slice=part_of(1, units, 2)))
+    assert first.result().applied and store.state.step == 1
+
+
+def test_facts_are_those_of_the_merged_gradient_and_scale_is_applied() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    gradients = [torch.ones(SIZE), torch.full((SIZE,), 4.0)]
+    parts = [part_of(1, units, 2), part_of(1, units, 1)]
+    refs = [worker.stage(gradient) for worker, gradient in zip((one, two), gradients, strict=True)]
+    first = in_thread(lambda: one.prepare(refs[0], units[0], parts[0], want_facts=True))
+    second = two.prepare(refs[1], units[1], parts[1], want_facts=True)
+    assert first.result() == second
+    assert second.squared_norm == pytest.approx(SIZE * 4.0) and second.finite
+    calls = [
+        in_thread(lambda w=worker, r=ref, u=unit, p=part: w.send(w.request(r, [u], slice=p, scale=0.5)))
+        for worker, ref, unit, part in zip((one, two), refs, units, parts, strict=True)
+    ]
+    assert all(call.result().applied for call in calls)
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_dead_worker_without_a_commit_is_left_out() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    first = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 3))
+    two.prepare(two.stage(torch.full((SIZE,), 9.0)), units[1], part_of(1, units, 3))
+    assert store.fence(CHIEF, "worker:1", 1, CALL) == []
+    store.commits.sync.close_step(CHIEF, 1, [units[0]], [], CALL)
+    assert first.result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+    assert not store.state.units.is_applied(units[1], 0)
+
+
+def test_sum_is_rescaled_when_a_slice_is_left_out() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    first = commit(one, torch.full((SIZE,), 0.75), units[0], part_of(1, units, 3, Merge.SUM))
+    two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 1, Merge.SUM))
+    store.fence(CHIEF, "worker:1", 1, CALL)
+    store.commits.sync.close_step(CHIEF, 1, [units[0]], [], CALL)
+    assert first.result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_dead_worker_that_committed_elsewhere_counts_with_its_prepared_slice() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    first = commit(one, torch.zeros(SIZE), units[0], part_of(1, units, 2))
+    two.prepare(two.stage(torch.full((SIZE,), 2.0)), units[1], part_of(1, units, 2))
+    store.fence(CHIEF, "worker:1", 1, CALL)
+    store.commits.sync.close_step(CHIEF, 1, units, [Update((units[1],), 0)], CALL)
+    assert first.result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+    assert store.state.units.is_applied(units[1], 0)
+
+
+def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    call = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
+    two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2))
+    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [(1, 0)])
+    assert store.fence(CHIEF, "worker:0", 1, CALL) == [(1, 0)]
+    store.fence(CHIEF, "worker:1", 1, CALL)
+    store.commits.sync.close_step(CHIEF, 1, [units[0]], [Update((units[0],), 0)], CALL)
+    store.commits.sync.close_step(CHIEF, 1, [units[0]], [Update((units[0],), 0)], CALL)
+    assert store.state.step == 1 and call.done
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_live_worker_left_out_is_told_so() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    first = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
+    store.commits.sync.close_step(CHIEF, 1, [units[1]], [], CALL)
+    result = first.result()
+    assert result.left_out and not result.applied
+    assert commit(two, torch.ones(SIZE), units[1], part_of(1, units, 2)).result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_a_slice_applied_here_already_adds_nothing() -> None:
+    """Torn step: its worker died after this ps had applied it; the unit comes back in a later step."""
+    store, (one, two) = started(2)
+    early = units_of(1, 1)
+    assert commit(one, torch.ones(SIZE), early[0], part_of(1, early, 2)).result().applied
+    units = (early[0], Unit(1, 0, 77))
+    calls = [
+        commit(worker, torch.full((SIZE,), value), unit, part_of(2, units, 2))
+        for worker, unit, value in ((one, units[0], 50.0), (two, units[1], 3.0))
+    ]
+    assert all(call.result().versions for call in calls)
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 3.0)]))
+
+
+def test_resent_commit_of_an_applied_step_gets_the_weights() -> None:
+    store, (one,) = started(1)
+    units = units_of(1, 1)
+    part = part_of(1, units, 2)
+    ref = one.stage(torch.ones(SIZE))
+    request = one.request(ref, units, slice=part)
+    assert one.send(request).applied
+    assert not one.send(request).applied
+    again = one.request(one.stage(torch.ones(SIZE)), units, slice=part)
+    assert not one.send(again).applied and store.state.step == 1
+    assert torch.equal(one.received(), weights(store))
+
+
+def test_contributors_that_differ_are_refused_by_name() -> None:
+    _, (one, two) = started(2)
+    units = units_of(1, 2)
+    one.prepare(one.stage(torch.ones(SIZE)), units[0], part_of(1, units, 2))
+    two.hyper = {"lr": 0.2}
+    ref = two.stage(torch.ones(SIZE))
+    with pytest.raises(ConfigurationError, match=r"lr .* worker:0 \(incarnation 1\) has 0.1, worker:1 .* has 0.2"):
+        two.prepare(ref, units[1], part_of(1, units, 2))
+    two.hyper = {"lr": 0.1}
+    with pytest.raises(ConfigurationError, match="merges by mean"):
+        two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2, Merge.SUM))
+    with pytest.raises(ProtocolError, match="expected the planned slices"):
+        two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units[::-1], 2))
+    waiting = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
+    poll(lambda: one.store.state.steps.committed_by("worker:0", 1) == [(1, 0)])
+    with pytest.raises(ConfigurationError, match="commits apply with scale 1.0, worker:1 .* scale 0.5"):
+        commit(two, torch.ones(SIZE), units[1], part_of(1, units, 2), scale=0.5).result()
+    one.store.fence(CHIEF, "worker:0", 1, CALL)
+    with pytest.raises(FencedError):
+        waiting.result()
+
+
+def test_zero_weight_slices_are_selected_not_multiplied() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    calls = [
+        commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2)),
+        commit(two, torch.full((SIZE,), torch.nan), units[1], part_of(1, units, 0)),
+    ]
+    assert all(call.result().applied for call in calls)
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+
+
+def test_skip_by_all_changes_nothing_and_counts() -> None:
+    store, workers = started(2)
+    units = units_of(1, 2)
+    calls = [
+        commit(worker, torch.full((SIZE,), torch.nan), unit, part_of(1, units, 2), action=SKIP)
+        for worker, unit in zip(workers, units, strict=True)
+    ]
+    assert not any(call.result().applied for call in calls)
+    assert store.state.step == 0 and store.state.units.is_applied(units[0], 0)
+
+
+def test_parameter_without_a_gradient_in_some_slices() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    gradient = torch.ones(SIZE)
+    calls = [
+        in_thread(
+            lambda w=worker, u=unit, mask=mask: w.send(
+                w.request(w.stage(gradient), [u], slice=part_of(1, units, 1), present=mask)
+            )
+        )
+        for worker, unit, mask in ((one, units[0], b"\x01"), (two, units[1], b"\x03"))
+    ]
+    assert all(call.result().applied for call in calls)
+    assert store.state.shelves[1].group.counts == [1, 1, 0]
+    joined = gradient.clone()
+    joined[6:10] = 0.5
+    torch.testing.assert_close(weights(store)[:10], reference([joined])[:10])
+    assert float(weights(store)[10]) == 10.0

@@ -1,0 +1,41 @@
+"""The leak fixture can fail: each kind of leak is made on purpose in a pytest of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAKS = {
+    "threads": "import threading\nthreading.Thread(target=threading.Event().wait, name='stray', daemon=True).start()",
+    "child processes": "import subprocess, sys, warnings\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+    "KEEP.append(child)",
+    "file descriptors": "import socket\nKEEP.append(socket.socket())",
+    "shared memory": "KEEP.append(SHM); open(SHM, 'w').close()",
+    "environment": "import os\nos.environ['STRAY'] = '1'",
+}
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+
+
+@pytest.mark.parametrize("kind", LEAKS)
+def test_a_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
+    shared = Path("/dev/shm") / f"stray-{tmp_path.name}"
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text().replace("_DEADLINE_S = 5.0", "_DEADLINE_S = 0.1"))
+    body = "\n".join("    " + line for line in LEAKS[kind].splitlines())
+    (tmp_path / "test_leak.py").write_text(f"KEEP = []\nSHM = {str(shared)!r}\n\ndef test_leak():\n{body}\n")
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "."],
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        shared.unlink(missing_ok=True)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert f"the test leaks {kind}:" in run.stdout
+    assert "1 passed, 1 error" in run.stdout
