@@ -1,0 +1,71 @@
+"""Counts how often each example was applied, on every ps: the gradient of example i is 1 at row i, the update is w -= g.
+
+After e epochs every row of every variable must be exactly -e, whatever was killed, resent or torn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import faults
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+
+class Counter(torch.nn.Module):
+    """Two variables, so that two ps hold one each and an update can be torn."""
+
+    def __init__(self, num_examples: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(num_examples))
+        self.second = torch.nn.Parameter(torch.zeros(num_examples))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.first[indices].sum() + self.second[indices].sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--examples", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--data-workers", type=int, default=0)
+    parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    strategy = sg.strategy_from_environment()
+    task = str(getattr(strategy, "task", "worker:0"))
+    model = Counter(options.examples)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    strategy.prepare(model, optimizer, gradients="sum")
+    data = DataLoader(
+        TensorDataset(torch.arange(options.examples)),
+        batch_size=options.batch_size,
+        shuffle=True,
+        num_workers=options.data_workers,
+    )
+    dataset = strategy.distribute_dataset(data)
+    step = 0
+    for _ in range(options.epochs):
+        for number, (indices,) in enumerate(dataset):
+            faults.at_step(task, step)
+            if options.pause_s:
+                time.sleep(options.pause_s)
+            model(indices).backward()
+            if (number + 1) % options.accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+    if options.out and strategy.is_lead:
+        torch.save(model.state_dict(), options.out)
+    print("steps", step, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

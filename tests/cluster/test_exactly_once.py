@@ -1,0 +1,76 @@
+"""Every example of every epoch is applied exactly once on every ps, whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Start = Callable[..., Any]
+
+
+def check_counts(path: Path, epochs: int) -> None:
+    state = torch.load(path, weights_only=True)
+    for name, value in state.items():
+        assert torch.equal(value, torch.full_like(value, -epochs)), f"{name}: {value.tolist()}"
+
+
+@pytest.mark.parametrize("data_workers", [0, 2])
+def test_two_workers_two_ps(cluster: Start, tmp_path: Path, data_workers: int) -> None:
+    out = tmp_path / "out.pt"
+    job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--data-workers", data_workers, "--out", out)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_counts(out, 3)
+
+
+def test_accumulation(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    # One worker, so that the number of batches it sees is a multiple of the accumulation.
+    done = cluster(1, 2, "count_examples.py", "--accumulate", 3, "--out", out).finish()
+    assert done.code == 0, done.stderr
+    check_counts(out, 2)
+
+
+def test_worker_killed_in_mid_epoch(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    job = cluster(
+        2,
+        2,
+        "count_examples.py",
+        "--epochs",
+        3,
+        "--pause-s",
+        0.02,
+        "--out",
+        out,
+        faults=[{"task": "worker:1", "step": 5, "action": "kill"}],
+    )
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    assert done.summary["restarts"] == 1
+    check_counts(out, 3)
+
+
+def test_the_lead_killed_in_mid_epoch(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    job = cluster(
+        2,
+        2,
+        "count_examples.py",
+        "--epochs",
+        3,
+        "--pause-s",
+        0.02,
+        "--out",
+        out,
+        faults=[{"task": "worker:0", "step": 5, "action": "kill"}],
+    )
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    check_counts(out, 3)

@@ -1,0 +1,79 @@
+"""Staleness 0: workers × ps give the numbers of one process on the joined batch.
+
+Tolerance: 2e-6 relative and absolute after 15 updates in float32; sums of slices associate differently.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Start = Callable[..., Any]
+TOLERANCE = 2e-6
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def one_process(folder: Path, *arguments: object) -> dict[str, torch.Tensor]:
+    out = folder / "one.pt"
+    script = SCRIPTS / "train_small.py"
+    command = [sys.executable, str(script), "--strategy", "one", "--out", str(out), *map(str, arguments)]
+    subprocess.run(command, check=True, timeout=100)
+    state: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
+    return state
+
+
+def check_equal(expected: dict[str, torch.Tensor], path: Path) -> None:
+    state = torch.load(path, weights_only=True)
+    assert expected.keys() == state.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
+def test_three_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, optimizer: str) -> None:
+    # 50 examples in batches of 12: slices of 4, and a last batch of 2 that only two workers share.
+    out = tmp_path / "ps.pt"
+    job = cluster(
+        3, 2, "train_small.py", "--optimizer", optimizer, "--out", out, flags=["--staleness", "0"]
+    )
+    expected = one_process(tmp_path, "--optimizer", optimizer)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+def test_clipping_schedule_and_shards(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "ps.pt"
+    arguments = ["--clip-norm", 0.05, "--decay", "--optimizer", "momentum"]
+    job = cluster(
+        2,
+        2,
+        "train_small.py",
+        *arguments,
+        "--strategy",
+        "sharded",
+        "--shards",
+        3,
+        "--out",
+        out,
+        flags=["--staleness", "0"],
+    )
+    expected = one_process(tmp_path, *arguments)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+def test_one_worker_equals_one_process_asynchronously(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "ps.pt"
+    job = cluster(1, 2, "train_small.py", "--out", out)
+    expected = one_process(tmp_path)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
