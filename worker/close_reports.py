@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from stratagem.cluster.units import Unit
 from stratagem.rpc.generated import common_pb2, ps_pb2
 from stratagem.worker.ps_client import PsClient
-from stratagem.worker.unit_tracker import ClosedUnit
 
 MAX_WAITING = 64  # a ps that takes part in no update is told at the latest after so many
 
@@ -16,22 +17,25 @@ class CloseReports:
 
     def __init__(self, clients: Sequence[PsClient]) -> None:
         self._clients = clients
-        self._waiting: dict[int, list[ClosedUnit]] = {client.index: [] for client in clients}
+        self._waiting: dict[int, list[ps_pb2.UnitClose]] = {client.index: [] for client in clients}
+        self._num_updates: dict[int, Counter[Unit]] = {client.index: Counter() for client in clients}
 
-    def add(self, closed: Sequence[ClosedUnit]) -> None:
+    def pushed(self, units: Sequence[Unit], servers: Sequence[int]) -> None:
+        """These ps acknowledged an update of these units. A close says how many: a ps that went back to a checkpoint
+        since knows by it that it lacks some."""
+        for ps in servers:
+            self._num_updates[ps].update(units)
+
+    def add(self, closed: Sequence[Unit]) -> None:
         """These units are complete on this worker."""
-        for waiting in self._waiting.values():
-            waiting.extend(closed)
+        for ps, waiting in self._waiting.items():
+            for unit in closed:
+                identity = common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index)
+                waiting.append(ps_pb2.UnitClose(unit=identity, num_updates=self._num_updates[ps].pop(unit, 0)))
 
     def for_ps(self, ps: int) -> list[ps_pb2.UnitClose]:
         """What to tell one ps now."""
-        return [
-            ps_pb2.UnitClose(
-                unit=common_pb2.Unit(dataset=close.unit.dataset, epoch=close.unit.epoch, index=close.unit.index),
-                num_updates=close.num_updates,
-            )
-            for close in self._waiting[ps]
-        ]
+        return list(self._waiting[ps])
 
     def acknowledged(self, ps: int, num: int) -> None:
         """One ps has heard the first ``num``."""
@@ -41,6 +45,8 @@ class CloseReports:
         """Nothing is left to tell (the job went back to a checkpoint)."""
         for waiting in self._waiting.values():
             waiting.clear()
+        for counts in self._num_updates.values():
+            counts.clear()
 
     def flush(self, at_least: int = 1) -> None:
         """Tells every ps that has ``at_least`` so many to hear."""

@@ -109,6 +109,7 @@ class GradientPush:
                 scale, action = self._prepare(update, step_slice, references, scale, action)
             self._commit(update, step_slice, references, scale, action)
         self._staging.reset()
+        self._closes.pushed(update.units, self._servers)
         if action == ps_pb2.SKIP:
             self._meter.skipped += 1
             logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)

@@ -88,6 +88,12 @@ class LeaseClient:
         self._held.clear()
         self._chief.leave_epoch(self._dataset, self._epoch, accepted)
 
+    def forget(self) -> None:
+        """The job went back to a checkpoint: the chief has taken everything back and lends anew."""
+        self._accepted.clear()
+        self._ready.clear()
+        self._held.clear()
+
     def held(self) -> list[chief_pb2.Grant]:
         """Units on loan, for a chief that restarted."""
         return list(self._held.values())

@@ -6,18 +6,7 @@ the next batch. A unit left without a step but with gradients is accumulating: i
 
 from __future__ import annotations
 
-import dataclasses
-
 from stratagem.cluster.units import Unit, Update
-
-
-@dataclasses.dataclass(frozen=True)
-class ClosedUnit:
-    """A unit the script is done with."""
-
-    unit: Unit
-    num_updates: int
-    """Optimizer steps that held its gradients."""
 
 
 class UnitTracker:
@@ -44,21 +33,21 @@ class UnitTracker:
         assert self._current is None, "leave() the last unit first"
         self._current = unit
 
-    def leave(self) -> list[ClosedUnit]:
+    def leave(self) -> list[Unit]:
         """The script is done with the current batch. Returns the units that are complete now."""
-        closed: list[ClosedUnit] = []
+        closed: list[Unit] = []
         if self._current is not None:
             if self._num_steps == 0 and self._has_gradients:
                 self._accumulating.append(self._current)
             else:
-                closed.append(ClosedUnit(self._current, self._num_steps))
+                closed.append(self._current)
         self._current, self._num_steps, self._has_gradients = None, 0, False
         return closed
 
-    def end(self) -> list[ClosedUnit]:
+    def end(self) -> list[Unit]:
         """The loop is over: gradients that nobody stepped are dropped. Returns the units they came from."""
         closed = self.leave()
-        dropped = [ClosedUnit(unit, 0) for unit in self._accumulating]
+        dropped = self._accumulating
         self._accumulating = []
         return dropped + closed
 
@@ -71,9 +60,9 @@ class UnitTracker:
         units = (*self._accumulating, self._current) if self._current is not None else ()
         return Update(units, self._num_steps)
 
-    def stepped(self) -> list[ClosedUnit]:
+    def stepped(self) -> list[Unit]:
         """The step was accepted. Returns the accumulated units that are complete with it."""
-        closed = [ClosedUnit(unit, 1) for unit in self._accumulating]
+        closed = self._accumulating
         self._accumulating = []
         self._num_steps += 1
         self._has_gradients = False

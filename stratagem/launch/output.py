@@ -124,7 +124,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def essence(tail: list[str], num_lines: int = 3) -> list[str]:
-    """The last lines that say something: frames of a traceback (indented) were shown before and are left out."""
-    return [line for line in tail if line.strip() and not line.startswith(" ") and line.strip() != _TRACEBACK][
-        -num_lines:
-    ]
+    """The last lines that say something; of a traceback only what follows its frames, which were shown before."""
+    starts = [index for index, line in enumerate(tail) if line.strip() == _TRACEBACK]
+    since = tail[starts[-1] + 1 :] if starts else tail
+    return [line for line in since if line.strip() and not line.startswith(" ")][-num_lines:]

@@ -163,7 +163,7 @@ class Supervisor:
         elif self.phase is Phase.DRAINING and self.failure is None:
             self.failure = Failure(task, code, "it failed after the workers were done")
         if self.phase is Phase.ENDING and task.type == "chief" and not actions:
-            actions = self._signal_all()
+            actions = [Signal(left, self._ending_signal) for left in self._in_order() if left.type == "ps"]
         return actions + self._next(now)
 
     def interrupted(self, signum: int, now: float) -> list[Action]:

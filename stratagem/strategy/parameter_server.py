@@ -156,9 +156,9 @@ class ParameterServerStrategy(Strategy):
             return
         closed = self._tracker.stepped()
         self._closes.add(closed)
-        for close in closed:
+        for unit in closed:
             for lease in self._runtime.leases:
-                lease.accept(close.unit)
+                lease.accept(unit)
         if self._tracker.current is None:
             self._runtime.meter.step_done(0)
 
@@ -190,7 +190,7 @@ class ParameterServerStrategy(Strategy):
         for client in self._runtime.clients:
             client.connect()
         for lease in self._runtime.leases:
-            lease.leave()
+            lease.forget()
         self._closes.clear()
         self._groups.reattach()
         logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")

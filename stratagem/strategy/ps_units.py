@@ -6,12 +6,12 @@ import contextlib
 import math
 from collections.abc import Callable
 
-from stratagem.cluster.units import Plan
+from stratagem.cluster.units import Plan, Unit
 from stratagem.errors import StratagemError
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.leases import Grant, LeaseClient
 from stratagem.worker.step_meter import StepMeter
-from stratagem.worker.unit_tracker import ClosedUnit, UnitTracker
+from stratagem.worker.unit_tracker import UnitTracker
 
 
 class LeasedUnits:
@@ -92,7 +92,7 @@ class LeasedUnits:
         with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
             self._lease.leave()
 
-    def _close(self, closed: list[ClosedUnit]) -> None:
+    def _close(self, closed: list[Unit]) -> None:
         self._closes.add(closed)
-        for close in closed:
-            self._lease.accept(close.unit)
+        for unit in closed:
+            self._lease.accept(unit)

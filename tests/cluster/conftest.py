@@ -62,7 +62,7 @@ class Cluster:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(SCRIPTS),
+            "PYTHONPATH": str(SCRIPTS.parents[2]),
             "TEST_FAULTS": json.dumps(list(faults)),
             "TEST_FAULTS_DIR": str(folder),
         }

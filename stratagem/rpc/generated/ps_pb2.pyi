@@ -652,7 +652,9 @@ class UnitClose(_message.Message):
     UNIT_FIELD_NUMBER: _builtins.int
     NUM_UPDATES_FIELD_NUMBER: _builtins.int
     num_updates: _builtins.int
-    """Number of optimizer steps the unit had."""
+    """Number of updates of the unit that this ps acknowledged to the sender. The ps leaves a unit open of which it has
+    fewer: it went back to a checkpoint since.
+    """
     @_builtins.property
     def unit(self) -> _common_pb2.Unit: ...
     def __init__(

@@ -1,4 +1,4 @@
-"""Counts how often each example was applied, on every ps: the gradient of example i is 1 at row i, the update is w -= g.
+"""Counts how often each example was applied, on every ps: example i has gradient 1 at row i, the update is w -= g.
 
 After e epochs every row of every variable must be exactly -e, whatever was killed, resent or torn.
 """
@@ -10,11 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import faults
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from tests.cluster.scripts import faults
 
 
 class Counter(torch.nn.Module):
@@ -64,7 +64,7 @@ def main() -> None:
             step += 1
     if options.out and strategy.is_lead:
         torch.save(model.state_dict(), options.out)
-    print("steps", step, file=sys.stderr)
+    print(f"{task}: {step} steps, {len(faults.RESENT)} resends", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,55 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
+
+from stratagem.worker.ps_client import PendingCall, PsClient
+from stratagem.worker.runtime import active_runtime
+
+
+def _pid_of(target: str, task: str) -> int:
+    if target == task:
+        return os.getpid()
+    runtime = active_runtime()
+    assert runtime is not None
+    return next(status.pid for status in runtime.chief.status().tasks if status.info.task == target)
+
+
+def _tear() -> None:
+    """The next update is applied by ps:0; then this process dies before ps:1 has heard of it."""
+    start = PsClient.start
+
+    def torn(self: PsClient, method: str, request: Any, *, sequenced: bool = False) -> PendingCall:
+        call = start(self, method, request, sequenced=sequenced)
+        if method == "CommitUpdate" and self.index == 0:
+            call.result()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call
+
+    PsClient.start = torn  # type: ignore[method-assign]
+
+
+def _resend() -> None:
+    """From now on every commit is sent twice more, and its place in the queue is taken by a later one."""
+    start = PsClient.start
+
+    def twice(self: PsClient, method: str, request: Any, *, sequenced: bool = False) -> PendingCall:
+        call = start(self, method, request, sequenced=sequenced)
+        if method == "CommitUpdate":
+            call.result()
+            again = type(request)()
+            again.CopyFrom(request)
+            for _ in range(2):
+                again.reply_transfer = self.new_transfer()
+                assert not self.restart(method, again).result().applied
+                RESENT.append(again.sender.sequence)
+        return call
+
+    PsClient.start = twice  # type: ignore[method-assign]
+
+
+RESENT: list[int] = []
+"""Sequence numbers of commits that were sent again."""
 
 
 def at_step(task: str, step: int) -> None:
@@ -24,9 +73,11 @@ def at_step(task: str, step: int) -> None:
         except FileExistsError:
             continue
         if fault["action"] == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault["action"] == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(_pid_of(fault.get("target", task), task), signal.SIGKILL)
+        elif fault["action"] == "tear":
+            _tear()
+        elif fault["action"] == "resend":
+            _resend()
         elif fault["action"] == "raise":
             raise RuntimeError("a fault of the test")
         elif fault["action"] == "slow":

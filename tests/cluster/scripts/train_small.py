@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import faults
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from tests.cluster.scripts import faults
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),

@@ -263,17 +263,29 @@ sys.exit(run_local(job, launch_for=launch))
 TASKS = ("chief:0", "ps:0", "worker:0")
 
 
-def _launcher(folder: Path, ignore: str) -> tuple[subprocess.Popen[str], list[int]]:
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(folder), ignore], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    until(lambda: all((folder / f"{task}.pid").exists() for task in TASKS))
-    return launcher, [int((folder / f"{task}.pid").read_text()) for task in TASKS]
+Starter = Callable[[str], tuple[subprocess.Popen[str], list[int]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    """Starts a launcher of its own whose tasks ignore signals or not; it ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def launcher(ignore: str) -> tuple[subprocess.Popen[str], list[int]]:
+        command = [sys.executable, "-c", RUN, str(tmp_path), ignore]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        until(lambda: all((tmp_path / f"{task}.pid").exists() for task in TASKS))
+        return started[-1], [int((tmp_path / f"{task}.pid").read_text()) for task in TASKS]
+
+    yield launcher
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_forwarded_to_everyone(tmp_path: Path, signum: int, code: int) -> None:
-    launcher, pids = _launcher(tmp_path, ignore="no")
+def test_a_signal_is_forwarded_to_everyone(start: Starter, tmp_path: Path, signum: int, code: int) -> None:
+    launcher, pids = start("no")
     launcher.send_signal(signum)
     _, shown = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == code, shown
@@ -281,10 +293,10 @@ def test_a_signal_is_forwarded_to_everyone(tmp_path: Path, signum: int, code: in
     assert not any(runs(pid) for pid in pids)
 
 
-def test_the_second_signal_kills(tmp_path: Path) -> None:
-    launcher, pids = _launcher(tmp_path, ignore="yes")
+def test_the_second_signal_kills(start: Starter, tmp_path: Path) -> None:
+    launcher, pids = start("yes")
     launcher.send_signal(signal.SIGINT)
-    until(lambda: all((tmp_path / f"{task}.got").exists() for task in TASKS))
+    until(lambda: all((tmp_path / f"{task}.got").exists() for task in ("chief:0", "worker:0")))
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=DEADLINE_S)
@@ -292,8 +304,8 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
     assert not any(runs(pid) for pid in pids)
 
 
-def test_kill_9_of_the_launcher_leaves_no_process(tmp_path: Path) -> None:
-    launcher, pids = _launcher(tmp_path, ignore="yes")
+def test_kill_9_of_the_launcher_leaves_no_process(start: Starter) -> None:
+    launcher, pids = start("yes")
     launcher.kill()
     launcher.communicate(timeout=DEADLINE_S)
     until(lambda: not any(runs(pid) for pid in pids))

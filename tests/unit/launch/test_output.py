@@ -80,6 +80,7 @@ def test_a_traceback_cut_short_is_shown_at_the_end() -> None:
 
 
 def test_essence_leaves_frames_out() -> None:
+    assert essence(["one", "two"]) == ["one", "two"]
     assert essence(["one", *BLOCK, "", "worker:0: the script failed"], 2) == [
         "ValueError: no",
         "worker:0: the script failed",

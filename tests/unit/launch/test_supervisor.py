@@ -137,7 +137,7 @@ def test_exit_code_is_that_of_the_first_failure(code: int, finish: int) -> None:
     supervisor = _running(dataclasses.replace(POLICY, max_restarts=0))
     supervisor.exited(W1, code, 1.0)
     assert supervisor.exited(W0, 7, 1.1) == []
-    assert supervisor.exited(CHIEF, 1, 1.2) == []
+    assert supervisor.exited(CHIEF, 1, 1.2) == [Signal(PS, signal.SIGTERM)]
     assert supervisor.exited(PS, -15, 1.3) == [Finish(finish)]
     assert supervisor.failure is not None and supervisor.failure.task == W1
     assert supervisor.exits == {CHIEF: [1], PS: [-15], W0: [7], W1: [code]}
@@ -203,7 +203,7 @@ def test_the_ps_are_told_after_the_chief_has_ended() -> None:
     supervisor = _running()
     supervisor.interrupted(signal.SIGINT, 1.0)
     assert supervisor.exited(W0, 130, 1.1) == []
-    assert supervisor.exited(CHIEF, 143, 1.2) == [Signal(W1, signal.SIGINT), Signal(PS, signal.SIGINT)]
+    assert supervisor.exited(CHIEF, 143, 1.2) == [Signal(PS, signal.SIGINT)]
     supervisor = _running()
     assert supervisor.exited(CHIEF, 42, 1.0) == [Signal(task, signal.SIGTERM) for task in (W0, W1, PS)]
 

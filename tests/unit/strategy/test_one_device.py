@@ -86,7 +86,7 @@ def test_non_finite_gradients(bad: float) -> None:
         model = torch.nn.Linear(2, 1)
         before = [parameter.clone() for parameter in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sg.OneDeviceStrategy("cpu").prepare(model, optimizer, nan=policy)  # type: ignore[arg-type]
+        sg.OneDeviceStrategy("cpu").prepare(model, optimizer, nan=policy)
         (model(torch.ones(1, 2)) * bad).sum().backward()
         if policy == "error":
             with pytest.raises(NonFiniteGradientError, match="nothing was applied"):

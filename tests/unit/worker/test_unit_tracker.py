@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.worker.unit_tracker import ClosedUnit, UnitTracker
+from stratagem.worker.unit_tracker import UnitTracker
 
 A, B, C = (Unit(1, 0, index) for index in range(3))
 
@@ -14,7 +14,7 @@ def test_plain_loop() -> None:
     tracker.backward()
     assert tracker.step() == Update((A,), 0)
     assert tracker.stepped() == []
-    assert tracker.leave() == [ClosedUnit(A, 1)]
+    assert tracker.leave() == [A]
 
 
 def test_two_optimizers_a_batch() -> None:
@@ -24,7 +24,7 @@ def test_two_optimizers_a_batch() -> None:
         tracker.backward()
         assert tracker.step() == Update((A,), ordinal)
         tracker.stepped()
-    assert tracker.leave() == [ClosedUnit(A, 2)]
+    assert tracker.leave() == [A]
 
 
 def test_accumulation_spans_units() -> None:
@@ -37,14 +37,14 @@ def test_accumulation_spans_units() -> None:
     tracker.backward()
     assert tracker.open_units == (A, B, C)
     assert tracker.step() == Update((A, B, C), 0)
-    assert tracker.stepped() == [ClosedUnit(A, 1), ClosedUnit(B, 1)]
-    assert tracker.leave() == [ClosedUnit(C, 1)]
+    assert tracker.stepped() == [A, B]
+    assert tracker.leave() == [C]
 
 
 def test_a_batch_without_backward_is_complete() -> None:
     tracker = UnitTracker()
     tracker.take(A)
-    assert tracker.leave() == [ClosedUnit(A, 0)]
+    assert tracker.leave() == [A]
 
 
 def test_gradients_left_over_at_the_end_are_dropped() -> None:
@@ -54,7 +54,7 @@ def test_gradients_left_over_at_the_end_are_dropped() -> None:
     assert tracker.leave() == []
     tracker.take(B)
     tracker.backward()
-    assert tracker.end() == [ClosedUnit(A, 0), ClosedUnit(B, 0)]
+    assert tracker.end() == [A, B]
     assert tracker.open_units == ()
 
 

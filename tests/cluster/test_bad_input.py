@@ -1,0 +1,110 @@
+"""What the user did wrong is said in one paragraph, the other processes end within seconds, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Start = Callable[..., Any]
+
+
+def script(tmp_path: Path, body: str) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch, stratagem as sg\n"
+        "strategy = sg.strategy_from_environment()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n" + body
+    )
+    return path
+
+
+def check_words(stderr: str, *words: str) -> None:
+    for word in words:
+        assert word in stderr, f"{word!r} not in:\n{stderr}"
+
+
+def test_a_script_that_raises(cluster: Start, tmp_path: Path) -> None:
+    done = cluster(2, 1, script(tmp_path, "def broken():\n    return 1 / 0\nbroken()\n")).finish()
+    assert done.code == 1
+    check_words(done.stderr, "ZeroDivisionError: division by zero", "in broken", "failed first")
+    assert "runpy" not in done.stderr
+    assert done.summary["restarts"] == 0  # it never made a step: starting it again would not help
+    assert done.summary["first_failure"]["task"].startswith("worker:")
+    assert done.stderr.index("Traceback") < done.stderr.index("failed first")
+
+
+def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> None:
+    body = "optimizer = torch.optim.LBFGS(model.parameters())\nstrategy.prepare(model, optimizer)\n"
+    done = cluster(1, 1, script(tmp_path, body)).finish()
+    assert done.code == 1
+    check_words(done.stderr, "UnsupportedOptimizerError", "LBFGS", "Adam")
+    assert "Traceback" not in done.stderr
+
+
+def test_workers_with_different_models(cluster: Start, tmp_path: Path) -> None:
+    body = (
+        "if str(strategy.task) == 'worker:1':\n"
+        "    model = torch.nn.Linear(3, 1)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "strategy.prepare(model, optimizer)\n"
+    )
+    done = cluster(2, 1, script(tmp_path, body)).finish()
+    assert done.code == 1
+    check_words(done.stderr, "VariableError", "weight", "[1, 3]", "[1, 2]")
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_non_finite_gradients(cluster: Start, tmp_path: Path, policy: str) -> None:
+    arguments = ["--poison-step", 3, "--nan", policy, "--epochs", 2]
+    done = cluster(1, 2, "train_small.py", *arguments, flags=["--max-restarts", "0"]).finish()
+    if policy == "error":
+        assert done.code == 1
+        check_words(done.stderr, "NonFiniteGradientError", "body.2.weight", 'nan="skip"', "train_small.py")
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.code == 0, done.stderr
+        check_words(done.stderr, "skipped an update", "1 so far")
+
+
+def test_synchronous_nan_is_skipped_by_all(cluster: Start, tmp_path: Path) -> None:
+    arguments = ["--poison-step", 3, "--nan", "skip", "--epochs", 2]
+    done = cluster(2, 2, "train_small.py", *arguments, flags=["--staleness", "0"]).finish()
+    assert done.code == 0, done.stderr
+    assert done.stderr.count("skipped an update") == 2
+
+
+def test_a_missing_script(cluster: Start, tmp_path: Path) -> None:
+    done = cluster(1, 1, tmp_path / "nowhere.py").finish()
+    assert done.code == 2
+    check_words(done.stderr, "nowhere.py")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_jobs_leave_no_process(cluster: Start, number: signal.Signals) -> None:
+    job = cluster(2, 2, "count_examples.py", "--epochs", 1000, "--pause-s", 0.01)
+    job.wait_for(lambda: "units" in job.stderr and "units 0/0" not in job.stderr, "training to begin")
+    processes = job.processes()
+    assert len(processes) >= 6
+    os.kill(job.process.pid, number)
+    done = job.finish(40)
+    assert done.code == 128 + number
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive
+
+
+def test_a_killed_launcher_takes_its_processes_along(cluster: Start) -> None:
+    job = cluster(2, 2, "count_examples.py", "--epochs", 1000, "--pause-s", 0.01)
+    job.wait_for(lambda: "Cluster is ready" in job.stderr, "the cluster")
+    processes = job.processes()
+    assert len(processes) >= 6
+    os.kill(job.process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive

@@ -1,0 +1,98 @@
+"""Processes that die, requests that come twice, updates that are torn: the job goes on and nothing counts twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cluster.test_exactly_once import check_counts
+from tests.cluster.test_synchronous import check_equal, one_process
+
+Start = Callable[..., Any]
+
+
+def test_resent_updates_are_applied_once(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": f"worker:{index}", "step": 0, "action": "resend"} for index in (0, 1)]
+    done = cluster(2, 2, "count_examples.py", "--epochs", 2, "--out", out, faults=faults).finish()
+    assert done.code == 0, done.stderr
+    resends = sum(int(number) for number in re.findall(r"(\d+) resends", done.stderr))
+    assert resends >= 100, resends
+    check_counts(out, 2)
+
+
+def test_a_torn_update_is_completed_by_the_next_worker(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": "worker:1", "step": 4, "action": "tear"}]
+    job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--pause-s", 0.02, "--out", out, faults=faults)
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    assert done.summary["tasks"]["worker:1"]["exit_codes"] == [-9, 0], done.summary
+    check_counts(out, 3)
+
+
+def test_a_killed_ps_restarts_from_its_checkpoint(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": "worker:0", "step": 10, "action": "kill", "target": "ps:1"}]
+    job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--pause-s", 0.05, "--out", out, faults=faults)
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    lost = done.summary["updates_lost"]
+    assert lost > 0
+    printed = [int(number) for number in re.findall(r"ps:1 .* (\d+) (?:more )?updates", done.stderr)]
+    assert sum(printed) == lost, done.stderr
+    # Every update that ps:1 lost is missing from its variable, and only those: 4 examples an update.
+    state = torch.load(out, weights_only=True)
+    missing = sum(float((value + 3).sum()) for value in state.values())
+    assert missing == 4 * lost, (missing, lost)
+
+
+def test_a_killed_chief_restarts_from_its_journal(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": "worker:0", "step": 10, "action": "kill", "target": "chief:0"}]
+    job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--pause-s", 0.05, "--out", out, faults=faults)
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    assert done.summary["tasks"]["chief:0"]["exit_codes"] == [-9, 0], done.summary
+    check_counts(out, 3)
+
+
+def test_synchronous_worker_killed(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": "worker:2", "step": 5, "action": "kill"}]
+    job = cluster(3, 2, "train_small.py", "--epochs", 4, "--out", out, flags=["--staleness", "0"], faults=faults)
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    assert done.summary["examples"] == 4 * 50
+    state = torch.load(out, weights_only=True)
+    assert all(bool(torch.isfinite(value).all()) for value in state.values())
+
+
+def test_synchronous_ps_killed_rolls_back_and_equals_one_process(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": "worker:0", "step": 7, "action": "kill", "target": "ps:0"}]
+    # One epoch, longer than the way to the first checkpoint: what came after it is computed again.
+    arguments = ["--epochs", 1, "--examples", 200]
+    job = cluster(2, 2, "train_small.py", *arguments, "--out", out, flags=["--staleness", "0"], faults=faults)
+    expected = one_process(tmp_path, *arguments)
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+def test_bounded_staleness_with_a_slow_worker(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    faults = [{"task": "worker:1", "step": step, "action": "slow", "seconds": 0.2} for step in range(4)]
+    job = cluster(2, 2, "count_examples.py", "--epochs", 2, "--out", out, flags=["--staleness", "2"], faults=faults)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_counts(out, 2)
