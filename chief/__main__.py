@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,15 +23,16 @@ from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.server import serve_aio
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__" under python -m
 
 
-def run(config: ChiefConfig, *, print_address: bool = False) -> int:
+def run(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False) -> int:
     """Serves until the job ends.
 
     Args:
         config: of the chief.
         print_address: print the host:port really bound on stdout, one line.
+        until_eof: stop when standard input ends: it is a pipe from the process that started this one.
 
     Returns:
         Exit code of the job.
@@ -38,10 +40,10 @@ def run(config: ChiefConfig, *, print_address: bool = False) -> int:
     Raises:
         ConfigurationError: the port is taken, or the journal cannot be read.
     """
-    return asyncio.run(serve(config, print_address=print_address))
+    return asyncio.run(serve(config, print_address=print_address, until_eof=until_eof))
 
 
-async def serve(config: ChiefConfig, *, print_address: bool = False) -> int:
+async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False) -> int:
     """As :func:`run`, inside an event loop."""
     job = Job(config, lambda chief_epoch: _connector(config, chief_epoch))
     server = await serve_aio(
@@ -51,17 +53,26 @@ async def serve(config: ChiefConfig, *, print_address: bool = False) -> int:
         max_message_bytes=config.max_message_bytes,
         insecure=config.insecure,
     )
+    job.address = server.address
     logger.info("%s listening on %s", config.task, server.address)
     if print_address:
         print(server.address, flush=True)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, job.stop, 143, f"the chief got {signal.Signals(number).name}")
+    if until_eof:
+        loop.add_reader(sys.stdin.fileno(), _on_input, job)
     await server.set_serving(True)
     try:
         return await job.run()
     finally:
         await server.stop()
+
+
+def _on_input(job: Job) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        job.stop(1, "the process that started the chief is gone")
 
 
 def _connector(config: ChiefConfig, chief_epoch: int) -> Connect:
@@ -76,11 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m stratagem.chief", description=__doc__)
     parser.add_argument("--config-json", required=True, help="ChiefConfig as JSON")
     parser.add_argument("--print-address", action="store_true", help="print the bound host:port on stdout")
+    parser.add_argument("--until-eof", action="store_true", help="stop when standard input ends")
     parsed = parser.parse_args(arguments)
     try:
         config = ChiefConfig.model_validate_json(parsed.config_json)
         configure_logging(config.task, config.log_format)
-        return run(config, print_address=parsed.print_address)
+        return run(config, print_address=parsed.print_address, until_eof=parsed.until_eof)
     except (ConfigurationError, pydantic.ValidationError) as error:
         print(f"chief: {error}", file=sys.stderr)
         return 2

@@ -76,6 +76,7 @@ class Attendance:
         self._newest_stream = 0
         self._last_missing: list[str] = []
         self._stop: Stop | None = None
+        self._closed = False
 
     async def attend(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
         """One stream, from join to end.
@@ -165,8 +166,14 @@ class Attendance:
         for outbox in self._outboxes.values():
             outbox.put_nowait(event)
 
+    def close(self) -> None:
+        """The job is over: what happens to the streams from now on means nothing."""
+        self._closed = True
+
     def perform(self, actions: list[Action]) -> None:
         """Carries out what the state machine decided: first the journal, then the words, then the deeds."""
+        if self._closed:
+            return
         for action in actions:
             if isinstance(action, Dismiss) and action.reason:
                 self._write_over(action.life, done=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
@@ -107,6 +108,8 @@ class Job:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waits: dict[Life, tuple[str, float]] = {}
         self._finishing = False
+        self.address = config.bind
+        """Where the chief serves; set to the port really bound once it listens."""
         self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if not is_new:
             logger.info("chief epoch %d goes on from the journal in %s", epoch, config.state_dir)
@@ -195,7 +198,13 @@ class Job:
     def get_status(self) -> status.JobStatus:
         """What every task is doing."""
         return status.report(
-            self.sessions, self.lending, self.journal.history, self.attendance.progress, self._waits, self._clock()
+            self.sessions,
+            self.lending,
+            self.journal.history,
+            self.attendance.progress,
+            self._waits,
+            status.chief_report(self.address, self.journal.history.chief_epoch, os.getpid()),
+            self._clock(),
         )
 
     # Life of the job
@@ -210,6 +219,7 @@ class Job:
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()
         finally:
+            self.attendance.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -220,30 +230,30 @@ class Job:
         """Ends the job."""
         self.attendance.perform(self.sessions.stop(exit_code, reason))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         """Runs work beside the requests; its failure stops the job."""
-        task = asyncio.create_task(self._guard(work))
+        task = asyncio.create_task(self._guard(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         try:
-            await work
+            await work(*arguments)
         except Exception as error:
             logger.exception("The chief cannot go on")
             self.stop(1, f"the chief failed: {error}")
 
     def _carry(self, action: Prepare | Fence | Release | StopJob) -> None:
         if isinstance(action, Prepare):
-            self.spawn(self._prepare(action.life))
+            self.spawn(self._prepare, action.life)
         elif isinstance(action, Fence):
             for server in action.servers:
-                self.spawn(self._fence(action.life, server))
+                self.spawn(self._fence, action.life, server)
         elif isinstance(action, Release):
-            self.spawn(self.recovery.release(action.life))
+            self.spawn(self.recovery.release, action.life)
         elif not self._finishing:
             self._finishing = True
-            self.spawn(self._finish(action))
+            self.spawn(self._finish, action)
 
     async def _prepare(self, life: Life) -> None:
         await self.recovery.prepare(life, self.sessions.tasks[life.task].address)

@@ -65,13 +65,13 @@ class Rounds:
             finally:
                 self._busy = False
 
-        self._job.spawn(run())
+        self._job.spawn(run)
 
     async def _step(self) -> int:
         return max((each.step for each in (await self._job.fleet.describe()).values()), default=0)
 
     async def _watch(self) -> None:
-        """Notes when all ps hold values. A ps without variables never does: once training runs, it is not waited for."""
+        """Notes when all ps hold values. A ps without variables never does: nobody waits for it once training runs."""
         described = await self._job.fleet.describe()
         holding = [life.task for life, each in described.items() if each.initialized]
         trained = any(each.step for each in described.values())

@@ -56,12 +56,18 @@ def member_of(session: Session) -> Member:
     return Member(str(session.task), session.address, session.incarnation, session.state is State.LIVE)
 
 
+def chief_report(address: str, chief_epoch: int, pid: int) -> TaskReport:
+    """The chief's own row; its epoch stands in the place of an incarnation."""
+    return TaskReport(Member("chief:0", address, chief_epoch, True), b"", 0.0, pid, 0, 0, State.LIVE.value)
+
+
 def report(
     sessions: Sessions,
     lending: Lending,
     history: History,
     progress: Mapping[str, bytes],
     waits: Mapping[Life, tuple[str, float]],
+    chief: TaskReport,
     now: float,
 ) -> JobStatus:
     """The status page.
@@ -72,9 +78,10 @@ def report(
         history: what the journal says.
         progress: newest progress of each task, as it came.
         waits: what each life waits for inside the chief, and since when.
+        chief: what the chief says about itself.
         now: seconds, on the clock of the heartbeats.
     """
-    tasks = []
+    tasks = [chief]
     for name, session in sessions.tasks.items():
         waiting_on, since = waits.get(session.life, ("", now))
         tasks.append(

@@ -1,1 +1,1 @@
-"""The parameter server: shards of variables and their optimizer state, applied exactly once, served as immutable versions."""
+"""The parameter server: shards of variables and optimizer state, exactly-once updates, immutable versions."""

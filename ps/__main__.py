@@ -18,6 +18,7 @@ import torch
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.ps import optimizers
 from stratagem.ps.memory import keep_frames_in_heap
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer, add_to_server
 from stratagem.ps.specs import Limits
@@ -27,7 +28,7 @@ from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import SessionClient
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("stratagem.ps")  # __name__ is "__main__" when this is the command
 
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
@@ -76,6 +77,7 @@ def _run(config: PsConfig) -> int:
     server = _serve(config, store)
     try:
         logger.info("Listening on %s", server.address)
+        optimizers.warm_up()
         if config.checkpoint_dir:
             store.checkpoints.restore_newest(config.checkpoint_dir)
         return _stay(config, store, server)

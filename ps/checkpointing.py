@@ -100,7 +100,9 @@ class Checkpointing:
         files = snapshot.save(path, self._index, content)
         with state.changed:
             if not state.gate.is_held(time.monotonic()):
-                raise CheckpointError(f"the hold on commits ran out while ps:{self._index} was writing; hold them longer")
+                raise CheckpointError(
+                    f"the hold on commits ran out while ps:{self._index} was writing; hold them longer"
+                )
         return files, step
 
     def release_commits(self, token: int) -> None:
@@ -139,7 +141,7 @@ class Checkpointing:
         return epoch
 
     def restore_newest(self, checkpoint_dir: str) -> str:
-        """Restores from the newest complete checkpoint that has this ps's shards. Returns its path, "" if there is none."""
+        """Restores the newest complete checkpoint that has this ps's shards. Returns its path, "" if there is none."""
         found = snapshot.newest_complete(pathlib.Path(checkpoint_dir), self._index)
         if found is None:
             return ""

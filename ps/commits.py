@@ -1,4 +1,7 @@
-"""Commits: the path of an update from staged frames to new weights, exactly once. Asynchronous here; staleness 0 in sync_commits."""
+"""Commits: the path of an update from staged frames to new weights, exactly once.
+
+Asynchronous updates here; staleness 0 in :mod:`stratagem.ps.sync_commits`.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class Commits:
     def take_gradient(
         self, sender: Sender, ref: TransferRef, groups: Sequence[GroupCommit], call: Call, *, keep: bool
     ) -> Gradient:
-        """With ``changed`` held: waits for the frames of a gradient and hands out its parts; lets go of them unless ``keep``."""
+        """With ``changed`` held: waits for a gradient and hands out its parts; lets go of them unless ``keep``."""
         state = self._state
         present = self.present(groups)
         numbers = [commit.group for commit in groups]
@@ -110,9 +113,7 @@ class Commits:
         if len(masks) != len(groups):
             raise ProtocolError(f"expected each group once in an update, got {[commit.group for commit in groups]}")
         shelves = self._state.initialized_shelves(masks)
-        return {
-            shelf.spec.group: presence(masks[shelf.spec.group], len(shelf.spec.shards)) for shelf in shelves
-        }
+        return {shelf.spec.group: presence(masks[shelf.spec.group], len(shelf.spec.shards)) for shelf in shelves}
 
     @contextmanager
     def turn(self, sender: Sender, update: Update, store_epoch: int, call: Call) -> Iterator[bool]:
@@ -240,6 +241,8 @@ class Commits:
         if not math.isfinite(request.scale) or request.scale < 0:
             raise ProtocolError(f"expected a finite scale of at least 0, got {request.scale}")
         if not request.update.units and not request.sender.sequence:
-            raise ProtocolError("an update without units needs a sequence number: nothing else tells a resend from a new one")
+            raise ProtocolError(
+                "an update without units needs a sequence number: nothing else tells a resend from a new one"
+            )
         if request.slice is not None and not request.update.units:
             raise ProtocolError("a synchronous step needs the unit of its slice")

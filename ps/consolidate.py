@@ -1,4 +1,4 @@
-"""Reads a checkpoint made by any number of parameter servers as one plain state dict, with torch and safetensors alone."""
+"""Reads a checkpoint made by any number of parameter servers as one plain state dict: torch and safetensors alone."""
 
 from __future__ import annotations
 

@@ -95,7 +95,9 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
     """
     lane = QueueLane(lambda: _SPARE_BYTES + 4 * store.state.num_bytes)
     store.open_lane(sender, lane)
-    reader = threading.Thread(target=_read, args=(store, sender, messages, lane), name=f"lane-{sender.task}", daemon=True)
+    reader = threading.Thread(
+        target=_read, args=(store, sender, messages, lane), name=f"lane-{sender.task}", daemon=True
+    )
     reader.start()
     if not stream.add_callback(lane.close):
         lane.close()

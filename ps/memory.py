@@ -14,7 +14,7 @@ _TRIM_BYTES = 512 << 20
 
 
 def keep_frames_in_heap() -> bool:
-    """Sets malloc's thresholds so that buffers of about 1 MiB come from the heap and stay there. False without glibc."""
+    """Sets malloc's thresholds so that buffers of about 1 MiB come from the heap and stay. False without glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -31,8 +31,8 @@ def coefficients(
 ) -> list[float]:
     """Factors of the slices that are included, in slice order.
 
-    MEAN gives weight_i / sum of weights; SUM gives planned / included examples to each. A slice of weight 0 has factor 0:
-    its gradient is left out, never multiplied (0 · NaN is NaN).
+    MEAN gives weight_i / sum of weights; SUM gives planned / included examples to each. A slice of weight 0 has
+    factor 0: its gradient is left out, never multiplied (0 · NaN is NaN).
     """
     if merge is Merge.SUM:
         included = sum(num_examples)

@@ -1,7 +1,8 @@
 """The optimizers that a parameter server can run: the eleven elementwise ones of ``torch.optim``, by class name.
 
 Elementwise means that a parameter cut anywhere gets the same values as the whole: that is what lets a ps keep many
-variables, or rows of them, in one flat tensor. The torch classes do the arithmetic; this module only knows which state each keeps.
+variables, or rows of them, in one flat tensor. The torch classes do the arithmetic; this module only knows
+which state each keeps.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters that decide the update.
 
     Entries that are not arguments of the class (``initial_lr`` and other marks of schedulers) do not take part in
-    torch's ``step()`` either; ``foreach``, ``fused`` and ``capturable`` choose an implementation, and the ps chooses its own.
+    torch's ``step()`` either; ``foreach``, ``fused`` and ``capturable`` choose an implementation, and the ps
+    chooses its own.
 
     Args:
         rule: which optimizer.
@@ -178,6 +180,13 @@ def _try(rule: OptimizerRule, arguments: Mapping[str, Any]) -> None:
         rule.cls([torch.zeros(1)], **arguments)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ConfigurationError(f"{rule.name} refuses its hyper-parameters {dict(arguments)}: {error}") from None
+
+
+def warm_up() -> None:
+    """Takes a first step: torch loads its compiler then, for seconds, and nobody should wait for that in training."""
+    parameter = torch.zeros(1)
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], fused=True).step()
 
 
 def build(

@@ -31,7 +31,7 @@ class PublishedVersion:
     frames: tuple[bytes, ...]
 
     def frames_for(self, transfer: int) -> Iterator[bytes]:
-        """The frames under another transfer id. Frames that carry it already are shared, others copied one at a time."""
+        """The frames under another transfer id. Those that carry it already are shared, others copied one at a time."""
         for message in self.frames:
             if transfer == self.transfer:
                 yield message

@@ -34,7 +34,7 @@ class Senders:
                 "its units are with others now. Start the task again"
             )
 
-    def fence(self, task: str, incarnation: int) -> FencedError:
+    def fence(self, task: str, incarnation: int) -> None:
         """Refuses process lives of ``task`` up to ``incarnation`` from now on, and forgets what they had."""
         self._fenced[task] = max(incarnation, self._fenced.get(task, 0))
         error = FencedError(f"{task} (up to incarnation {incarnation}) has been declared dead by the chief")
@@ -42,7 +42,6 @@ class Senders:
             self._lanes.pop(life).close(error)
         self._windows = {life: kept for life, kept in self._windows.items() if not _covers(task, incarnation, life)}
         self._tokens = {group: life for group, life in self._tokens.items() if not _covers(task, incarnation, life)}
-        return error
 
     def hello(self, sender: Sender, next_sequence: int) -> int:
         """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``."""
@@ -58,7 +57,8 @@ class Senders:
         window = self._windows.get(sender.life)
         if window is None:
             raise StaleStoreError(
-                f"{sender} is not known since this parameter server started or went back to a checkpoint; say Hello first"
+                f"{sender} is not known since this parameter server started or went back to a checkpoint; "
+                "say Hello first"
             )
         return window
 

@@ -70,9 +70,7 @@ class ParameterServerServicer:
         self._store.commits.close_units(sender, wire.closes_from(request.closes), context)
         return ps_pb2.CloseUnitsReply()
 
-    def PullWeights(
-        self, request: ps_pb2.PullWeightsRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.PullWeightsReply:
+    def PullWeights(self, request: ps_pb2.PullWeightsRequest, context: grpc.ServicerContext) -> ps_pb2.PullWeightsReply:
         return wire.pull_to(self._store.variables.pull_weights(wire.pull_from(request), context))
 
     def Fence(self, request: ps_pb2.FenceRequest, context: grpc.ServicerContext) -> ps_pb2.FenceReply:
@@ -92,9 +90,7 @@ class ParameterServerServicer:
     ) -> ps_pb2.DescribeUnitsReply:
         return wire.description_to(self._store.checkpoints.describe_units())
 
-    def HoldCommits(
-        self, request: ps_pb2.HoldCommitsRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.HoldCommitsReply:
+    def HoldCommits(self, request: ps_pb2.HoldCommitsRequest, context: grpc.ServicerContext) -> ps_pb2.HoldCommitsReply:
         sender = wire.sender_from(request.sender)
         units = self._store.checkpoints.hold_commits(sender, request.token, request.hold_s, context)
         return ps_pb2.HoldCommitsReply(units=wire.description_to(units))

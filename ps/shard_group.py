@@ -70,7 +70,7 @@ class ShardGroup:
         """Makes everything ready for :meth:`apply` with pieces that lie like this; changes no weight.
 
         Raises:
-            ProtocolError: pieces overlap or do not cover what is present; hyper-parameters of a param_group are missing.
+            ProtocolError: pieces overlap or do not cover what is present; hyper-parameters are missing.
             ConfigurationError: torch refuses the hyper-parameters.
             VariableError: the group has no optimizer.
         """
@@ -96,7 +96,7 @@ class ShardGroup:
         Shards without a gradient keep their weights, slots and step counts.
 
         Args:
-            parts: the gradient, 1-D pieces of the group's dtype. They are read where they are, not copied and not written.
+            parts: the gradient, 1-D pieces of the group's dtype; read where they are, neither copied nor written.
             present: whether each shard has a gradient.
             hyper_parameters: one mapping per param_group of the script's optimizer.
             scale: factor for the gradient; anything but 1 costs a pass.
@@ -132,7 +132,8 @@ class ShardGroup:
             if self._rule is None or name not in self.possible_slots():
                 known = ", ".join(self.possible_slots()) or "none"
                 raise VariableError(
-                    f"group {self.spec.group}: {self.spec.optimizer or 'no optimizer'} keeps no slot {name!r}; it keeps {known}"
+                    f"group {self.spec.group}: {self.spec.optimizer or 'no optimizer'} keeps no slot {name!r}; "
+                    f"it keeps {known}"
                 )
             self.slots[name] = torch.zeros_like(self.weights)
             self._plan = None
@@ -153,11 +154,14 @@ class ShardGroup:
         """
         known = self._rule.scalars if self._rule is not None else {}
         if counts and len(counts) != len(self.counts):
-            raise ProtocolError(f"expected {len(self.counts)} step counts for group {self.spec.group}, got {len(counts)}")
+            raise ProtocolError(
+                f"expected {len(self.counts)} step counts for group {self.spec.group}, got {len(counts)}"
+            )
         for name, values in scalars.items():
             if name not in known or len(values) != len(self.counts):
                 raise ProtocolError(
-                    f"group {self.spec.group}: expected {len(self.counts)} values of {', '.join(known) or 'no scalars'}, "
+                    f"group {self.spec.group}: expected {len(self.counts)} values of "
+                    f"{', '.join(known) or 'no scalars'}, "
                     f"got {len(values)} of {name!r}"
                 )
         if counts:

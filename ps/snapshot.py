@@ -1,8 +1,8 @@
 """A ps's part of a checkpoint on disk.
 
 Up to three files: ``ps-<i>.safetensors`` (weights; as PyTorch alone reads it, a plain state dict:
-a whole variable under its own name, a row shard under ``name@first_row``), ``ps-<i>.slots.safetensors`` (optimizer slots
-under ``slot/<slot>/<name>``, when there are any), ``ps-<i>.json`` (specs, step counts, scalars, units).
+a whole variable under its own name, a row shard under ``name@first_row``), ``ps-<i>.slots.safetensors`` (optimizer
+slots under ``slot/<slot>/<name>``, when there are any), ``ps-<i>.json`` (specs, step counts, scalars, units).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def check_nonce(directory: pathlib.Path, nonce: str) -> None:
         found = (directory / "nonce").read_text().strip()
     except OSError as error:
         raise CheckpointError(
-            f"{directory} cannot be read here ({error.strerror}); the checkpoint directory must be on a file system that "
-            "the chief and every parameter server share"
+            f"{directory} cannot be read here ({error.strerror}); the checkpoint directory must be on a file system "
+            "that the chief and every parameter server share"
         ) from None
     if found != nonce:
         raise CheckpointError(
@@ -74,9 +74,7 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
     Raises:
         CheckpointError: they cannot be written.
     """
-    weights = {
-        shard.key: _rows(group.weights, shard) for group in content.groups for shard in group.spec.shards
-    }
+    weights = {shard.key: _rows(group.weights, shard) for group in content.groups for shard in group.spec.shards}
     slots = {
         f"slot/{name}/{shard.key}": _rows(flat, shard)
         for group in content.groups

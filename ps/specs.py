@@ -1,4 +1,4 @@
-"""What a parameter server holds, and the limits under which it agrees to hold it. Pure; checked before any allocation."""
+"""What a parameter server holds, and the limits under which it does. Pure; checked before any allocation."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def check_group(spec: GroupSpec) -> None:
         rows = shard.shape[0] if shard.shape else 1
         if not shard.variable or len(shard.shape) > MAX_RANK:
             raise VariableError(
-                f"variable {shard.variable!r}: expected a name and at most {MAX_RANK} dimensions, got {len(shard.shape)}"
+                f"variable {shard.variable!r}: expected a name and at most {MAX_RANK} dimensions, "
+                f"got {len(shard.shape)}"
             )
         if shard.first_row + shard.num_rows > rows:
             raise VariableError(
@@ -147,7 +148,10 @@ def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits
                 raise VariableError(
                     f"variable {shard.variable}: expected shape {list(other.shape)}, got {list(shard.shape)}"
                 )
-            if shard.first_row < other.first_row + other.num_rows and other.first_row < shard.first_row + shard.num_rows:
+            if (
+                shard.first_row < other.first_row + other.num_rows
+                and other.first_row < shard.first_row + shard.num_rows
+            ):
                 raise VariableError(f"variable {shard.variable}: row {shard.first_row} is placed here twice")
         rows[shard.variable].append(shard)
 

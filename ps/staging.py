@@ -66,7 +66,8 @@ class Staging:
             )
         if offset + piece.numel() > spec.num_elements:
             raise FrameError(
-                f"group {spec.group}: expected elements below {spec.num_elements}, got {offset} to {offset + piece.numel()}"
+                f"group {spec.group}: expected elements below {spec.num_elements}, "
+                f"got {offset} to {offset + piece.numel()}"
             )
         desk = self._desks.setdefault(sender.life, _Desk())
         if kind is FrameKind.GRADIENT and not self._is_newest(desk, spec.group, transfer):
@@ -75,7 +76,9 @@ class Staging:
         if entry is None:
             num_values = sum(other.kind is FrameKind.VALUES for other in desk.transfers.values())
             if kind is FrameKind.VALUES and num_values >= MAX_VALUE_TRANSFERS:
-                raise LimitError(f"{sender}: at most {MAX_VALUE_TRANSFERS} transfers of values at once; assign some first")
+                raise LimitError(
+                    f"{sender}: at most {MAX_VALUE_TRANSFERS} transfers of values at once; assign some first"
+                )
             entry = desk.transfers[transfer] = _Transfer(kind)
         if entry.kind is not kind:
             raise FrameError(f"transfer {transfer} carries {entry.kind.value}, a frame with {kind.value} came")

@@ -81,7 +81,12 @@ class State:
         return sum(shelf.group.num_bytes for shelf in self.shelves.values())
 
     def wait(
-        self, ready: Callable[[], bool], sender: Sender, call: Call, timeout_s: float | None, store_epoch: int | None = None
+        self,
+        ready: Callable[[], bool],
+        sender: Sender,
+        call: Call,
+        timeout_s: float | None,
+        store_epoch: int | None = None,
     ) -> bool:
         """Waits with ``changed`` held until ``ready()``; False after ``timeout_s`` seconds.
 
@@ -95,7 +100,9 @@ class State:
         while True:
             self.senders.check(sender)
             if self.store_epoch != epoch:
-                raise StaleStoreError("this parameter server went back to a checkpoint; say Hello and look at its version")
+                raise StaleStoreError(
+                    "this parameter server went back to a checkpoint; say Hello and look at its version"
+                )
             if ready():
                 return True
             left = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
@@ -205,7 +212,9 @@ class State:
             assert lane is not None
             return lane
 
-    def wait_frames(self, sender: Sender, ref: TransferRef, groups: list[int], covered: Callable[[], bool], call: Call) -> None:
+    def wait_frames(
+        self, sender: Sender, ref: TransferRef, groups: list[int], covered: Callable[[], bool], call: Call
+    ) -> None:
         """With ``changed`` held: waits until a transfer is complete.
 
         Raises:
@@ -219,7 +228,8 @@ class State:
         if not self.wait(ready, sender, call, self.frames_timeout_s):
             came = self.staging.num_frames(sender, ref.transfer)
             raise ProtocolError(
-                f"expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what is present, "
+                f"expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what is "
+                "present, "
                 f"got {came} within {self.frames_timeout_s:.0f} s; stage them again under a new transfer"
             )
 

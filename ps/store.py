@@ -1,4 +1,7 @@
-"""The store: one object whose methods are the RPCs, in snake_case. Knows neither protobuf nor grpc; safe to call from many threads."""
+"""The store: one object whose methods are the RPCs, in snake_case.
+
+Knows neither protobuf nor grpc; safe to call from many threads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from stratagem.errors import PeerUnavailableError
 from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.commits import Commits
 from stratagem.ps.requests import Sender
@@ -29,15 +33,15 @@ class Greeting:
 
 
 def epoch_from_clock(previous: int) -> int:
-    """A store epoch larger than ``previous`` and than any that an earlier process of this ps had: milliseconds since 1970."""
+    """A store epoch larger than ``previous`` and any that an earlier process had: milliseconds since 1970."""
     return max(previous + 1, time.time_ns() // 1_000_000)
 
 
 class Store:
     """A parameter server without its wire.
 
-    Requests of one kind live together: ``variables`` (create, assign, pull, stage), ``commits`` (prepare, commit, close),
-    ``checkpoints`` (hold, save, restore).
+    Requests of one kind live together: ``variables`` (create, assign, pull, stage), ``commits`` (prepare, commit,
+    close), ``checkpoints`` (hold, save, restore).
 
     Args:
         task: task id of this ps.
@@ -65,7 +69,7 @@ class Store:
         self.checkpoints = Checkpointing(self.state, index, next_epoch)
 
     def hello(self, sender: Sender, next_sequence: int) -> Greeting:
-        """Introduces a sender. What it staged before is dropped and its lane closed: it comes after a loss, and sends again.
+        """Introduces a sender. It comes after a loss: what it staged is dropped, its lane closed.
 
         Raises:
             FencedError: the process life was declared dead.
@@ -78,6 +82,7 @@ class Store:
             lane = state.senders.lane(sender)
             if lane is not None:
                 self.close_lane(sender, lane)
+                lane.close(PeerUnavailableError(f"{sender} introduced itself anew"))
             state.changed.notify_all()
             return Greeting(Sender(self.task, self.incarnation), state.store_epoch, expected)
 
@@ -90,7 +95,9 @@ class Store:
         state = self.state
         with state.changed:
             state.senders.check(sender)
-            state.senders.open_lane(sender, lane)
+            replaced = state.senders.open_lane(sender, lane)
+            if replaced is not None:
+                replaced.close(PeerUnavailableError(f"{sender} opened another lane"))
             state.changed.notify_all()
 
     def close_lane(self, sender: Sender, lane: ReplyLane) -> None:
@@ -100,7 +107,7 @@ class Store:
                 self.state.staging.drop_life(sender)
 
     def fence(self, sender: Sender, task: str, incarnation: int, call: Call) -> list[StepKey]:
-        """Refuses process lives of ``task`` up to ``incarnation``; answers once none of their calls changes weights any more.
+        """Refuses process lives of ``task`` up to ``incarnation``; answers once none of them is changing weights.
 
         Returns:
             Staleness 0: (step, ordinal) pairs still incomplete here for which they had committed.

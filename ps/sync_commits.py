@@ -71,7 +71,10 @@ class SyncCommits:
             if merged is None:
                 return Facts()
             return join_facts(
-                [facts_of(state.shelf(group).spec, parts, merged.present[group]) for group, parts in merged.parts.items()]
+                [
+                    facts_of(state.shelf(group).spec, parts, merged.present[group])
+                    for group, parts in merged.parts.items()
+                ]
             )
 
     def commit(self, request: CommitUpdate, part: StepSlice, store_epoch: int, call: Call) -> CommitResult:
@@ -117,9 +120,7 @@ class SyncCommits:
         gradient: dict[int, Parts] = {}
         skips = isinstance(request, CommitUpdate) and request.action is Action.SKIP
         if contributes and not skips:
-            gradient = self._commits.take_gradient(
-                request.sender, request.gradients, request.groups, call, keep=False
-            )
+            gradient = self._commits.take_gradient(request.sender, request.gradients, request.groups, call, keep=False)
         else:
             numbers = [commit.group for commit in request.groups]
             state.staging.drop(request.sender, request.gradients.transfer, numbers)
@@ -133,9 +134,7 @@ class SyncCommits:
                 ),
             )
 
-    def _commit_slice(
-        self, request: CommitUpdate, key: StepKey, unit: Unit, store_epoch: int, call: Call
-    ) -> None:
+    def _commit_slice(self, request: CommitUpdate, key: StepKey, unit: Unit, store_epoch: int, call: Call) -> None:
         state = self._state
         with self._commits.turn(request.sender, request.update, store_epoch, call):
             with state.changed:

@@ -1,7 +1,8 @@
-"""Staleness 0: which slices of a step are here, when the step can be applied, and what a dead worker leaves behind. A state machine.
+"""Staleness 0: which slices of a step are here, when the step can be applied, what a dead worker leaves.
 
-A slice is *prepared* (its gradient is here) and then *committed* (its worker knows that every ps has it). A step is
-ready when every slice that counts is committed. The chief may close a step: then only the included slices count.
+A state machine. A slice is *prepared* (its gradient is here) and then *committed* (its worker knows that every ps has
+it). A step is ready when every slice that counts is committed. The chief may close a step:
+then only the included slices count.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class SyncSteps:
         if step.planned != contribution.slice.units or contribution.unit not in step.planned:
             raise ProtocolError(
                 f"step {key[0]}: expected the planned slices {[str(unit) for unit in step.planned]}, got "
-                f"{[str(unit) for unit in contribution.slice.units]} with {contribution.unit} from {contribution.sender}"
+                f"{[str(unit) for unit in contribution.slice.units]} "
+                f"with {contribution.unit} from {contribution.sender}"
             )
         for other in step.contributions.values():
             if other.unit != contribution.unit:
@@ -136,7 +138,9 @@ class SyncSteps:
         lost = sorted(
             unit
             for unit, ordinal in closing.committed
-            if (step, ordinal) in self._open and unit in closing.included and not self.is_prepared((step, ordinal), unit)
+            if (step, ordinal) in self._open
+            and unit in closing.included
+            and not self.is_prepared((step, ordinal), unit)
         )
         if lost:
             raise ProtocolError(f"step {step}: {lost[0]} counts as committed, and its gradient is not here")
@@ -249,7 +253,8 @@ class SyncSteps:
 def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> None:
     if one.slice.merge is not other.slice.merge:
         raise ConfigurationError(
-            f"step {key[0]}: {one.sender} merges by {one.slice.merge.value}, {other.sender} by {other.slice.merge.value}; "
+            f"step {key[0]}: {one.sender} merges by {one.slice.merge.value}, {other.sender} by "
+            f"{other.slice.merge.value}; "
             "call prepare(gradients=…) alike on every worker"
         )
     theirs = {commit.group: commit.hyper_parameters for commit in one.groups}
@@ -259,7 +264,8 @@ def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> No
             names = [name for name in {*first, *second} if first.get(name) != second.get(name)]
             if names:
                 raise ConfigurationError(
-                    f"step {key[0]}: hyper-parameter {sorted(names)[0]} of param_group {index} differs: {one.sender} has "
+                    f"step {key[0]}: hyper-parameter {sorted(names)[0]} of param_group {index} differs: "
+                    f"{one.sender} has "
                     f"{first.get(sorted(names)[0])}, {other.sender} has {second.get(sorted(names)[0])}; "
                     "set it from the step, not from what one worker sees"
                 )

@@ -1,4 +1,7 @@
-"""Which updates this ps has applied: ordinals of units in progress, a bitmap of closed units. Pure; snapshotted with the weights."""
+"""Which updates this ps has applied: ordinals of units in progress, a bitmap of closed ones.
+
+Pure; snapshotted with the weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class UnitClose:
 
     unit: Unit
     num_updates: int
-    """Optimizer steps it had."""
+    """Updates of it that this ps acknowledged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +75,17 @@ class UnitLedger:
     def close(self, closes: Iterable[UnitClose]) -> None:
         """Closes units: nothing of them can be applied again.
 
+        A unit stays open when the worker counts more updates here than there are: this ps went back to a checkpoint
+        since. The chief then finds that the unit is lacking, and has it marked as lost.
+
         Raises:
             LimitError: a unit index beyond :data:`MAX_UNITS`.
         """
         for close in closes:
             if close.unit.index >= MAX_UNITS:
                 raise LimitError(f"{close.unit}: an epoch has at most {MAX_UNITS} units here")
+            if close.num_updates > len(self._open.get(close.unit, ())):
+                continue
             self._bitmap(close.unit).add(close.unit.index)
             self._open.pop(close.unit, None)
 
@@ -104,7 +112,10 @@ class UnitLedger:
         """For a snapshot."""
         return {
             "closed": [[*epoch, bitmap.to_bytes().hex()] for epoch, bitmap in sorted(self._closed.items())],
-            "open": [[unit.dataset, unit.epoch, unit.index, sorted(ordinals.items())] for unit, ordinals in sorted(self._open.items())],
+            "open": [
+                [unit.dataset, unit.epoch, unit.index, sorted(ordinals.items())]
+                for unit, ordinals in sorted(self._open.items())
+            ],
         }
 
     @classmethod

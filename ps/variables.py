@@ -37,7 +37,8 @@ class Variables:
             call: the remote call.
 
         Returns:
-            Groups whose initial values the sender must assign (it holds the init-once token), and groups that have values.
+            Groups whose initial values the sender must assign (it holds the init-once token), and groups that
+            have values.
 
         Raises:
             VariableError: a group exists with other shards, or a spec cannot be; nothing is created.
@@ -66,7 +67,7 @@ class Variables:
         """Assigns weights, or a slot with the optimizer's progress, from frames that went before.
 
         Raises:
-            ProtocolError: frames did not come, do not cover a group that has no values yet, or another sender must initialise it.
+            ProtocolError: frames did not come, do not cover a group without values, or another sender must give them.
             VariableError: a group or slot is unknown.
         """
         decision = self._state.begin(request.sender, call)

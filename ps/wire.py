@@ -76,9 +76,7 @@ def unit_sets_from(messages: Iterable[common_pb2.UnitSet]) -> dict[Epoch, UnitBi
 def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
     """A shard group."""
     shards = tuple(
-        ShardSpec(
-            shard.variable, tuple(shard.shape), shard.first_row, shard.num_rows, shard.offset, shard.param_group
-        )
+        ShardSpec(shard.variable, tuple(shard.shape), shard.first_row, shard.num_rows, shard.offset, shard.param_group)
         for shard in message.shards
     )
     try:
@@ -143,9 +141,7 @@ def plain(struct: struct_pb2.Struct) -> dict[str, Any]:
 
 def facts_to(facts: Facts) -> ps_pb2.PrepareUpdateReply:
     """Facts about a gradient."""
-    return ps_pb2.PrepareUpdateReply(
-        squared_norm=facts.squared_norm, finite=facts.finite, not_finite=facts.not_finite
-    )
+    return ps_pb2.PrepareUpdateReply(squared_norm=facts.squared_norm, finite=facts.finite, not_finite=facts.not_finite)
 
 
 def commit_to(result: CommitResult) -> ps_pb2.CommitUpdateReply:
@@ -239,4 +235,3 @@ def _plain_value(value: struct_pb2.Value) -> Any:
     if kind == "struct_value":
         return plain(value.struct_value)
     return None if kind in (None, "null_value") else getattr(value, kind)
-

@@ -24,8 +24,8 @@ class ChiefProcess:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         logger.info("the cluster names no chief: started one at %s (pid %d)", config.bind, self._process.pid)
 
-    def wait(self, timeout_s: float) -> None:
-        """Waits for the chief to end by itself, then ends it."""
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits for the chief to end by itself (None: for as long as the other workers need it), then ends it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -39,7 +39,7 @@ class LeaseClient:
         self._ahead = ahead
         self._epoch = 0
         self._ready: collections.deque[Grant] = collections.deque()
-        self._accepted: list[int] = []
+        self._unreported: dict[Unit, chief_pb2.Grant] = {}
         self._held: dict[Unit, chief_pb2.Grant] = {}
 
     def start_epoch(self, epoch: int) -> None:
@@ -49,13 +49,10 @@ class LeaseClient:
     def next(self, wait: bool) -> Grant | None:
         """The next unit; None when the epoch is closed, or (without ``wait``) when there is none right now."""
         if not self._ready:
-            accepted, self._accepted = self._accepted, []
             held = [unit.index for unit in self._held if unit.epoch == self._epoch]
-            try:
-                reply = self._chief.next_units(self._dataset, self._epoch, accepted, held, self._ahead, wait)
-            except BaseException:
-                self._accepted = accepted + self._accepted
-                raise
+            accepted = self._accepted()
+            reply = self._chief.next_units(self._dataset, self._epoch, accepted, held, self._ahead, wait)
+            self._unreported.clear()
             for grant in reply.grants:
                 unit = Unit(grant.unit.dataset, grant.unit.epoch, grant.unit.index)
                 self._held[unit] = grant
@@ -65,8 +62,12 @@ class LeaseClient:
 
     def accept(self, unit: Unit) -> None:
         """Every ps has the unit's updates; the chief hears of it with the next call."""
-        if self._held.pop(unit, None) is not None:
-            self._accepted.append(unit.index)
+        grant = self._held.pop(unit, None)
+        if grant is not None:
+            self._unreported[unit] = grant
+
+    def _accepted(self) -> list[int]:
+        return [unit.index for unit in self._unreported]
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit is on loan to this worker."""
@@ -74,26 +75,22 @@ class LeaseClient:
 
     def start_step(self, clock: int) -> int:
         """Waits for the staleness bound; returns the clock the chief holds for this worker."""
-        accepted, self._accepted = self._accepted, []
-        try:
-            return self._chief.start_step(self._dataset, self._epoch, accepted, clock)
-        except BaseException:
-            self._accepted = accepted + self._accepted
-            raise
+        now = self._chief.start_step(self._dataset, self._epoch, self._accepted(), clock)
+        self._unreported.clear()
+        return now
 
     def leave(self) -> None:
         """Gives back everything that is not accepted."""
-        accepted, self._accepted = self._accepted, []
-        self._ready.clear()
-        self._held.clear()
+        accepted = self._accepted()
+        self.forget()
         self._chief.leave_epoch(self._dataset, self._epoch, accepted)
 
     def forget(self) -> None:
         """The job went back to a checkpoint: the chief has taken everything back and lends anew."""
-        self._accepted.clear()
+        self._unreported.clear()
         self._ready.clear()
         self._held.clear()
 
     def held(self) -> list[chief_pb2.Grant]:
-        """Units on loan, for a chief that restarted."""
-        return list(self._held.values())
+        """Units on loan, and those it has not heard the end of, for a chief that restarted."""
+        return [*self._unreported.values(), *self._held.values()]

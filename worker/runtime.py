@@ -109,7 +109,7 @@ class WorkerRuntime:
         self._server.stop(0.2)
         if self._chief_process is not None:
             # The other workers may need the chief for longer than this one.
-            self._chief_process.wait(self.config.start_timeout_s if exit_code == 0 else 1.0)
+            self._chief_process.wait(None if exit_code == 0 else 1.0)
             self._chief_process = None
         if _newest is self:
             _newest = None

@@ -30,6 +30,7 @@ class RunningServer:
     """host:port really bound."""
     health: health.HealthServicer
     services: Sequence[str]
+    pool: futures.ThreadPoolExecutor
 
     def set_serving(self, serving: bool) -> None:
         """Readiness of every service, as ``grpc.health.v1`` tells it; the server as a whole ("") is live at once."""
@@ -40,6 +41,7 @@ class RunningServer:
         """Refuses new calls, ends the running ones after ``grace_s`` seconds, frees the port."""
         self.health.enter_graceful_shutdown()
         self.server.stop(grace_s).wait()
+        self.pool.shutdown(wait=False)
 
 
 @dataclasses.dataclass
@@ -86,8 +88,9 @@ def serve(
         ConfigurationError: the port is taken, or binding beyond loopback without ``insecure``.
     """
     check_binding(bind, insecure)
+    pool = futures.ThreadPoolExecutor(max_threads, thread_name_prefix="rpc")
     server = grpc.server(
-        futures.ThreadPoolExecutor(max_threads, thread_name_prefix="rpc"),
+        pool,
         interceptors=[ErrorInterceptor()],
         options=_server_options(max_message_bytes),
     )
@@ -102,7 +105,7 @@ def serve(
     if not port:
         raise _port_taken(bind)
     server.start()
-    running = RunningServer(server, _with_port(bind, port), servicer, services)
+    running = RunningServer(server, _with_port(bind, port), servicer, services, pool)
     running.set_serving(False)
     return running
 

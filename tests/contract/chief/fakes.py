@@ -27,7 +27,7 @@ from stratagem.rpc.server import serve_aio
 DEADLINE_S = 10.0
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
-grpc.aio.init_grpc_aio()
+grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
 
 
 async def until(condition: Callable[[], Any]) -> Any:
@@ -108,7 +108,7 @@ class Task:
 
     def ended(self, kind: str) -> Any:
         """The event ``kind`` ("fenced", "stop") if it came."""
-        return next((getattr(event, kind) for event in self.events if event.HasField(kind)), None)
+        return next((getattr(event, kind) for event in self.events if event.WhichOneof("event") == kind), None)
 
     async def welcomed(self) -> None:
         await until(lambda: (self.incarnation and self.events) or self.error)
@@ -149,7 +149,7 @@ class Task:
 
     # Verbs of a worker
 
-    async def open(self, **plan: Any) -> chief_pb2.OpenDatasetReply:
+    async def open(self, **plan: Any) -> Any:
         defaults = {"dataset": 1, "num_examples": 8, "batch_size": 2, "num_slices": 1, "staleness": float("inf")}
         return await self.stub.OpenDataset(chief_pb2.OpenDatasetRequest(sender=self.sender, **{**defaults, **plan}))
 
@@ -260,8 +260,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
     def _workers_only(self, request: Any, context: Any) -> Any:
         raise AssertionError("the chief does not call this")
 
-    Hello = CreateVariables = AssignValues = PrepareUpdate = CommitUpdate = CloseUnits = _workers_only
-    PullWeights = Transfer = _workers_only
+    Hello = CreateVariables = AssignValues = PrepareUpdate = CommitUpdate = CloseUnits = PullWeights = _workers_only
+    Transfer: Any = _workers_only
 
 
 @contextlib.asynccontextmanager

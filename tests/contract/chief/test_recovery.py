@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -126,7 +127,7 @@ def test_the_first_and_the_last_checkpoint_come_by_themselves(tmp_path: Path) ->
                 worker.goodbye()
             for server in servers:
                 assert server.session is not None
-                await until(lambda session=server.session: session.ended("stop"))
+                await until(functools.partial(server.session.ended, "stop"))
                 server.session.goodbye()
             assert await running.exit_code() == 0
             assert (tmp_path / "latest").read_text() == "step-00000001\n"
@@ -139,7 +140,7 @@ def test_checkpoints_are_taken_by_time_and_only_some_are_kept(tmp_path: Path) ->
         config = {"checkpoint_dir": str(tmp_path), "checkpoint_every_s": 0.01, "keep_checkpoints": 2}
         async with cluster(**config) as (_, _, servers):
             for step in range(4):
-                await until(lambda step=step: (tmp_path / f"step-{step:08d}").exists())
+                await until(functools.partial(Path.exists, tmp_path / f"step-{step:08d}"))
                 applied(servers, step)
             await until(lambda: (tmp_path / "step-00000004").exists() and not (tmp_path / "step-00000002").exists())
             assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
@@ -154,14 +155,14 @@ def test_a_directory_that_a_ps_does_not_see_stops_the_job_at_the_start(tmp_path:
             return await super().SaveShards(request, context)
 
     async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=1, checkpoint_dir=str(tmp_path)) as running:
-            async with ps(running.address, Elsewhere(0)) as server:
-                worker = Task(running.address, "worker:0")
-                stop = await until(lambda: worker.ended("stop"))
-                assert stop.exit_code == 2 and "does not see the chief's directory" in stop.reason
-                assert checkpoints.scan(str(tmp_path)) == []
-                await worker.die()
-                assert server.token == 0
+        config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+        async with chief(**config) as running, ps(running.address, Elsewhere(0)) as server:
+            worker = Task(running.address, "worker:0")
+            stop = await until(lambda: worker.ended("stop"))
+            assert stop.exit_code == 2 and "does not see the chief's directory" in stop.reason
+            assert checkpoints.scan(str(tmp_path)) == []
+            await worker.die()
+            assert server.token == 0
 
     run(scenario)
 
@@ -180,8 +181,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
             await workers[0].open()
             await workers[0].next(want=4)
             applied(servers, 0, 1, 2)
-            await workers[0].next([0, 1], held=[2, 3])
-            servers[0].fence_gate.set()
+            await workers[0].next([0, 1], held=[2, 3], wait=False)
             assert servers[0].session is not None
             await servers[0].session.die()
             await until(lambda: not running.job.sessions.servers)

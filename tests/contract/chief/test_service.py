@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import grpc
 import grpc.aio
@@ -38,8 +39,8 @@ def test_two_workers_share_an_epoch_and_see_its_end() -> None:
             assert indices(await workers[1].next(want=9)) == [2, 3]
             assert indices(await workers[1].next([2, 3], wait=False)) == []
             waiting = asyncio.create_task(workers[1].next())
-            await until(lambda: running.job.get_status().tasks[1].waiting_on)
-            assert running.job.get_status().tasks[1].waiting_on == "worker:0 to finish their units"
+            await until(lambda: running.job.get_status().tasks[2].waiting_on)
+            assert running.job.get_status().tasks[2].waiting_on == "worker:0 to finish their units"
             assert (await workers[0].next([0, 1])).end
             assert (await waiting).end
             assert indices(await workers[0].next(epoch=1)) == [0]
@@ -171,8 +172,8 @@ def test_a_fast_worker_waits_for_the_staleness_bound() -> None:
             assert await start(workers[1], 0) == 0
             assert await start(workers[0], 1) == 1
             waiting = asyncio.create_task(start(workers[0], 2))
-            await until(lambda: running.job.get_status().tasks[0].waiting_on)
-            assert running.job.get_status().tasks[0].waiting_on.startswith("worker:1 to finish steps before step 2")
+            await until(lambda: running.job.get_status().tasks[1].waiting_on)
+            assert running.job.get_status().tasks[1].waiting_on.startswith("worker:1 to finish steps before step 2")
             assert not waiting.done()
             assert await start(workers[1], 1) == 1
             assert await waiting == 2
@@ -192,10 +193,10 @@ def test_status_shows_what_every_task_does() -> None:
             workers[0].beat(step=4, loss=0.5, has_loss=True)
             for _ in range(200):
                 status: chief_pb2.GetStatusReply = await workers[1].stub.GetStatus(chief_pb2.GetStatusRequest())
-                if status.tasks[0].progress.step == 4:
+                if status.tasks[1].progress.step == 4:
                     break
-            assert status.tasks[0].progress.loss == 0.5
-            assert (status.tasks[0].state, status.tasks[0].units_held, status.tasks[0].pid) == ("live", 3, 7)
+            assert status.tasks[1].progress.loss == 0.5
+            assert (status.tasks[1].state, status.tasks[1].units_held, status.tasks[1].pid) == ("live", 3, 7)
             assert (status.units_accepted, status.units_planned, status.examples_accepted) == (1, 4, 2)
             assert (status.ready, status.lead, list(status.waiting_for)) == (True, "worker:0", [])
 
@@ -209,7 +210,7 @@ def test_the_job_ends_well_when_all_workers_are_done() -> None:
             workers[1].goodbye()
             sessions = [server.session for server in servers if server.session is not None]
             for session in sessions:
-                stop = await until(lambda session=session: session.ended("stop"))
+                stop = await until(functools.partial(session.ended, "stop"))
                 assert (stop.exit_code, stop.reason) == (0, "every worker has finished")
             error = await refused(workers[0].next())
             assert isinstance(error, JobStoppedError | FencedError)

@@ -242,6 +242,27 @@ def test_a_newcomer_waits_for_all_earlier_steps_and_refreshes() -> None:
     assert loan.refresh and loan.step == 2
 
 
+def test_a_worker_that_left_a_step_to_the_others_refreshes() -> None:
+    lending = sync_lending()
+    lending.ask(A, 1, 0, (), 1, [A, B])
+    lending.ask(B, 1, 0, (), 1, [A, B])
+    lending.give_back(B, lending.leave(B, 1, 0).returned)
+    waiting = lending.ask(B, 1, 1, (), 1, [A, B])
+    assert (waiting.loans, waiting.waits_for) == ((), (A,))
+    lending.accept(A, 1, 0, [0])
+    [loan] = lending.ask(B, 1, 1, (), 1, [A, B]).loans
+    assert loan.refresh
+
+
+def test_only_the_borrower_gives_a_unit_back() -> None:
+    lending = Lending()
+    lending.open_dataset(1, Plan(4, 1))
+    [loan] = lending.ask(A, 1, 0, (), 1, [A]).loans
+    assert lending.give_back(B, [loan.unit]) == []
+    assert lending.give_back(A, [loan.unit]) == [loan.unit]
+    assert lending.give_back(A, [loan.unit]) == []
+
+
 def test_a_restarted_worker_is_not_waited_for_before_it_asks() -> None:
     lending = sync_lending()
     new = Life("worker:1", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -114,7 +115,7 @@ class DirectWorker:
         cuts = [0, flat.numel()]
         if rng is not None:
             cuts = sorted({*cuts, *(rng.randrange(flat.numel()) for _ in range(3))})
-        pieces = [(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False) if stop > start]
+        pieces = [(start, stop) for start, stop in itertools.pairwise(cuts) if stop > start]
         if rng is not None:
             rng.shuffle(pieces)
         for start, stop in pieces:
@@ -141,10 +142,12 @@ class DirectWorker:
         """Commits."""
         return self.store.commits.commit_update(request, CALL)
 
-    def prepare(self, ref: TransferRef, unit: Unit, part: StepSlice, ordinal: int = 0, want_facts: bool = False) -> Facts:
+    def prepare(
+        self, ref: TransferRef, unit: Unit, part: StepSlice, *, present: bytes = b"", want_facts: bool = False
+    ) -> Facts:
         """First phase."""
-        group = GroupCommit(self.spec.group, b"", (dict(self.hyper),), self.have)
-        request = PrepareUpdate(self.numbered(), Update((unit,), ordinal), ref, (group,), part, want_facts)
+        group = GroupCommit(self.spec.group, present, (dict(self.hyper),), self.have)
+        request = PrepareUpdate(self.numbered(), Update((unit,), 0), ref, (group,), part, want_facts)
         return self.store.commits.prepare_update(request, CALL)
 
     def pull(self, have: Version | None = None, slot: str = "", wait_s: float = 0.0) -> PullResult:

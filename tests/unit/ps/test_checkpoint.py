@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: i
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "nonce").write_text("n")
-    files = []
+    files: list[dict[str, Any]] = []
     for store in stores:
         store.checkpoints.hold_commits(CHIEF, 7, 10.0, CALL)
         saved, _ = store.checkpoints.save_shards(7, str(path), "n")
@@ -62,9 +63,7 @@ def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: i
         ("Rprop", {"lr": 0.1}),
     ],
 )
-def test_restored_training_equals_uninterrupted(
-    tmp_path: pathlib.Path, optimizer: str, hyper: dict[str, Any]
-) -> None:
+def test_restored_training_equals_uninterrupted(tmp_path: pathlib.Path, optimizer: str, hyper: dict[str, Any]) -> None:
     spec = make_spec(SHAPES, optimizer)
     torch.manual_seed(0)
     gradients = [torch.randn(spec.num_elements) for _ in range(12)]
@@ -101,7 +100,9 @@ def test_any_number_of_ps_reads_as_one_plain_state_dict(tmp_path: pathlib.Path) 
             shards += [ShardSpec("bias", (3,), 0, 3, 14), ShardSpec("scale", (), 0, 1, 17)]
         spec = GroupSpec(1, "Adam", torch.float32, tuple(shards))
         worker = DirectWorker(store, "worker:0", spec)
-        worker.create(torch.cat([table[first : first + count].reshape(-1), torch.tensor([1.0, 2, 3, 4][: 4 * (not index)])]))
+        worker.create(
+            torch.cat([table[first : first + count].reshape(-1), torch.tensor([1.0, 2, 3, 4][: 4 * (not index)])])
+        )
         worker.hyper = {"lr": 0.0}
         worker.commit(torch.ones(spec.num_elements), unit(0))
     path = checkpoint(tmp_path, stores, 1)
@@ -162,7 +163,7 @@ def test_hold_lets_admitted_updates_through_and_the_rest_wait() -> None:
     workers[0].commit(torch.ones(11), unit(0), num_servers=2)
     described = store.checkpoints.hold_commits(CHIEF, 3, 60.0, CALL)
     assert described.units.open == ((Update((unit(0),), 0), 2),) and described.initialized
-    calls = [in_thread(lambda w=w, i=i: w.commit(torch.ones(11), unit(i))) for i, w in enumerate(workers, 1)]
+    calls = [in_thread(partial(w.commit, torch.ones(11), unit(i))) for i, w in enumerate(workers, 1)]
     assert not store.checkpoints.admit_updates(CHIEF, 3, [Update((unit(9),), 0)], 0.05, CALL)
     assert store.checkpoints.admit_updates(CHIEF, 3, [Update((unit(1),), 0)], 10.0, CALL)
     assert calls[0].result().applied and not calls[1].done and store.state.step == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -54,7 +55,7 @@ def pieces_of(flat: torch.Tensor, rng: random.Random) -> list[tuple[int, torch.T
     cuts = sorted({0, flat.numel(), *(rng.randrange(flat.numel()) for _ in range(6))})
     parts = [
         (start, torch.frombuffer(bytearray(flat[start:stop].numpy().tobytes()), dtype=flat.dtype))
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in itertools.pairwise(cuts)
     ]
     rng.shuffle(parts)
     return parts
@@ -109,7 +110,7 @@ def test_equals_torch_with_uneven_pieces_absent_gradients_and_changing_lr(name: 
 
 def test_the_list_is_the_eleven_elementwise_ones() -> None:
     assert sorted(optimizers.SUPPORTED) == sorted(
-        "SGD Adam AdamW Adamax Adadelta Adagrad NAdam RAdam RMSprop Rprop ASGD".split()
+        ["SGD", "Adam", "AdamW", "Adamax", "Adadelta", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"]
     )
 
 

@@ -341,9 +341,12 @@ def test_a_sender_must_introduce_itself() -> None:
     store, (worker,) = started()
     stranger = Sender("worker:5", 3, 1)
     with pytest.raises(StaleStoreError, match="say Hello first"):
-        store.commits.commit_update(worker.request(TransferRef(0, 0), []).__class__(
-            stranger, worker.request(TransferRef(0, 0), []).update, TransferRef(1, 1), (), 1
-        ), CALL)
+        store.commits.commit_update(
+            worker.request(TransferRef(0, 0), []).__class__(
+                stranger, worker.request(TransferRef(0, 0), []).update, TransferRef(1, 1), (), 1
+            ),
+            CALL,
+        )
 
 
 def test_staging_replaces_supersedes_and_bounds() -> None:

@@ -1,0 +1,146 @@
+"""``python -m stratagem.ps`` as a process, with a chief that is only its session."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from stratagem.ps.store import Store
+from stratagem.rpc.channels import connect
+from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.server import RunningServer, serve
+from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
+from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, make_spec
+
+SERVICE = "stratagem.ParameterServer"
+
+
+class SessionOnly:
+    """Welcomes whoever joins; says what the test puts into ``events``."""
+
+    def __init__(self) -> None:
+        self.joined: queue.SimpleQueue[chief_pb2.Join] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[chief_pb2.SessionEvent | None] = queue.SimpleQueue()
+
+    def Session(
+        self, request_iterator: Iterator[chief_pb2.SessionRequest], context: grpc.ServicerContext
+    ) -> Iterator[chief_pb2.SessionEvent]:
+        self.joined.put(next(request_iterator).join)
+        welcome = chief_pb2.Welcome(incarnation=3, chief_epoch=1, heartbeat_interval_s=0.1, session_timeout_s=5)
+        yield chief_pb2.SessionEvent(welcome=welcome)
+        context.add_callback(lambda: self.events.put(None))
+        while (event := self.events.get()) is not None:
+            yield event
+
+
+@pytest.fixture
+def chief() -> Iterator[tuple[SessionOnly, RunningServer]]:
+    servicer = SessionOnly()
+
+    def register(server: grpc.Server) -> None:
+        session = grpc.stream_stream_rpc_method_handler(
+            servicer.Session, chief_pb2.SessionRequest.FromString, chief_pb2.SessionEvent.SerializeToString
+        )
+        handler = grpc.method_handlers_generic_handler("stratagem.Chief", {"Session": session})
+        server.add_generic_rpc_handlers((handler,))
+
+    running = serve(
+        "127.0.0.1:0",
+        register,
+        services=["stratagem.Chief"],
+        max_threads=8,
+        max_message_bytes=1 << 20,
+        insecure=False,
+    )
+    yield servicer, running
+    running.stop(0.2)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "stratagem.ps", "--task", "ps:0", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        _, text = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    return process.returncode, text
+
+
+def test_restores_joins_serves_and_ends_with_the_job(
+    tmp_path: pathlib.Path, chief: tuple[SessionOnly, RunningServer]
+) -> None:
+    store = Store()
+    worker = DirectWorker(store, "worker:0", make_spec([(10,)], prefix="w"))
+    worker.create(torch.arange(10.0))
+    path = tmp_path / "step-00000000"
+    path.mkdir()
+    (path / "nonce").write_text("n")
+    store.checkpoints.hold_commits(CHIEF, 1, 10.0, CALL)
+    files, _ = store.checkpoints.save_shards(1, str(path), "n")
+    entries = [{"ps": "ps:0", "name": file.name, "sha256": file.sha256} for file in files]
+    (path / "manifest.json").write_text(json.dumps({"step": 0, "chief_epoch": 1, "files": entries}))
+
+    servicer, server = chief
+    process = start("--chief", server.address, "--checkpoint-dir", str(tmp_path))
+    try:
+        join = servicer.joined.get(timeout=60)
+        assert join.task == "ps:0" and join.store_epoch > store.state.store_epoch
+        channel = connect(join.address)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for status in health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_S):
+            if status.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        client = RawClient(join.address)
+        assert client.hello.server.incarnation == 3
+        assert client.pull(4).versions[0].num_frames == 1
+        assert torch.equal(client.receive(10, 1), torch.arange(10.0))
+        servicer.events.put(chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=0, reason="all done")))
+        code, text = finish(process)
+        assert code == 0, text
+        assert "The job is over: all done" in text and "Traceback" not in text
+        client.close()
+        channel.close()
+    finally:
+        process.kill()
+        finish(process)
+
+
+def test_sigterm_ends_it(chief: tuple[SessionOnly, RunningServer]) -> None:
+    servicer, server = chief
+    process = start("--chief", server.address)
+    try:
+        assert servicer.joined.get(timeout=60).store_epoch == 0
+        process.send_signal(signal.SIGTERM)
+        code, text = finish(process)
+        assert code == 143, text
+        assert "Traceback" not in text
+    finally:
+        process.kill()
+
+
+def test_a_port_in_use_is_a_configuration_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = finish(start("--chief", "127.0.0.1:1", "--bind", f"127.0.0.1:{port}"))
+    assert code == 2 and f"cannot listen on 127.0.0.1:{port}" in text and "Traceback" not in text
+
+
+def test_unknown_flags_and_values_are_usage_errors() -> None:
+    code, text = finish(start("--num-threads", "0"))
+    assert code == 2 and "num_threads" in text
