@@ -34,6 +34,8 @@ from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 0.25  # between two looks whether all ps are back for the first checkpoint
+
 
 class Job:
     """The chief's state and what it does with it.
@@ -142,6 +144,7 @@ class Job:
     ) -> Loans:
         """Counts accepted units and lends up to ``want`` others; with ``wait`` not before there is one, or the end."""
         await self._accept(life, dataset, epoch, accepted)
+        await self._first_checkpoint(life)
         try:
             while True:
                 next_step = self.lending.steps.next_number
@@ -309,6 +312,15 @@ class Job:
             if self.sessions.ready and self.recovery.settled:
                 return
             await self.bell.heard()
+
+    async def _first_checkpoint(self, life: Life) -> None:
+        """Waits for the initial checkpoint, if there is to be one."""
+        await self._rounds.before_lending()
+        await self._admit(life)
+        while not self._rounds.may_lend:
+            await asyncio.sleep(RETRY_S)
+            await self._rounds.before_lending()
+            await self._admit(life)
 
     async def _accept(self, life: Life, dataset: int, epoch: int, indices: Sequence[int]) -> None:
         await self._admit(life)

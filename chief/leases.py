@@ -123,6 +123,13 @@ class EpochLeases:
         del self._lent[index]
         heapq.heappush(self._returned, index)
 
+    def give_all_back(self) -> int:
+        """Makes every unit that is on loan pending again; returns their number."""
+        indices = list(self._lent)
+        for index in indices:
+            self.give_back(index)
+        return len(indices)
+
     def revoke(self, indices: Iterable[int]) -> None:
         """Makes accepted units pending again: the ps went back to a checkpoint without their updates."""
         for index in indices:

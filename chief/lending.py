@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from stratagem.chief.clocks import Clocks
 from stratagem.chief.leases import EpochLeases
 from stratagem.chief.lives import Life
-from stratagem.chief.steps import Removal, SliceState, StepClosing, Steps
+from stratagem.chief.steps import Removal, SliceState, Steps
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
 
@@ -50,7 +50,6 @@ class Loans:
 class RollBack:
     """What follows when all ps go back to a checkpoint."""
 
-    closings: list[StepClosing]
     revoked: int
     """Units that will be computed again."""
     lost: Positions
@@ -310,9 +309,11 @@ class Lending:
         return {**self._prior, **known}
 
     def roll_back(self, saved: Mapping[tuple[int, int], UnitBitmap], reopen: bool = False) -> RollBack:
-        """All ps are back at a checkpoint: accepted units that it lacks become pending again.
+        """All ps are back at a checkpoint: units on loan, and accepted units that it lacks, become pending again.
 
-        Units of closed epochs are lost instead, because no worker asks for a closed epoch again.
+        A worker cannot go on with a loan from before: the ps refuse it until it has said Hello, and then it forgets its
+        loans and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost instead,
+        because no worker asks for a closed epoch again.
 
         Args:
             saved: accepted units in the checkpoint.
@@ -329,10 +330,6 @@ class Lending:
             revoked.update(Unit(*key, index) for index in missing)
         self._prior = {key: bitmap & saved.get(key, UnitBitmap()) for key, bitmap in self._prior.items()}
         self.examples_accepted -= sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in revoked)
-        kept = {Unit(*key, index) for key, bitmap in saved.items() if key in self.epochs for index in bitmap}
-        undone = self.steps.undo(revoked, kept)
-        for unit in undone.returned:
-            leases = self.epoch(unit.dataset, unit.epoch)
-            if leases.lease(unit.index) is not None:
-                leases.give_back(unit.index)
-        return RollBack(undone.closings, len(revoked) + len(undone.returned), lost)
+        num_returned = sum(leases.give_all_back() for leases in self.epochs.values())
+        self.steps.clear()
+        return RollBack(len(revoked) + num_returned, lost)

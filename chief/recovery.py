@@ -180,7 +180,6 @@ class Recovery:
             saved = _plus(manifest.accepted, manifest.applied)
             back = self._lending.roll_back(saved)
             self._journal.write("roll_back", accepted=encode_positions(_minus(self._lending.positions(), back.lost)))
-            await self._fleet.close_steps(back.closings)
         num_lost = sum(len(bitmap) for bitmap in back.lost.values())
         if num_lost:
             await self._fleet.insist_all(lambda each: each.mark_lost(back.lost))
@@ -262,7 +261,6 @@ class Recovery:
         saved = _plus(saved, _common(holding))
         self._lending.roll_back(saved, reopen=True)
         self._lending.know_accepted(saved)
-        self._lending.steps.open.clear()
         self._journal.write("roll_back", accepted=encode_positions(self._lending.positions()))
 
     async def _settle_steps(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -28,8 +29,10 @@ class Rounds:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._busy = False
+        self._first = asyncio.Lock()
         self._saved_step: int | None = None
         self._next_save_at: float | None = None
+        self._delay = ""
 
     def tick(self) -> None:
         """Starts what is due, one thing at a time."""
@@ -46,6 +49,28 @@ class Rounds:
         elif self._next_save_at is not None and time.monotonic() >= self._next_save_at:
             self._start(self._save)
 
+    async def before_lending(self) -> None:
+        """Takes the initial checkpoint before the first unit is lent: no update can be lost before there is one.
+
+        Returns at once when there are no variables yet, or checkpoints are off; returns without one while a ps is away
+        (the caller asks again).
+        """
+        job = self._job
+        if not job.config.checkpoint_dir or self._saved_step is not None:
+            return
+        if not job.journal.history.initialized:
+            await self._watch()
+        if job.journal.history.initialized:
+            await self._save_first()
+
+    @property
+    def may_lend(self) -> bool:
+        """No unit may be lent between the initial values and the first checkpoint."""
+        job = self._job
+        return bool(
+            not job.config.checkpoint_dir or self._saved_step is not None or not job.journal.history.initialized
+        )
+
     async def save_last(self) -> None:
         """The checkpoint at the end, if there is anything that the last one lacks.
 
@@ -54,7 +79,8 @@ class Rounds:
         """
         job = self._job
         if job.config.checkpoint_dir and job.journal.history.initialized and await self._step() != self._saved_step:
-            await job.saving.save(job.config.checkpoint_dir, automatic=True)
+            anybody = bool(job.sessions.live("worker"))
+            await job.saving.save(job.config.checkpoint_dir, automatic=True, complete=anybody)
 
     def _start(self, work: Work) -> None:
         self._busy = True
@@ -81,16 +107,21 @@ class Rounds:
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""
         job = self._job
-        newest = checkpoints.newest(job.config.checkpoint_dir)
-        if newest is not None and newest[1].step == await self._step():
-            self._saved(newest[1].step)
-            return
-        try:
-            self._saved((await job.saving.save(job.config.checkpoint_dir, automatic=True)).step)
-        except CheckpointError as error:
-            job.stop(2, str(error))
-        except StratagemError as error:
-            logger.info("The first checkpoint has to wait: %s", error)
+        async with self._first:
+            if self._saved_step is not None:
+                return
+            newest = checkpoints.newest(job.config.checkpoint_dir)
+            if newest is not None and newest[1].step == await self._step():
+                self._saved(newest[1].step)
+                return
+            try:
+                self._saved((await job.saving.save(job.config.checkpoint_dir, automatic=True)).step)
+            except CheckpointError as error:
+                job.stop(2, str(error))
+            except StratagemError as error:
+                if str(error) != self._delay:
+                    self._delay = str(error)
+                    logger.info("The first checkpoint has to wait: %s", error)
 
     async def _save(self) -> None:
         job = self._job

@@ -86,12 +86,13 @@ class Saving:
         self._committed = committed
         self._token = 0
 
-    async def save(self, directory: str, *, automatic: bool) -> Committed:
+    async def save(self, directory: str, *, automatic: bool, complete: bool = True) -> Committed:
         """Takes a checkpoint.
 
         Args:
             directory: where it is committed.
             automatic: the chief takes it by itself and removes it when enough newer ones are there.
+            complete: wait for updates that only some of their ps have; False when nobody is left to send them.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -108,7 +109,7 @@ class Saving:
                 self._token += 1
                 token = self._chief_epoch << 32 | self._token
                 try:
-                    torn = await self._hold(servers, token)
+                    torn = await self._hold(servers, token, complete)
                     if not torn:
                         return await self._write(servers, token, directory, automatic)
                 finally:
@@ -120,16 +121,18 @@ class Saving:
                 "still lack some. A worker stopped in the middle of a step; look at `stratagem status`."
             )
 
-    async def _hold(self, servers: list[Server], token: int) -> dict[Life, list[Update]]:
+    async def _hold(self, servers: list[Server], token: int, complete: bool) -> dict[Life, list[Update]]:
         """Holds commits; what is torn and could not be completed."""
         units = await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers))
+        if not complete:
+            return {}
         held = {server.life: each for server, each in zip(servers, units, strict=True)}
         torn = torn_updates(held)
         if not torn:
             return {}
         late = [server for server in servers if server.life in torn]
-        complete = await asyncio.gather(*(s.admit_updates(token, torn[s.life], ADMIT_S) for s in late))
-        if all(complete):
+        arrived = await asyncio.gather(*(s.admit_updates(token, torn[s.life], ADMIT_S) for s in late))
+        if all(arrived):
             return {}
         # A ps that takes no part in an update never completes it; only what is applied counts.
         again = await asyncio.gather(*(server.describe_units() for server in servers))

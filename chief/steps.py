@@ -223,26 +223,12 @@ class Steps:
             self._of_unit.pop(unit, None)
         return removal
 
-    def undo(self, revoked: Container[Unit], saved: Container[Unit]) -> Removal:
-        """The ps went back to a checkpoint: takes out of the steps in progress what they do not have any more, so that
-        nobody waits for a slice whose worker believes it done, or is gone.
-
-        Args:
-            revoked: accepted units that the checkpoint lacks; they are pending again already.
-            saved: units that the checkpoint has an update of.
-        """
-        removal = Removal()
-        for step in list(self.open.values()):
-            undone = [s for s in step.slices if s.state is SliceState.ACCEPTED and s.unit in revoked]
-            absorbed = [s for s in step.slices if s.state is SliceState.ABSORBED and s.unit not in saved]
-            removal.returned += [each.unit for each in absorbed]
-            for each in undone + absorbed:
-                each.state, each.ordinals = SliceState.REMOVED, ()
-                self._of_unit.pop(each.unit, None)
-            # A restore makes the ps forget how steps were closed: they hear it again.
-            if any(each.state is SliceState.REMOVED for each in step.slices):
-                removal.closings.append(_closing(step))
-        return removal
+    def clear(self) -> None:
+        """The ps went back to a checkpoint: no step in progress goes on. Everybody pulls weights anew."""
+        self.open.clear()
+        self._of_unit.clear()
+        self._members = None
+        self._missed.clear()
 
     def forget(self, life: Life) -> None:
         """``life`` is over."""

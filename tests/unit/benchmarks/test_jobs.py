@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.pull import pull_cases
 from benchmarks.training import jobs
 from benchmarks.training.workloads import WORKLOADS
 
@@ -21,6 +22,21 @@ def test_one_process_alone_really_trains() -> None:
     result.check(8)
     assert result.exposed_comm == 0.0
     assert result.cpu_s > 0
+
+
+def test_a_cluster_really_trains() -> None:
+    result = jobs.run_stratagem(SMALL, num_workers=2, num_ps=2)
+    assert result.num_steps == 8  # of both workers; which of them made more is up to the machine
+    assert result.weights_finite
+    assert result.loopback_bytes >= 8 * 2 * 4 * SMALL.num_parameters  # gradients there, weights back
+    assert result.exposed_comm is None or 0 < result.exposed_comm <= 1
+
+
+def test_pulls_of_a_cluster_pass_their_own_checks() -> None:
+    sample, versions = pull_cases(SMALL)[0].measure()
+    cold_bytes, unchanged_bytes = sample["cold_bytes"], sample["unchanged_bytes"]
+    assert cold_bytes is not None and unchanged_bytes is not None and unchanged_bytes < cold_bytes / 10
+    assert versions["grpcio"]
 
 
 def test_a_failed_job_shows_its_output() -> None:

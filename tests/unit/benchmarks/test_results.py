@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,10 @@ def test_anything_else_is_refused(change: dict[str, float], reason: str) -> None
 
 
 def test_means_of_short_and_long_lists() -> None:
-    assert mean_of_ends([4.0, 2.0]) == (3.0, 3.0)
+    assert mean_of_ends([4.0, 2.0]) == (4.0, 2.0)
+    assert mean_of_ends([4.0, 3.0, 2.0]) == (4.0, 2.0)
+    assert mean_of_ends([4.0]) == (4.0, 4.0)
+    assert all(math.isnan(mean) for mean in mean_of_ends([]))
     assert mean_of_ends([9.0, 9.0, 1.0, 1.0], width=2) == (9.0, 1.0)
 
 

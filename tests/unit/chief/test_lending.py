@@ -301,14 +301,16 @@ def test_a_roll_back_reopens_units_of_open_epochs_and_loses_those_of_closed_ones
     assert lending.examples_accepted == 4
 
 
-def test_a_roll_back_takes_accepted_slices_out_of_steps_in_progress() -> None:
+def test_after_a_roll_back_units_come_in_the_order_of_the_plan_again() -> None:
     lending = sync_lending()
-    lending.ask(A, 1, 0, (), 1, [A, B])
-    lending.ask(B, 1, 0, (), 1, [A, B])
+    for worker in (A, B):
+        lending.ask(worker, 1, 0, (), 1, [A, B])
     lending.accept(A, 1, 0, [0])
     back = lending.roll_back({})
-    assert back.closings == [StepClosing(1, (Unit(1, 0, 1),), ())]
-    assert lending.ask(A, 1, 0, (), 1, [A, B]).loans[0].unit == Unit(1, 0, 0)
+    assert back.revoked == 2
+    assert not lending.steps.open
+    loans = [lending.ask(worker, 1, 0, (), 1, [A, B]).loans[0] for worker in (B, A)]
+    assert [(loan.unit.index, loan.step, loan.step_units) for loan in loans] == [(1, 2, (0, 1)), (0, 2, (0, 1))]
 
 
 def test_a_resumed_worker_keeps_its_slice_after_a_restart_of_the_chief() -> None:
