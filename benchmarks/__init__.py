@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks NAME [--peer tf] [--json]``. How to repeat them: docs/benchmarks.md."""

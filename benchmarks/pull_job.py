@@ -1,0 +1,88 @@
+"""The worker of the ``pull`` benchmark: ``stratagem run … pull_job.py WORKLOAD``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import stratagem as sg
+from benchmarks.pull import PullResult
+from benchmarks.training.result import RESULT_VARIABLE
+from benchmarks.training.torch_models import make_model
+from benchmarks.training.workloads import SEED, WORKLOADS
+from benchmarks.window import loopback_bytes
+from stratagem.worker.layout import Layout, VariableSpec
+from stratagem.worker.runtime import WorkerRuntime, active_runtime
+from stratagem.worker.variables import RemoteVariables
+
+NUM_COLD = 12
+NUM_UNCHANGED = 200
+CHUNK_BYTES = 1 << 20
+FIRST_GROUP = 1000
+"""Apart from the groups that a strategy would number."""
+
+
+def main() -> None:
+    """Puts a model's weights on the ps, then pulls them both ways."""
+    torch.manual_seed(SEED)
+    strategy = sg.strategy_from_environment()
+    runtime = active_runtime()
+    assert runtime is not None, f"{type(strategy).__name__} has joined no cluster; start this with stratagem run"
+    weights = [parameter.detach() for parameter in make_model(WORKLOADS[sys.argv[1]]).parameters()]
+    given = [weight.clone() for weight in weights]
+    layout = _halves(weights, runtime.cluster.num_ps)
+    variables = _variables(runtime, layout, weights)
+    variables.create_or_attach()
+    for weight in weights:
+        weight.zero_()
+
+    colds = [_variables(runtime, layout, weights) for _ in range(NUM_COLD)]
+    cold_s, cold_bytes = _time(colds[0].pull, [cold.pull for cold in colds[1:]])
+    equal = all(torch.equal(weight, original) for weight, original in zip(weights, given, strict=True))
+    variables.pull()
+    unchanged_s, unchanged_bytes = _time(variables.pull, [variables.pull] * NUM_UNCHANGED)
+    result = PullResult(cold_s, unchanged_s, cold_bytes, unchanged_bytes, equal)
+    Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(dataclasses.asdict(result)))
+
+
+def _halves(weights: list[torch.Tensor], num_ps: int) -> Layout:
+    """Every weight cut into equal runs of rows, one a ps."""
+    specs = [VariableSpec(f"weight{i}", tuple(w.shape), w.dtype, FIRST_GROUP) for i, w in enumerate(weights)]
+    rows = []
+    for spec in specs:
+        bounds = [spec.rows * ps // num_ps for ps in range(num_ps + 1)]
+        rows.append(
+            [(ps, bounds[ps], bounds[ps + 1] - bounds[ps]) for ps in range(num_ps) if bounds[ps + 1] > bounds[ps]]
+        )
+    return Layout(specs, rows, num_ps, CHUNK_BYTES)
+
+
+def _variables(runtime: WorkerRuntime, layout: Layout, weights: list[torch.Tensor]) -> RemoteVariables:
+    """Remote variables that know no version yet."""
+    return RemoteVariables(
+        runtime.clients, layout, weights, {FIRST_GROUP: ""}, runtime.is_lead, runtime.config.start_timeout_s
+    )
+
+
+def _time(warm_up: Callable[[], bool], pulls: list[Callable[[], bool]]) -> tuple[float, float]:
+    """Median seconds and mean bytes over the loopback of ``pulls``, after one that is not counted."""
+    warm_up()
+    times = []
+    begin_bytes = loopback_bytes()
+    for pull in pulls:
+        start = time.perf_counter()
+        pull()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times), (loopback_bytes() - begin_bytes) / len(pulls)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training throughput: the same model, batch, optimizer and threads under every system."""

@@ -1,0 +1,120 @@
+"""The peer: TensorFlow's ParameterServerStrategy. Runs in TensorFlow's own environment, one process a role.
+
+``python -m benchmarks.training.tensorflow_job WORKLOAD WARMUP_STEPS TIMED_STEPS`` with TF_CONFIG in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from benchmarks.training.result import root_pid, write_result, write_steps
+from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS, Workload, make_examples
+from benchmarks.window import between, read_counters
+
+tf: Any = importlib.import_module("tensorflow")
+
+LAYERS = {
+    "cnn": [(3, 3, 1, 32), (32,), (5408, 64), (64,), (64, 10), (10,)],
+    "dense": [(1024, 4096), (4096,), (4096, 4096), (4096,), (4096, 1024), (1024,), (1024, 10), (10,)],
+}
+STEPS_PER_CALL = {"cnn": 16, "dense": 4}
+"""Steps in one scheduled function, like Keras' steps_per_execution; these were measured best."""
+
+
+def make_variables(workload: Workload) -> list[Any]:
+    """Weights and biases, drawn as torch draws them: uniform within 1 / sqrt(fan in)."""
+    random = np.random.default_rng(SEED)
+    variables, bound = [], 1.0
+    for shape in LAYERS[workload.name]:
+        if len(shape) > 1:
+            bound = float(np.prod(shape[:-1])) ** -0.5
+        value = random.uniform(-bound, bound, shape).astype(np.float32)
+        variables.append(tf.Variable(value))
+    return variables
+
+
+def forward(workload: Workload, variables: list[Any], inputs: Any) -> Any:
+    """Logits of a batch, ``(batch, 10)``."""
+    weights = [tf.convert_to_tensor(variable) for variable in variables]
+    if workload.name == "cnn":
+        inputs = tf.nn.relu(tf.nn.conv2d(inputs, weights[0], 1, "VALID") + weights[1])
+        inputs = tf.reshape(tf.nn.max_pool2d(inputs, 2, 2, "VALID"), (-1, 5408))
+        weights = weights[2:]
+    for layer in range(0, len(weights) - 2, 2):
+        inputs = tf.nn.relu(tf.linalg.matmul(inputs, weights[layer]) + weights[layer + 1])
+    return tf.linalg.matmul(inputs, weights[-2]) + weights[-1]
+
+
+def make_dataset(workload: Workload) -> Any:
+    """Endless batches from memory, in TensorFlow's image layout."""
+    inputs, labels = make_examples(workload, 32 * workload.batch_size)
+    if workload.name == "cnn":
+        inputs = inputs.transpose(0, 2, 3, 1)
+    data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(workload.batch_size, drop_remainder=True)
+    return data.cache().repeat().prefetch(2)
+
+
+def coordinate(workload: Workload, warmup_steps: int, timed_steps: int, resolver: Any) -> None:
+    """The chief: builds the variables, schedules the steps, times them."""
+    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
+        max_shards=resolver.cluster_spec().num_tasks("ps")
+    )
+    strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        variables = make_variables(workload)
+    parts = [part for variable in variables for part in getattr(variable, "variables", [variable])]
+
+    def one_step(inputs: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = forward(workload, variables, inputs)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+        for part, gradient in zip(parts, tape.gradient(loss, parts), strict=True):
+            tf.raw_ops.ResourceApplyGradientDescent(var=part.handle, alpha=LEARNING_RATE, delta=gradient)
+        return loss
+
+    steps_per_call = math.gcd(STEPS_PER_CALL[workload.name], warmup_steps, timed_steps)
+
+    def some_steps(iterator: Any) -> Any:
+        return tf.stack([strategy.run(one_step, args=next(iterator)) for _ in range(steps_per_call)])
+
+    step = tf.function(some_steps)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: make_dataset(workload)))
+
+    def train(num_steps: int) -> list[float]:
+        results = [coordinator.schedule(step, args=(iterator,)) for _ in range(num_steps // steps_per_call)]
+        coordinator.join()
+        return [float(loss) for result in results for loss in result.fetch()]
+
+    losses = train(warmup_steps)
+    begin = read_counters(root_pid())
+    losses += train(timed_steps)
+    window = between(begin, read_counters(root_pid()))
+    write_steps(len(losses) - warmup_steps)
+    finite = all(bool(np.isfinite(part.numpy()).all()) for part in parts)
+    write_result(window, losses, finite, None, {"tensorflow": tf.__version__})
+
+
+def main() -> None:
+    """Plays the role that TF_CONFIG names; servers run until they are ended."""
+    workload = WORKLOADS[sys.argv[1]]
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if resolver.task_type in ("worker", "ps"):
+        config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=1)
+        server = tf.distribute.Server(
+            resolver.cluster_spec(), resolver.task_type, resolver.task_id, protocol="grpc", config=config
+        )
+        server.join()
+    coordinate(workload, int(sys.argv[2]), int(sys.argv[3]), resolver)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    main()

@@ -1,0 +1,53 @@
+"""The workloads as plain numbers, and their data. numpy only: the peers' jobs read this in their own environments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+LEARNING_RATE = 0.01
+"""Of plain SGD, for every workload and system."""
+SEED = 0
+"""Of the data and of the initial weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model with its batch, and how many worker-steps to run."""
+
+    name: str
+    example_shape: tuple[int, ...]
+    batch_size: int
+    num_parameters: int
+    warmup_steps: int
+    """Worker-steps, summed over the workers, before the clock starts."""
+    timed_steps: int
+    """Worker-steps, summed over the workers, in the timed window."""
+
+
+WORKLOADS = {
+    "cnn": Workload("cnn", (1, 28, 28), 64, 347_146, warmup_steps=64, timed_steps=800),
+    "dense": Workload("dense", (1024,), 32, 25_185_290, warmup_steps=8, timed_steps=64),
+}
+"""cnn: conv 32 3x3, pool 2, dense 64, 10 classes. dense: MLP 1024-4096-4096-1024-10. ReLU between layers."""
+
+NUM_CLASSES = 10
+
+Arrays = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+
+
+def make_examples(workload: Workload, num_examples: int) -> Arrays:
+    """Seeded examples that can be learned: one random pattern a class, plus noise of the same size.
+
+    Returns:
+        Inputs ``(num_examples, *example_shape)`` float32 and labels ``(num_examples,)`` int64.
+    """
+    random = np.random.default_rng(SEED)
+    width = math.prod(workload.example_shape)
+    patterns = random.standard_normal((NUM_CLASSES, width), dtype=np.float32)
+    labels = random.integers(0, NUM_CLASSES, num_examples)
+    inputs = patterns[labels] + random.standard_normal((num_examples, width), dtype=np.float32)
+    return inputs.reshape(num_examples, *workload.example_shape), labels
