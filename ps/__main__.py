@@ -19,11 +19,11 @@ from stratagem.cluster.config import PsConfig
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.ps import optimizers
-from stratagem.ps.memory import keep_frames_in_heap
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer, add_to_server
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import SessionClient
@@ -71,7 +71,7 @@ def _run(config: PsConfig) -> int:
     if not config.chief:
         raise ConfigurationError(f"{config.task} must know its chief: set chief to its host:port")
     torch.set_num_threads(config.num_threads)
-    keep_frames_in_heap()
+    keep_freed_memory()
     limits = Limits(config.max_variables, config.max_store_bytes)
     store = Store(config.task, TaskId.parse(config.task).index, limits)
     server = _serve(config, store)

@@ -14,8 +14,8 @@ import torch
 from stratagem.ps.frames import readdress, weights_frame
 from stratagem.ps.requests import Version
 
-FRAME_BYTES = 1 << 20
-"""Payload bytes of a frame; about 1 MiB measured best for gRPC."""
+FRAME_BYTES = 4 << 20
+"""Payload bytes of a frame; see ``WorkerConfig.frame_bytes`` for what was measured."""
 
 Emit = Callable[[bytes], None]
 """Takes a frame as soon as it is built."""

@@ -15,6 +15,7 @@ import torch
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import gather
 from stratagem.errors import ConfigurationError
+from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
@@ -32,6 +33,7 @@ def run(config: WorkerConfig, script: str, arguments: Sequence[str]) -> int:
     """
     configure_logging(config.task, config.log_format)
     torch.set_num_threads(config.num_threads)
+    keep_freed_memory()
     signal.signal(signal.SIGTERM, _on_terminate)
     outcome = run_script(script, arguments)
     runtime = active_runtime()

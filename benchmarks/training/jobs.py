@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from benchmarks.training.result import RESULT_VARIABLE, ROOT_VARIABLE, JobResult, read_result
 from benchmarks.training.workloads import Workload
+from stratagem.rpc import heap
 
 ROOT = Path(__file__).resolve().parents[2]
 Result = TypeVar("Result")
@@ -84,6 +85,7 @@ def _run_job(
     with tempfile.TemporaryDirectory(prefix="stratagem-benchmark-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         common = {RESULT_VARIABLE: str(result), ROOT_VARIABLE: str(os.getpid()), "PYTHONPATH": str(ROOT), **THREADS}
+        common |= heap.ENVIRONMENT  # every system gets what `stratagem run` gives ours; torch alone gains most
         with log.open("wb") as output:
             processes = [
                 subprocess.Popen(

@@ -78,8 +78,9 @@ class PsConfig(RoleConfig):
 class WorkerConfig(RoleConfig):
     """A worker (or evaluator): the connection its script makes."""
 
-    frame_bytes: int = pydantic.Field(default=1 << 20, ge=1 << 10)
-    """Payload bytes of one frame; about 1 MiB measured best for gRPC."""
+    frame_bytes: int = pydantic.Field(default=4 << 20, ge=1 << 10)
+    """Payload bytes of one frame. Measured with a 25 M parameter MLP, CPU-seconds a step: 0.56 at 256 KiB, 0.46 at
+    1 MiB, 0.42 at 4 MiB; larger ones gain little and leave less to overlap."""
     strategy: str = "auto"
     """Strategy that ``strategy_from_environment`` builds."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)

@@ -13,6 +13,7 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
+from stratagem.rpc import heap
 
 _LOCAL = "127.0.0.1:0"
 _DISTRIBUTED = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -133,6 +134,7 @@ def plan_launch(
     num_threads = job.threads_per_process(num_cores)
     variables = {name: value for name, value in environ.items() if name not in (*_DISTRIBUTED, *_OWN)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
+    variables = {**heap.ENVIRONMENT, **variables}
     variables |= {"STRATAGEM_STRATEGY": job.chosen_strategy, "STRATAGEM_STALENESS": str(job.staleness)}
     if job.num_threads or "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = str(num_threads)

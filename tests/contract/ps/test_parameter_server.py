@@ -47,13 +47,13 @@ def store() -> Store:
 
 @pytest.fixture
 def server(store: Store) -> Iterator[RunningServer]:
-    servicer = ParameterServerServicer(store, 4 << 20)
+    servicer = ParameterServerServicer(store, 8 << 20)
     running = serve(
         "127.0.0.1:0",
         lambda server: add_to_server(servicer, server),
         services=[SERVICE.full_name],
         max_threads=64,
-        max_message_bytes=4 << 20,
+        max_message_bytes=8 << 20,
         insecure=False,
     )
     yield running
@@ -82,7 +82,7 @@ def refusal(call: Callable[[], object]) -> StratagemError:
 def test_train_one_unit_and_close_it(store: Store, connect: Callable[..., RawClient]) -> None:
     worker = connect()
     assert (worker.hello.store_epoch, worker.hello.next_sequence) == (store.state.store_epoch, 1)
-    assert worker.hello.max_message_bytes == 4 << 20
+    assert worker.hello.max_message_bytes == 8 << 20
     assert list(worker.create(torch.zeros(SIZE)).initialize) == [1]
     ref = worker.stage(2, torch.ones(SIZE))
     request = worker.commit_request(2, ref, 0)
@@ -278,7 +278,7 @@ def test_hostile_control_messages_are_refused_with_a_reason(store: Store, connec
         assert type(commit(change)) is error, change
     assert store.state.step == 0
     big = ps_pb2.CreateVariablesRequest(sender=worker.sender())
-    big.groups.add().shards.add(variable="x" * (5 << 20))
+    big.groups.add().shards.add(variable="x" * (9 << 20))
     assert isinstance(refusal(lambda: stub.CreateVariables(big, timeout=TIMEOUT_S)), LimitError)
 
 

@@ -94,7 +94,7 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
     assert shown["staleness"] == ["2.0", f"{file} (worker)"]
     assert shown["num_threads"] == ["3", f"{file} (defaults)"]
     assert shown["chief"] == ["127.0.0.1:4000", f"{file} (cluster)"]
-    assert shown["frame_bytes"] == ["1048576", "default"]
+    assert shown["frame_bytes"] == ["4194304", "default"]
 
 
 @pytest.mark.parametrize(

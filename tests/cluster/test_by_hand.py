@@ -1,0 +1,70 @@
+"""The same script without the launcher: `python train.py` in every task, with TF_CONFIG, with and without a chief."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_exactly_once import check_counts
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses that were free a moment ago: TF_CONFIG names ports, so somebody must choose them."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return addresses
+
+
+@pytest.fixture
+def tasks() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start(cluster: dict[str, list[str]], task_type: str, index: int, *arguments: object) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}}),
+        "PYTHONPATH": str(SCRIPTS.parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(SCRIPTS / "count_examples.py"), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("with_chief", [False, True])
+def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_path: Path, with_chief: bool) -> None:
+    addresses = free_addresses(4)
+    cluster = {"worker": addresses[:2], "ps": addresses[2:3]} | ({"chief": addresses[3:]} if with_chief else {})
+    out = tmp_path / "out.pt"
+    roles = [("ps", 0), ("worker", 1), ("worker", 0), *([("chief", 0)] if with_chief else [])]
+    tasks.extend(start(cluster, role, index, "--out", out) for role, index in roles)
+    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0] * len(tasks), "\n".join(errors)
+    check_counts(out, 2)
+    assert ("started one at" in errors[2]) is not with_chief
+
+
+def test_a_port_in_use_is_said_in_one_paragraph(tasks: list[subprocess.Popen[str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = {"chief": free_addresses(1), "worker": free_addresses(1), "ps": [address]}
+        tasks.append(start(cluster, "ps", 0))
+        _, errors = tasks[0].communicate(timeout=60)
+    assert tasks[0].returncode == 2
+    assert f"cannot listen on {address}" in errors
+    assert "Traceback" not in errors
