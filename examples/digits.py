@@ -54,6 +54,8 @@ def main() -> int:
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
     train_data, test_data = load_digits()
+    if sg.is_evaluator():
+        return evaluate_checkpoints(test_data)
     strategy = sg.strategy_from_environment(arguments.strategy)
 
     with strategy.scope():
@@ -87,6 +89,15 @@ def main() -> int:
         if arguments.export:
             torch.save(model.state_dict(), arguments.export)
     return 0 if accuracy >= arguments.min_accuracy else 1
+
+
+def evaluate_checkpoints(test_data: TensorDataset) -> int:
+    """What the evaluator does beside the training cluster."""
+    model = make_model()
+    for checkpoint in sg.new_checkpoints():
+        model.load_state_dict(checkpoint.state_dict)
+        print(f"step {checkpoint.step}: held-out accuracy {evaluate(model, test_data):.2%}")
+    return 0
 
 
 @torch.inference_mode()

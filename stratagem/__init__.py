@@ -14,8 +14,9 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if TYPE_CHECKING:
     from stratagem.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
     from stratagem.cluster.spec import ClusterSpec
-    from stratagem.strategy.base import Strategy, get_strategy, has_strategy, is_lead
+    from stratagem.strategy.base import Strategy, get_strategy, has_strategy, is_evaluator, is_lead
     from stratagem.strategy.environment import strategy_from_environment
+    from stratagem.strategy.evaluation import load_checkpoint, new_checkpoints
     from stratagem.strategy.one_device import OneDeviceStrategy
     from stratagem.strategy.parameter_server import ParameterServerStrategy
     from stratagem.strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
@@ -37,6 +38,9 @@ _HOMES = {
     "TFConfigClusterResolver": "stratagem.cluster.resolvers",
     "get_strategy": "stratagem.strategy.base",
     "has_strategy": "stratagem.strategy.base",
+    "is_evaluator": "stratagem.strategy.base",
+    "new_checkpoints": "stratagem.strategy.evaluation",
+    "load_checkpoint": "stratagem.strategy.evaluation",
     "is_lead": "stratagem.strategy.base",
     "strategy_from_environment": "stratagem.strategy.environment",
 }
@@ -55,7 +59,10 @@ __all__ = [
     "TFConfigClusterResolver",
     "get_strategy",
     "has_strategy",
+    "is_evaluator",
     "is_lead",
+    "load_checkpoint",
+    "new_checkpoints",
     "strategy_from_environment",
 ]
 

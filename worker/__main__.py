@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.sources import gather
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.heap import keep_freed_memory
@@ -26,7 +26,7 @@ REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
 """Environment variable of `stratagem run`: the file for this worker's report."""
 
 
-def run(config: WorkerConfig, script: str, arguments: Sequence[str]) -> int:
+def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence[str]) -> int:
     """Runs the script and says goodbye to the chief. Returns the exit code.
 
     The script's traceback goes to stderr first, then one line that names the task.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from stratagem.errors import PeerUnavailableError
+from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.errors import error_from_rpc
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _Reply = TypeVar("_Reply")
 RETRY_S = 0.1  # between two tries to reach a ps that restarts
+FRAME_OVERHEAD_BYTES = 4096  # header of a frame, generously
 POLL_S = 1.0  # how often a waiting call looks whether the job has ended
 
 
@@ -65,9 +66,12 @@ class PsClient:
         index: index of the ps.
         meter: counts payload bytes.
         timeout_s: seconds to wait for a ps that restarts.
+        frame_bytes: payload bytes of the frames that will be sent.
     """
 
-    def __init__(self, session: SessionClient, index: int, meter: BytesMeter, timeout_s: float) -> None:
+    def __init__(
+        self, session: SessionClient, index: int, meter: BytesMeter, timeout_s: float, frame_bytes: int
+    ) -> None:
         self.session = session
         self.index = index
         self.task = f"ps:{index}"
@@ -75,6 +79,7 @@ class PsClient:
         self.connections = 0
         self._meter = meter
         self._timeout_s = timeout_s
+        self._frame_bytes = frame_bytes
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._server_life = (0, 0)
@@ -162,6 +167,11 @@ class PsClient:
             reply: ps_pb2.HelloReply = self._stub.Hello(hello, timeout=5.0)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.task) from None
+        if self._frame_bytes + FRAME_OVERHEAD_BYTES > reply.max_message_bytes:
+            raise ConfigurationError(
+                f"{self.task} takes messages of {reply.max_message_bytes} bytes, but this worker sends frames of "
+                f"{self._frame_bytes}: lower --frame-bytes, or raise --max-message-bytes of the ps"
+            )
         if self.store_epoch and reply.store_epoch != self.store_epoch:
             logger.warning("%s came back with restored values (store epoch %d)", self.task, reply.store_epoch)
         self.store_epoch = reply.store_epoch

@@ -76,8 +76,9 @@ class WorkerRuntime:
     def _join(self) -> None:
         self.session.start(self.config.start_timeout_s)
         self.session.wait_ready(self.config.start_timeout_s)
+        config = self.config
         self.clients = [
-            PsClient(self.session, index, self.bytes, self.config.peer_timeout_s)
+            PsClient(self.session, index, self.bytes, config.peer_timeout_s, config.frame_bytes)
             for index in range(self.cluster.num_ps)
         ]
         for client in self.clients:

@@ -82,8 +82,8 @@ class StepMeter:
 
     @property
     def exposed_fraction(self) -> float:
-        """Part of all step time so far that waited for communication, 0 to 1."""
-        return self.total_exposed_s / self.total_s if self.total_s else 0.0
+        """Part of the last steps' time that waited for communication, 0 to 1 (running mean of about ten steps)."""
+        return self._exposed_s / self._step_s if self._step_s else 0.0
 
     def report(self) -> dict[str, Any]:
         """What this process did, for ``stratagem run --summary``: counts, newest loss and metrics, seconds."""

@@ -1,12 +1,15 @@
 """Which unit a step belongs to, and when a unit is complete. A state machine: no I/O.
 
 The script takes a batch, calls ``backward()`` any number of times, ``optimizer.step()`` any number of times, and takes
-the next batch. A unit left without a step but with gradients is accumulating: it joins the next update.
+the next batch. A unit left without a step but with gradients is *accumulating*: it joins the next update. A unit left
+with neither is *idle*: the script took batches ahead of time and comes back to it (:meth:`focus`), or skips it.
 """
 
 from __future__ import annotations
 
 from stratagem.cluster.units import Unit, Update
+
+MAX_IDLE = 64  # batches that a script may be ahead; what it left longer ago it has skipped
 
 
 class UnitTracker:
@@ -17,38 +20,68 @@ class UnitTracker:
         self._num_steps = 0
         self._has_gradients = False
         self._accumulating: list[Unit] = []
+        self._idle: list[Unit] = []
+        self._left_early: set[Unit] = set()
 
     @property
     def current(self) -> Unit | None:
-        """The unit whose batch the script holds; None before the first and after the last."""
+        """The unit that the script works on; None before the first and after the last."""
         return self._current
 
     @property
     def open_units(self) -> tuple[Unit, ...]:
-        """Units taken and not yet closed, oldest first."""
-        return (*self._accumulating, *((self._current,) if self._current else ()))
+        """Units taken and not yet closed, those of the next update last and oldest first."""
+        return (*self._idle, *self._accumulating, *((self._current,) if self._current else ()))
+
+    @property
+    def num_idle(self) -> int:
+        """Units taken and left without a gradient."""
+        return len(self._idle)
+
+    def start_epoch(self) -> None:
+        """A new loop begins: nothing from the last one is still to come."""
+        self._left_early.clear()
 
     def take(self, unit: Unit) -> None:
         """The script takes the batch of ``unit``."""
         assert self._current is None, "leave() the last unit first"
-        self._current = unit
+        self._current, self._num_steps, self._has_gradients = unit, 0, False
+
+    @property
+    def left_early(self) -> frozenset[Unit]:
+        """Units that were idle when their loop ended, and are closed: what the script still computes has no unit."""
+        return frozenset(self._left_early)
+
+    def focus(self, unit: Unit) -> list[Unit]:
+        """The script works on the batch of ``unit`` now, taken earlier. Returns the units that are complete with it."""
+        if unit == self._current:
+            return []
+        closed = self.leave()
+        self._left_early.discard(unit)
+        if unit in self._idle:
+            self._idle.remove(unit)
+            self._current = unit
+        return closed
 
     def leave(self) -> list[Unit]:
-        """The script is done with the current batch. Returns the units that are complete now."""
+        """The script goes on to another batch. Returns the units that are complete now."""
         closed: list[Unit] = []
         if self._current is not None:
-            if self._num_steps == 0 and self._has_gradients:
-                self._accumulating.append(self._current)
-            else:
+            if self._num_steps:
                 closed.append(self._current)
+            else:
+                (self._accumulating if self._has_gradients else self._idle).append(self._current)
+            if len(self._idle) > MAX_IDLE:
+                closed.append(self._idle.pop(0))
         self._current, self._num_steps, self._has_gradients = None, 0, False
         return closed
 
     def end(self) -> list[Unit]:
-        """The loop is over: gradients that nobody stepped are dropped. Returns the units they came from."""
+        """The loop is over: gradients that nobody stepped are dropped. Returns all units that were open."""
         closed = self.leave()
-        dropped = self._accumulating
-        self._accumulating = []
+        dropped = [*self._idle, *self._accumulating]
+        self._left_early.update(self._idle)
+        self._idle, self._accumulating = [], []
         return dropped + closed
 
     def backward(self) -> None:
@@ -71,5 +104,6 @@ class UnitTracker:
     def abandon(self) -> tuple[Unit, ...]:
         """Forgets every open unit (the job went back to a checkpoint) and returns them."""
         dropped = self.open_units
-        self._accumulating, self._current, self._num_steps, self._has_gradients = [], None, 0, False
+        self._accumulating, self._idle = [], []
+        self._current, self._num_steps, self._has_gradients = None, 0, False
         return dropped

@@ -75,9 +75,10 @@ def _run_script(
         raise ConfigurationError(f"expected a training script, but there is no file {script}")
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
-    assert isinstance(config, WorkerConfig)
-    if placement is not None and role == "worker":
+    if placement is not None and isinstance(config, WorkerConfig):
         choose_strategy(config.strategy, placement.cluster.num_workers, placement.cluster.num_ps)
+        _refuse_without_chief(config)
+    if role == "evaluator":
         _refuse_without_chief(config)
     os.environ.update(script_environment(resolved, placement))
     return role_entry(role)(config, str(script), list(args))

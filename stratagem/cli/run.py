@@ -39,6 +39,7 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     "--shutdown-timeout", "shutdown_timeout_s", default=25.0, help="Seconds to end in before processes are killed."
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines.")
+@click.option("--evaluator", is_flag=True, help="Start an evaluator too: SCRIPT, evaluating each new checkpoint.")
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

@@ -76,7 +76,7 @@ class PsConfig(RoleConfig):
 
 
 class WorkerConfig(RoleConfig):
-    """A worker (or evaluator): the connection its script makes."""
+    """A worker: the connection its script makes."""
 
     frame_bytes: int = pydantic.Field(default=4 << 20, ge=1 << 10)
     """Payload bytes of one frame. Measured with a 25 M parameter MLP, CPU-seconds a step: 0.56 at 256 KiB, 0.46 at
@@ -85,3 +85,12 @@ class WorkerConfig(RoleConfig):
     """Strategy that ``strategy_from_environment`` builds."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
+
+
+class EvaluatorConfig(RoleConfig):
+    """The evaluator: it reads checkpoints and stays outside the training cluster."""
+
+    task: str = "evaluator:0"
+    """Task id."""
+    checkpoint_dir: str = pydantic.Field(min_length=1)
+    """Where new checkpoints appear: the chief's checkpoint_dir."""

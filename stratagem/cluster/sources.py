@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import pydantic
 
-from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
+from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec, nearest
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import Placement, placement_from_environment
@@ -20,7 +20,7 @@ ROLES: dict[str, type[RoleConfig]] = {
     "chief": ChiefConfig,
     "ps": PsConfig,
     "worker": WorkerConfig,
-    "evaluator": WorkerConfig,
+    "evaluator": EvaluatorConfig,
 }
 ENV_PREFIX = "STRATAGEM_"
 OTHER_VARIABLES = ("STRATAGEM_REPORT_FILE", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_")

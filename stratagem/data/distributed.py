@@ -28,8 +28,8 @@ class UnitSource(Protocol):
     def holds(self, grant: Grant) -> bool:
         """Whether the unit is still on loan here."""
 
-    def begin(self, grant: Grant) -> None:
-        """The script is about to get the batch of the unit."""
+    def begin(self, grant: Grant, batch: Any) -> None:
+        """The script is about to get ``batch``, which holds the examples of the unit."""
 
     def done(self, grant: Grant) -> None:
         """The script asked for the batch after it."""
@@ -93,8 +93,9 @@ class DistributedDataset:
             grant = reading.popleft()
             if not self._source.holds(grant):
                 continue
-            self._source.begin(grant)
-            yield to_device(batch, self._device)
+            batch = to_device(batch, self._device)
+            self._source.begin(grant, batch)
+            yield batch
             self._source.done(grant)
 
 
@@ -129,7 +130,7 @@ class LocalUnits:
     def holds(self, grant: Grant) -> bool:
         return True
 
-    def begin(self, grant: Grant) -> None:
+    def begin(self, grant: Grant, batch: Any) -> None:
         pass
 
     def done(self, grant: Grant) -> None:

@@ -44,6 +44,8 @@ class LocalJob:
     """None: a folder of the run directory."""
     summary: Path | None = None
     log_format: str = "text"
+    evaluator: bool = False
+    """Start an evaluator, which runs the script beside the training cluster."""
     verbose: bool = False
     """Show the standard output of every worker, not only the lead's."""
 
@@ -55,7 +57,8 @@ class LocalJob:
             )
         if not self.script.is_file():
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
-        choose_strategy(self.strategy, self.num_workers, self.num_ps)
+        if choose_strategy(self.strategy, self.num_workers, self.num_ps) == "one" and self.evaluator:
+            raise ConfigurationError("an evaluator needs checkpoints, which parameter servers write: add --ps 1")
 
     @property
     def chosen_strategy(self) -> StrategyName:
@@ -69,10 +72,11 @@ class LocalJob:
 
     @property
     def servers(self) -> tuple[TaskId, ...]:
-        """Chief first, then ps; none when the script trains alone."""
+        """Chief first, then ps, then the evaluator; none when the script trains alone."""
         if self.chosen_strategy == "one":
             return ()
-        return (TaskId("chief", 0), *(TaskId("ps", index) for index in range(self.num_ps)))
+        evaluators = (TaskId("evaluator", 0),) if self.evaluator else ()
+        return (TaskId("chief", 0), *(TaskId("ps", index) for index in range(self.num_ps)), *evaluators)
 
     def threads_per_process(self, num_cores: int) -> int:
         """Threads for each process: the cores shared between workers and ps (the chief hardly computes)."""
@@ -148,7 +152,7 @@ def _place(job: LocalJob, task: TaskId, chief_address: str) -> dict[str, str]:
     if task.type == "chief" or not job.servers:
         return {}
     workers, ps = (_LOCAL,) * job.num_workers, (_LOCAL,) * job.num_ps
-    cluster = ClusterSpec(chief=(chief_address,), worker=workers, ps=ps)
+    cluster = ClusterSpec(chief=(chief_address,), worker=workers, ps=ps, evaluator=(_LOCAL,) if job.evaluator else ())
     return {"TF_CONFIG": emit_tf_config(cluster, task), **torchrun_environment(cluster, task)}
 
 
@@ -160,12 +164,16 @@ def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: st
         flags |= {"bind": chief_address, "num-workers": job.num_workers, "num-ps": job.num_ps}
         flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
         flags |= {"checkpoint-every-s": job.checkpoint_every_s}
+        if job.evaluator:
+            flags["evaluator"] = True
     elif job.servers:
         flags |= {"chief": chief_address, "bind": _LOCAL}
-    if task.type == "ps":
+    if task.type in ("ps", "evaluator"):
         flags |= {"checkpoint-dir": checkpoints}
+    if task.type == "evaluator":
+        script = (str(job.script), *job.args)
     if task.type == "worker":
         flags |= {"strategy": job.chosen_strategy, "staleness": job.staleness}
         script = (str(job.script), *job.args)
-    texts = tuple(f"--{name}={value}" for name, value in flags.items())
+    texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
     return (sys.executable, "-m", "stratagem.cli", task.type, *texts, *script)

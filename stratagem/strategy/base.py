@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.data.distributed import DistributedDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.values import PerReplica, ReduceOp, local_values
@@ -164,7 +166,7 @@ class Strategy:
 
     @property
     def exposed_communication(self) -> float:
-        """Part of all step time so far that waited for communication, 0 to 1."""
+        """Part of the last steps' time that waited for communication, 0 to 1."""
         return 0.0
 
 
@@ -179,6 +181,12 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Whether a scope is open."""
     return _current.get() is not None
+
+
+def is_evaluator() -> bool:
+    """Whether this process is the evaluator of a cluster, by TF_CONFIG."""
+    placement = placement_from_environment(os.environ)
+    return placement is not None and placement.task is not None and placement.task.type == "evaluator"
 
 
 def is_lead() -> bool:

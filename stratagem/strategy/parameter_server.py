@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
+from stratagem.cluster.units import Unit
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.errors import ConfigurationError
@@ -78,6 +79,7 @@ class ParameterServerStrategy(Strategy):
         self._pushes: list[GradientPush] = []
         self._num_datasets = 0
         self._grants: list[Grant] = []
+        self._batches: dict[int, tuple[Any, Unit]] = {}
         self._weight: float | None = None
 
     @property
@@ -154,16 +156,12 @@ class ParameterServerStrategy(Strategy):
             return
         if not pushed:
             return
-        closed = self._tracker.stepped()
-        self._closes.add(closed)
-        for unit in closed:
-            for lease in self._runtime.leases:
-                lease.accept(unit)
+        self._accept(self._tracker.stepped())
         if self._tracker.current is None:
             self._runtime.meter.step_done(0)
 
     def _step_slice(self) -> StepSlice | None:
-        if self.staleness > 0 and (self._tracker.current is not None or self.staleness == math.inf):
+        if self.staleness > 0 and (self._num_datasets or self.staleness == math.inf):
             return None
         if self._tracker.current is None:
             raise ConfigurationError(
@@ -176,17 +174,36 @@ class ParameterServerStrategy(Strategy):
         weight = float(num_examples) if self._weight is None else self._weight
         return StepSlice(newest.step, newest.step_units, weight, num_examples)
 
-    def _begin(self, grant: Grant | None) -> None:
+    def _begin(self, grant: Grant | None, batch: Any) -> None:
         self._weight = None
         open_units = set(self._tracker.open_units)
         self._grants = [old for old in self._grants if old.unit in open_units]
+        known = open_units | self._tracker.left_early
+        self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
         if grant is not None:
             self._grants.append(grant)
+            self._batches[id(batch)] = batch, grant.unit
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Calls ``fn`` once. A batch of a distributed dataset among the arguments says which unit the steps belong to,
+        also when the script took further batches since."""
+        for argument in (*args, *(kwargs or {}).values()):
+            batch, unit = self._batches.get(id(argument), (None, None))
+            if unit is not None and batch is argument:
+                self._accept(self._tracker.focus(unit))
+        return super().run(fn, args, kwargs)
+
+    def _accept(self, closed: Sequence[Unit]) -> None:
+        self._closes.add(closed)
+        for unit in closed:
+            for lease in self._runtime.leases:
+                lease.accept(unit)
 
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
         self._tracker.abandon()
         self._grants.clear()
+        self._batches.clear()
         for client in self._runtime.clients:
             client.connect()
         for lease in self._runtime.leases:

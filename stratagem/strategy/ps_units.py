@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 from stratagem.cluster.units import Plan, Unit
-from stratagem.errors import StratagemError
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.leases import Grant, LeaseClient
 from stratagem.worker.step_meter import StepMeter
@@ -24,7 +25,7 @@ class LeasedUnits:
         closes: tells the ps which units are complete.
         meter: counts steps and examples, times waiting.
         pull: takes newer weights from the ps.
-        on_begin: hears of each unit before its batch is handed out.
+        on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class LeasedUnits:
         closes: CloseReports,
         meter: StepMeter,
         pull: Callable[[], None],
-        on_begin: Callable[[Grant | None], None],
+        on_begin: Callable[[Grant | None, Any], None],
     ) -> None:
+        self._plan = plan
         self._bounded = 0 < plan.staleness < math.inf
         self._lease = lease
         self._tracker = tracker
@@ -48,6 +50,7 @@ class LeasedUnits:
 
     def start_epoch(self, epoch: int) -> None:
         self._lease.start_epoch(epoch)
+        self._tracker.start_epoch()
         self._meter.epoch = epoch
         self._meter.start_clock()
 
@@ -64,7 +67,7 @@ class LeasedUnits:
     def holds(self, grant: Grant) -> bool:
         return self._lease.holds(grant.unit)
 
-    def begin(self, grant: Grant) -> None:
+    def begin(self, grant: Grant, batch: Any) -> None:
         if self._bounded:
             with self._meter.exposed("slower workers (staleness bound)"):
                 self._clock = self._lease.start_step(self._clock)
@@ -73,16 +76,21 @@ class LeasedUnits:
             with self._meter.exposed("weights of the step that was missed"):
                 self._pull()
         self._tracker.take(grant.unit)
-        self._on_begin(grant)
+        self._on_begin(grant, batch)
 
     def done(self, grant: Grant) -> None:
         self._close(self._tracker.leave())
-        self._on_begin(None)
+        if self._plan.staleness == 0 and self._tracker.num_idle:
+            raise ConfigurationError(
+                "at staleness 0 the other workers wait for every batch: call optimizer.step() before taking the next "
+                "one (or backward() alone, to accumulate)"
+            )
+        self._on_begin(None, None)
         self._clock += 1
         self._meter.step_done(grant.num_examples)
 
     def end_epoch(self, complete: bool) -> None:
-        self._on_begin(None)
+        self._on_begin(None, None)
         if complete:
             self._pull()  # evaluation after the epoch sees every update of the epoch
             return

@@ -33,6 +33,11 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     task, cluster = _place(resolver)
     if task.type in ("chief", "ps"):
         raise SystemExit(_serve(task, cluster, resolver))
+    if task.type == "evaluator":
+        raise ConfigurationError(
+            "an evaluator does not train: in the script, ask sg.is_evaluator() before building the strategy, and loop "
+            "over sg.new_checkpoints()"
+        )
     if not logging.getLogger("stratagem").handlers:
         configure_logging(str(task))
     config = cast(WorkerConfig, _config(task, cluster, resolver))

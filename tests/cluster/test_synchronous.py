@@ -20,10 +20,9 @@ TOLERANCE = 2e-6
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def one_process(folder: Path, *arguments: object) -> dict[str, torch.Tensor]:
+def one_process(folder: Path, *arguments: object, script: str = "train_small.py") -> dict[str, torch.Tensor]:
     out = folder / "one.pt"
-    script = SCRIPTS / "train_small.py"
-    command = [sys.executable, str(script), "--strategy", "one", "--out", str(out), *map(str, arguments)]
+    command = [sys.executable, str(SCRIPTS / script), "--strategy", "one", "--out", str(out), *map(str, arguments)]
     subprocess.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
     state: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return state
@@ -74,6 +73,28 @@ def test_one_worker_equals_one_process_asynchronously(cluster: Start, tmp_path: 
     out = tmp_path / "ps.pt"
     job = cluster(1, 2, "train_small.py", "--out", out)
     expected = one_process(tmp_path)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+def test_two_optimizers_several_steps_a_batch_and_their_state(cluster: Start, tmp_path: Path) -> None:
+    # The critic's gradient also stays in the graph of the generator's loss: zero_grad() must unstage it.
+    out = tmp_path / "ps.pt"
+    job = cluster(2, 2, "train_gan.py", "--out", out, flags=["--staleness", "0"])
+    expected = one_process(tmp_path, script="train_gan.py")
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    assert any(".exp_avg" in name for name in expected) and any(".momentum_buffer" in name for name in expected)
+    check_equal(expected, out)
+
+
+def test_accumulation(cluster: Start, tmp_path: Path) -> None:
+    # Even slices: 48 examples in batches of 12, over 3 workers, two batches an update.
+    out = tmp_path / "ps.pt"
+    arguments = ["--accumulate", 2, "--examples", 48]
+    job = cluster(3, 2, "train_small.py", *arguments, "--out", out, flags=["--staleness", "0"])
+    expected = one_process(tmp_path, *arguments)
     done = job.finish()
     assert done.code == 0, done.stderr
     check_equal(expected, out)

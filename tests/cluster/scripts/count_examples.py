@@ -6,9 +6,12 @@ After e epochs every row of every variable must be exactly -e, whatever was kill
 from __future__ import annotations
 
 import argparse
+import collections
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,12 +32,23 @@ class Counter(torch.nn.Module):
         return self.first[indices].sum() + self.second[indices].sum()
 
 
+def ahead(batches: Iterable[Any], num_ahead: int) -> Iterator[Any]:
+    """The same batches, taken ``num_ahead`` earlier than they are needed."""
+    taken: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        taken.append(batch)
+        if len(taken) > num_ahead:
+            yield taken.popleft()
+    yield from taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--examples", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--ahead", type=int, default=0, help="batches that the script takes ahead of time")
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
@@ -51,16 +65,20 @@ def main() -> None:
         num_workers=options.data_workers,
     )
     dataset = strategy.distribute_dataset(data)
+
+    def train_step(batch: list[torch.Tensor], is_last: bool) -> None:
+        model(batch[0]).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
     step = 0
     for _ in range(options.epochs):
-        for number, (indices,) in enumerate(dataset):
+        for number, batch in enumerate(ahead(dataset, options.ahead)):
             faults.at_step(task, step)
             if options.pause_s:
                 time.sleep(options.pause_s)
-            model(indices).backward()
-            if (number + 1) % options.accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+            strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
     if options.out and strategy.is_lead:
         torch.save(model.state_dict(), options.out)

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--examples", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--clip-norm", type=float)
     parser.add_argument("--decay", action="store_true")
     parser.add_argument("--poison-step", type=int, default=-1)
@@ -65,12 +66,14 @@ def main() -> None:
     dataset = strategy.distribute_dataset(loader)
 
     def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        optimizer.zero_grad()
+        if step % options.accumulate == 0:
+            optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
         if step == options.poison_step and task == "worker:0":
             loss = loss * float("nan")
         loss.backward()
-        optimizer.step()
+        if (step + 1) % options.accumulate == 0:
+            optimizer.step()
         return loss.detach()
 
     step = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.worker.unit_tracker import UnitTracker
+from stratagem.worker.unit_tracker import MAX_IDLE, UnitTracker
 
 A, B, C = (Unit(1, 0, index) for index in range(3))
 
@@ -41,10 +41,31 @@ def test_accumulation_spans_units() -> None:
     assert tracker.leave() == [C]
 
 
-def test_a_batch_without_backward_is_complete() -> None:
+def test_a_batch_without_backward_is_complete_at_the_end() -> None:
     tracker = UnitTracker()
     tracker.take(A)
-    assert tracker.leave() == [A]
+    assert tracker.leave() == []
+    tracker.take(B)
+    tracker.backward()
+    assert tracker.step() == Update((B,), 0)
+    tracker.stepped()
+    assert tracker.end() == [A, B]
+
+
+def test_batches_taken_ahead_of_time() -> None:
+    tracker = UnitTracker()
+    for unit in (A, B):
+        tracker.take(unit)
+        assert tracker.leave() == []
+    tracker.take(C)
+    closed = []
+    for unit in (A, B, C):
+        closed += tracker.focus(unit)
+        tracker.backward()
+        assert tracker.step() == Update((unit,), 0)
+        tracker.stepped()
+    assert closed == [A, B]
+    assert tracker.end() == [C]
 
 
 def test_gradients_left_over_at_the_end_are_dropped() -> None:
@@ -72,3 +93,36 @@ def test_abandon_forgets_everything() -> None:
     tracker.take(B)
     assert tracker.abandon() == (A, B)
     assert tracker.leave() == []
+
+
+def test_work_after_the_end_of_the_loop_has_no_unit() -> None:
+    tracker = UnitTracker()
+    for unit in (A, B):
+        tracker.take(unit)
+        tracker.leave()
+    assert tracker.end() == [A, B]
+    tracker.take(C)  # a unit that a lost worker gave back
+    assert tracker.focus(A) == []
+    tracker.backward()
+    assert tracker.step() == Update((), 0)
+    tracker.stepped()
+    assert tracker.focus(C) == []
+    assert tracker.step() == Update((C,), 0)
+
+
+def test_a_step_without_a_unit_is_not_counted_for_the_next_one() -> None:
+    tracker = UnitTracker()
+    tracker.backward()
+    tracker.step()
+    tracker.stepped()
+    tracker.take(A)
+    assert tracker.step() == Update((A,), 0)
+
+
+def test_what_was_left_long_ago_was_skipped() -> None:
+    tracker = UnitTracker()
+    closed = []
+    for index in range(MAX_IDLE + 3):
+        tracker.take(Unit(1, 0, index))
+        closed += tracker.leave()
+    assert closed == [Unit(1, 0, index) for index in range(3)]

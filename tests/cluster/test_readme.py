@@ -1,0 +1,54 @@
+"""Every command in the README works: what trains is run here; `make demo` and `make test` are steps of `.ci/run`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratagem.cluster.tf_config import parse_tf_config
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+COMMANDS = [line.split("   #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+TRAINING = [command for command in COMMANDS if command.startswith(("stratagem run", "python examples"))]
+OTHER = [command for command in COMMANDS if command not in TRAINING]
+BIN = Path(sys.executable).parent
+
+
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    arguments = shlex.split(command)
+    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands(command: str) -> None:
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", OTHER)
+def test_other_commands(command: str) -> None:
+    program = shlex.split(command)[0]
+    if program == "make":
+        assert run(command.replace("make", "make -n", 1)).returncode == 0
+    elif program == "export":
+        placement = parse_tf_config(shlex.split(command)[1].removeprefix("TF_CONFIG="))
+        assert placement is not None and placement.task is not None
+    elif program in ("pip", "python3"):
+        # The set-up; `.ci/run` does the same steps in a fresh environment.
+        assert command in (
+            "python3 -m venv .venv && . .venv/bin/activate",
+            "pip install -c constraints.txt -e '.[examples]'",
+        )
+    elif program == "stratagem":
+        assert run(command).returncode == 0
+    else:
+        pytest.fail(f"no test runs {command!r}")
