@@ -79,8 +79,8 @@ class Rounds:
         """
         job = self._job
         if job.config.checkpoint_dir and job.journal.history.initialized and await self._step() != self._saved_step:
-            anybody = bool(job.sessions.live("worker"))
-            await job.saving.save(job.config.checkpoint_dir, automatic=True, complete=anybody)
+            # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
+            await job.saving.save(job.config.checkpoint_dir, automatic=True, complete=False)
 
     def _start(self, work: Work) -> None:
         self._busy = True

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -17,11 +15,11 @@ from stratagem.cluster.sources import gather
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
+from stratagem.worker import interrupts
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
 from stratagem.worker.step_meter import active_meter
 
-EXIT_TERMINATED = 143
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
 """Environment variable of `stratagem run`: the file for this worker's report."""
 
@@ -34,7 +32,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     configure_logging(config.task, config.log_format)
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
-    signal.signal(signal.SIGTERM, _on_terminate)
+    interrupts.install()
     outcome = run_script(script, arguments)
     runtime = active_runtime()
     reason = runtime.stop_reason() if runtime is not None else None
@@ -58,10 +56,6 @@ def _write_report() -> None:
     path, meter = os.environ.get(REPORT_VARIABLE), active_meter()
     if path and meter is not None:
         Path(path).write_text(json.dumps(meter.report()))
-
-
-def _on_terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(EXIT_TERMINATED)
 
 
 def main() -> int:

@@ -1,0 +1,48 @@
+"""Where an interrupt may break in."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from types import FrameType
+
+from stratagem.worker.interrupts import inside_grpc
+
+
+def frame_in(module: str) -> FrameType:
+    """A frame of a function that lives in ``module``."""
+    code = compile("def here():\n    import sys\n    return sys._getframe()\n", module, "exec")
+    namespace = types.ModuleType(module).__dict__
+    exec(code, namespace)
+    frame: FrameType = namespace["here"]()
+    return frame
+
+
+def test_our_own_code_and_the_scripts_may_be_interrupted() -> None:
+    assert not inside_grpc(sys._getframe())
+    assert not inside_grpc(frame_in("train"))
+    assert not inside_grpc(None)
+
+
+def test_code_of_grpc_may_not() -> None:
+    assert inside_grpc(frame_in("grpc"))
+    assert inside_grpc(frame_in("grpc._channel"))
+    assert not inside_grpc(frame_in("grpcish"))
+
+
+def test_waiting_may_be_interrupted() -> None:
+    event = threading.Event()
+    waiter = threading.Thread(target=event.wait, args=(10,))
+    waiter.start()
+    try:
+        deadline = time.monotonic() + 10
+        frame = sys._current_frames().get(waiter.ident or 0)
+        while frame is None or frame.f_code.co_name != "wait" or frame.f_locals.get("waiter") is None:
+            assert time.monotonic() < deadline
+            frame = sys._current_frames().get(waiter.ident or 0)
+        assert not inside_grpc(frame)
+    finally:
+        event.set()
+        waiter.join()
