@@ -62,6 +62,7 @@ def main() -> int:
         model = make_model()
         optimizer = getattr(torch.optim, arguments.optimizer)(model.parameters(), lr=arguments.lr)
     model, optimizer = strategy.prepare(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
     loader = DataLoader(train_data, batch_size=arguments.batch_size, shuffle=True)
     dataset = strategy.distribute_dataset(loader)
 
@@ -77,6 +78,7 @@ def main() -> int:
         losses, start = [], time.perf_counter()
         for batch in dataset:
             losses.append(float(strategy.reduce_mean(strategy.run(train_step, args=(batch,)))))
+        scheduler.step()
         if losses and sg.is_lead():  # a restarted worker finds no batches in the epochs that it missed
             speed = len(train_data) / (time.perf_counter() - start)
             exposed = strategy.exposed_communication

@@ -33,7 +33,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def inside_grpc(frame: FrameType | None) -> bool:
-    """Whether ``frame`` runs on behalf of gRPC's own code. Waiting on a condition may be broken off and does not count."""
+    """Whether ``frame`` runs on behalf of gRPC's own code. Waiting on a condition does not: it may end early."""
     if frame is not None and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "wait":
         return False
     while frame is not None:
