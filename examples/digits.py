@@ -7,6 +7,7 @@ stratagem run --workers 2 --ps 2 examples/digits.py       # a chief, 2 parameter
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from statistics import mean
@@ -62,7 +63,6 @@ def main() -> int:
         model = make_model()
         optimizer = getattr(torch.optim, arguments.optimizer)(model.parameters(), lr=arguments.lr)
     model, optimizer = strategy.prepare(model, optimizer)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
     loader = DataLoader(train_data, batch_size=arguments.batch_size, shuffle=True)
     dataset = strategy.distribute_dataset(loader)
 
@@ -75,10 +75,11 @@ def main() -> int:
         return loss.detach()
 
     for epoch in range(arguments.epochs):
+        for group in optimizer.param_groups:  # cosine decay, right also for a worker that starts again in mid-job
+            group["lr"] = arguments.lr * (1 + math.cos(math.pi * epoch / arguments.epochs)) / 2
         losses, start = [], time.perf_counter()
         for batch in dataset:
             losses.append(float(strategy.reduce_mean(strategy.run(train_step, args=(batch,)))))
-        scheduler.step()
         if losses and sg.is_lead():  # a restarted worker finds no batches in the epochs that it missed
             speed = len(train_data) / (time.perf_counter() - start)
             exposed = strategy.exposed_communication
