@@ -12,6 +12,11 @@ from stratagem.worker.ps_client import PsClient
 MAX_WAITING = 64  # a ps that takes part in no update is told at the latest after so many
 
 
+def unit_proto(unit: Unit) -> common_pb2.Unit:
+    """A unit as it goes over the wire."""
+    return common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index)
+
+
 class CloseReports:
     """What each ps has yet to hear. Repeating a close is harmless, so a report is dropped only when acknowledged."""
 
@@ -30,8 +35,7 @@ class CloseReports:
         """These units are complete on this worker."""
         for ps, waiting in self._waiting.items():
             for unit in closed:
-                identity = common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index)
-                waiting.append(ps_pb2.UnitClose(unit=identity, num_updates=self._num_updates[ps].pop(unit, 0)))
+                waiting.append(ps_pb2.UnitClose(unit=unit_proto(unit), num_updates=self._num_updates[ps].pop(unit, 0)))
 
     def for_ps(self, ps: int) -> list[ps_pb2.UnitClose]:
         """What to tell one ps now."""

@@ -18,7 +18,7 @@ from google.protobuf import struct_pb2
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, NonFiniteGradientError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc.generated import common_pb2, ps_pb2
-from stratagem.worker.close_reports import CloseReports
+from stratagem.worker.close_reports import CloseReports, unit_proto
 from stratagem.worker.ps_client import PendingCall, PsClient
 from stratagem.worker.staging import GradientStaging
 from stratagem.worker.step_meter import StepMeter
@@ -299,7 +299,7 @@ class GradientPush:
     def _slice_proto(self, step_slice: StepSlice) -> ps_pb2.StepSlice:
         return ps_pb2.StepSlice(
             step=step_slice.step,
-            units=[_unit_proto(unit) for unit in step_slice.units],
+            units=[unit_proto(unit) for unit in step_slice.units],
             weight=step_slice.weight,
             num_examples=step_slice.num_examples,
             merge=ps_pb2.MEAN if self._policy.gradients == "mean" else ps_pb2.SUM,
@@ -310,12 +310,8 @@ class GradientPush:
         return f"{servers} to apply " + (f"step {step_slice.step}" if step_slice else "its update")
 
 
-def _unit_proto(unit: Unit) -> common_pb2.Unit:
-    return common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index)
-
-
 def _update_proto(update: Update) -> common_pb2.Update:
-    return common_pb2.Update(units=[_unit_proto(unit) for unit in update.units], ordinal=update.ordinal)
+    return common_pb2.Update(units=[unit_proto(unit) for unit in update.units], ordinal=update.ordinal)
 
 
 def _bitmap(bits: Sequence[bool]) -> bytes:

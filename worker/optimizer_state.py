@@ -9,10 +9,11 @@ import torch
 from google.protobuf import struct_pb2
 
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.generated import frame_pb2, ps_pb2
+from stratagem.rpc.generated import ps_pb2
 from stratagem.worker.host_tensors import WeightTargets
 from stratagem.worker.layout import Layout
 from stratagem.worker.ps_client import PsClient
+from stratagem.worker.variables import send_values
 
 SCALARS = frozenset({"mu_product", "eta", "mu"})
 """State of NAdam and ASGD that is one number a parameter; all other state but "step" has the parameter's shape."""
@@ -111,16 +112,10 @@ class OptimizerState:
             for parameter in self._parameters
         ]
         source = WeightTargets(self._layout, tensors)
-        transfer, num_frames = client.new_transfer(), 0
-        for chunk in self._layout.chunks:
-            if (chunk.group, chunk.ps) == (group, client.index):
-                pieces = source.pieces(chunk)
-                client.lane.send(frame_pb2.VALUES, transfer, group, chunk.offset, pieces, chunk.num_elements)
-                num_frames += 1
         values = struct_pb2.Struct()
         values.update(scalars)
         request = ps_pb2.AssignValuesRequest(
-            values=ps_pb2.TransferRef(transfer=transfer, num_frames=num_frames),
+            values=send_values(client, self._layout, source, [group]),
             groups=[group],
             slot=slot,
             step_counts=counts,

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -21,7 +21,6 @@ from stratagem.rpc.session import SessionClient
 
 logger = logging.getLogger(__name__)
 
-_Reply = TypeVar("_Reply")
 RETRY_S = 0.1  # between two tries to reach a ps that restarts
 FRAME_OVERHEAD_BYTES = 4096  # header of a frame, generously
 POLL_S = 1.0  # how often a waiting call looks whether the job has ended
@@ -30,16 +29,15 @@ POLL_S = 1.0  # how often a waiting call looks whether the job has ended
 class PendingCall:
     """A control call on its way; :meth:`result` waits for it."""
 
-    def __init__(self, client: PsClient, future: Any, request: Any) -> None:
+    def __init__(self, client: PsClient, future: Any) -> None:
         self._client = client
         self._future = future
-        self.request = request
 
     def result(self) -> Any:
         """The reply.
 
         Raises:
-            PeerUnavailableError: the ps is gone; see :meth:`PsClient.recover`.
+            PeerUnavailableError: the ps is gone; see :meth:`PsClient.connect`.
             StratagemError: what the ps raised.
         """
         while True:
@@ -76,7 +74,6 @@ class PsClient:
         self.index = index
         self.task = f"ps:{index}"
         self.store_epoch = 0
-        self.connections = 0
         self._meter = meter
         self._timeout_s = timeout_s
         self._frame_bytes = frame_bytes
@@ -179,13 +176,12 @@ class PsClient:
             self._server_life, self._known_from = life, self._next_sequence
         self._data = channels.connect(info.address)
         self._lane = GrpcLane(self._data, self.session.task, self.session.incarnation, self.task, self._meter)
-        self.connections += 1
 
     def _send(self, method: str, request: Any) -> PendingCall:
         if self._control is None:
             raise PeerUnavailableError(f"there is no connection to {self.task}")
         future = getattr(self._stub, method).future(request)
-        return PendingCall(self, future, request)
+        return PendingCall(self, future)
 
     def _sender(self, sequence: int) -> common_pb2.Sender:
         return common_pb2.Sender(task=self.session.task, incarnation=self.session.incarnation, sequence=sequence)

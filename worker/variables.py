@@ -20,6 +20,17 @@ logger = logging.getLogger(__name__)
 INITIAL_WAIT_S = 2.0  # one wait for the lead's initial values; then look again who the lead is
 
 
+def send_values(client: PsClient, layout: Layout, source: WeightTargets, groups: Sequence[int]) -> ps_pb2.TransferRef:
+    """Sends one ps its part of ``groups``; an AssignValues must name what this returns."""
+    transfer, num_frames = client.new_transfer(), 0
+    for chunk in layout.chunks:
+        if chunk.ps == client.index and chunk.group in groups:
+            pieces = source.pieces(chunk)
+            client.lane.send(frame_pb2.VALUES, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
+            num_frames += 1
+    return ps_pb2.TransferRef(transfer=transfer, num_frames=num_frames)
+
+
 class RemoteVariables:
     """Variables that live on the parameter servers, and their copies in this process.
 
@@ -85,13 +96,7 @@ class RemoteVariables:
 
     def assign(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps."""
-        transfer, num_frames = client.new_transfer(), 0
-        for chunk in self.layout.chunks:
-            if chunk.ps == client.index and chunk.group in groups:
-                pieces = self.targets.pieces(chunk)
-                client.lane.send(frame_pb2.VALUES, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
-                num_frames += 1
-        values = ps_pb2.TransferRef(transfer=transfer, num_frames=num_frames)
+        values = send_values(client, self.layout, self.targets, groups)
         request = ps_pb2.AssignValuesRequest(values=values, groups=groups)
         reply: ps_pb2.AssignValuesReply = client.call("AssignValues", request, sequenced=True)
         self._remember(client, reply.versions)
