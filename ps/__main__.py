@@ -19,13 +19,14 @@ from stratagem.cluster.config import PsConfig
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.ps import optimizers
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer, add_to_server
+from stratagem.ps.servicer import SERVICE, ParameterServerServicer
+from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
-from stratagem.rpc.server import RunningServer, serve
+from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.session import SessionClient
 
 logger = logging.getLogger("stratagem.ps")  # __name__ is "__main__" when this is the command
@@ -74,7 +75,8 @@ def _run(config: PsConfig) -> int:
     keep_freed_memory()
     limits = Limits(config.max_variables, config.max_store_bytes)
     store = Store(config.task, TaskId.parse(config.task).index, limits)
-    server = _serve(config, store)
+    lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"))
+    server = _serve(config, store, lanes)
     try:
         logger.info("Listening on %s", server.address)
         optimizers.warm_up()
@@ -83,14 +85,15 @@ def _run(config: PsConfig) -> int:
         return _stay(config, store, server)
     finally:
         store.state.close_lanes(JobStoppedError(f"{config.task} ends", 0))
+        lanes.close()
         server.stop(1.0)
 
 
-def _serve(config: PsConfig, store: Store) -> RunningServer:
-    servicer = ParameterServerServicer(store, config.max_message_bytes)
+def _serve(config: PsConfig, store: Store, lanes: SocketLanes) -> RunningServer:
+    servicer = ParameterServerServicer(store, lanes, config.max_message_bytes)
     return serve(
         config.bind,
-        lambda server: add_to_server(servicer, server),
+        lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
         max_threads=MAX_THREADS,
         max_message_bytes=config.max_message_bytes,

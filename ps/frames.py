@@ -9,28 +9,37 @@ from stratagem.ps.requests import FrameKind
 from stratagem.rpc.codec import Frame, decode_frame, encode_frame
 from stratagem.rpc.generated import frame_pb2
 
-_KINDS = {frame_pb2.GRADIENT: FrameKind.GRADIENT, frame_pb2.VALUES: FrameKind.VALUES}
+WEIGHTS = int(frame_pb2.WEIGHTS)
+_KINDS = {int(frame_pb2.GRADIENT): FrameKind.GRADIENT, int(frame_pb2.VALUES): FrameKind.VALUES}
 
 
-def weights_frame(transfer: int, group: int, offset: int, piece: torch.Tensor) -> bytes:
-    """A frame of published weights (or of a slot): ``piece`` copied once."""
-    return encode_frame(frame_pb2.WEIGHTS, transfer, group, offset, piece)
+def weights_message(transfer: int, group: int, offset: int, piece: torch.Tensor) -> bytes:
+    """A message with a frame of published weights (or of a slot): ``piece`` copied once."""
+    return encode_frame(WEIGHTS, transfer, group, offset, piece)
 
 
-def readdress(message: bytes, transfer: int) -> bytes:
-    """The same frame under another transfer id: one copy."""
-    frame = decode_frame(message)
-    return encode_frame(frame.kind, transfer, frame.group, frame.offset, frame.tensor)
+def payload_of(message: bytes) -> torch.Tensor:
+    """The elements in a message: a view on it."""
+    return decode_frame(message).tensor
 
 
-def read_frame(message: bytes) -> tuple[FrameKind, Frame]:
-    """A frame that a worker sent.
+def read_message(message: bytes) -> tuple[FrameKind, Frame]:
+    """A frame that a worker sent over the grpc lane.
 
     Raises:
         FrameError: not a frame, or of a kind that workers do not send.
     """
     frame = decode_frame(message)
-    kind = _KINDS.get(frame.kind)  # type: ignore[call-overload]  # the enum is an int on the wire
+    return kind_of(frame), frame
+
+
+def kind_of(frame: Frame) -> FrameKind:
+    """What a frame from a worker is for.
+
+    Raises:
+        FrameError: of a kind that workers do not send.
+    """
+    kind = _KINDS.get(frame.kind)
     if kind is None:
         raise FrameError(f"expected a frame of kind GRADIENT or VALUES from a worker, got kind {frame.kind}")
-    return kind, frame
+    return kind

@@ -1,15 +1,18 @@
-"""The ps's end of the grpc lane: frames in go to staging, reply frames out come from a queue."""
+"""The ps's end of a lane: frames in go to staging, reply frames out are queued and never waited for."""
 
 from __future__ import annotations
 
 import collections
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import torch
+
 from stratagem.errors import FencedError, LimitError, StratagemError
-from stratagem.ps.frames import read_frame
+from stratagem.ps.frames import payload_of, read_message, weights_message
+from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
 
@@ -18,37 +21,43 @@ logger = logging.getLogger(__name__)
 _SPARE_BYTES = 64 << 20
 
 
+def most_unread_bytes(store: Store) -> int:
+    """Reply bytes that may wait for a worker before it is cut off."""
+    return _SPARE_BYTES + 4 * store.state.num_bytes
+
+
 class Stream(Protocol):
-    """The stream that carries a lane."""
+    """The stream that carries a grpc lane."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Has ``callback`` called when the stream ends; False when it has ended already."""
 
 
 class QueueLane:
-    """Reply frames on their way to one worker. Implements :class:`stratagem.ps.shelf.ReplyLane`.
+    """Reply messages on their way into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`.
 
     Args:
-        max_pinned_bytes: bytes of built frames that may wait here; a reader that is slower is cut off.
+        max_pinned_bytes: bytes of messages that may wait here; a reader that is slower is cut off.
     """
 
     def __init__(self, max_pinned_bytes: Callable[[], int]) -> None:
         self._max_pinned_bytes = max_pinned_bytes
         self._changed = threading.Condition()
-        self._waiting: collections.deque[Iterator[bytes] | bytes] = collections.deque()
+        self._waiting: collections.deque[tuple[int, HeldFrame]] = collections.deque()
         self._pinned_bytes = 0
         self._closed = False
         self._error: StratagemError | None = None
 
-    def send(self, frames: Iterable[bytes]) -> None:
+    def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
+        message = weights_message(transfer, group, offset, piece)
+        return HeldFrame(group, offset, payload_of(message), (transfer, message))
+
+    def send(self, transfer: int, frame: HeldFrame) -> None:
         with self._changed:
             if self._closed:
                 return
-            if isinstance(frames, tuple):
-                self._waiting.extend(frames)
-                self._pinned_bytes += sum(map(len, frames))
-            else:
-                self._waiting.append(iter(frames))
+            self._waiting.append((transfer, frame))
+            self._pinned_bytes += frame.tensor.nbytes
             limit = self._max_pinned_bytes()
             self._changed.notify_all()
         if self._pinned_bytes > limit:
@@ -63,8 +72,9 @@ class QueueLane:
             self._pinned_bytes = 0
             self._changed.notify_all()
 
-    def frames(self) -> Iterator[bytes]:
-        """Frames as they come, until the lane is closed.
+    def messages(self) -> Iterator[bytes]:
+        """Messages as they come, until the lane is closed. A frame that was held for the transfer it is sent under is
+        not copied again.
 
         Raises:
             StratagemError: what the lane was closed with.
@@ -74,14 +84,13 @@ class QueueLane:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     break
-                item = self._waiting.popleft()
-                if isinstance(item, bytes):
-                    self._pinned_bytes -= len(item)
-            if isinstance(item, bytes):
-                yield item
+                transfer, frame = self._waiting.popleft()
+                self._pinned_bytes -= frame.tensor.nbytes
+            if isinstance(frame.origin, tuple) and frame.origin[0] == transfer:
+                yield frame.origin[1]
             else:
-                yield from item
-            del item
+                yield weights_message(transfer, frame.group, frame.offset, frame.tensor)
+            del frame
         if self._error is not None:
             raise self._error
 
@@ -93,7 +102,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
         FencedError: the sender is or becomes dead.
         FrameError: a frame that cannot be what it says.
     """
-    lane = QueueLane(lambda: _SPARE_BYTES + 4 * store.state.num_bytes)
+    lane = QueueLane(lambda: most_unread_bytes(store))
     store.open_lane(sender, lane)
     reader = threading.Thread(
         target=_read, args=(store, sender, messages, lane), name=f"lane-{sender.task}", daemon=True
@@ -102,7 +111,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
     if not stream.add_callback(lane.close):
         lane.close()
     try:
-        yield from lane.frames()
+        yield from lane.messages()
     finally:
         lane.close()
         store.close_lane(sender, lane)
@@ -111,7 +120,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
 def _read(store: Store, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:
     try:
         for message in messages:
-            kind, frame = read_frame(message)
+            kind, frame = read_message(message)
             store.variables.stage(sender, kind, frame)
             del message, frame  # staging holds what is needed; nothing else keeps the last message alive
     except FencedError as error:

@@ -1,42 +1,48 @@
-"""Immutable version slots: the weights of one version as encoded frames, built once and shared by all readers.
+"""Immutable versions: the weights of one version, copied once and shown to all readers (PROTOCOL.md 9).
 
-Nobody reads a slot that is being written: frames are copies of the weights, made while the group's lock is held, and
-never change. A reader that holds frames (a lane's queue does) pins them; the memory goes when the last reader lets go.
+Nobody reads a version that is being written: its frames are copies of the weights, made while the group's lock is held,
+and never change. They lie in the memory from which the lane of the first reader sends without another copy. A lane
+that holds frames pins them; the memory goes when the last reader lets go.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 
-from stratagem.ps.frames import readdress, weights_frame
+from stratagem.errors import StratagemError
 from stratagem.ps.requests import Version
 
 FRAME_BYTES = 4 << 20
 """Payload bytes of a frame; see ``WorkerConfig.frame_bytes`` for what was measured."""
 
-Emit = Callable[[bytes], None]
-"""Takes a frame as soon as it is built."""
-
 
 @dataclasses.dataclass(frozen=True)
-class PublishedVersion:
-    """The weights of one group in one version."""
+class HeldFrame:
+    """A copy of a piece of a flat tensor, in the memory of some lane."""
 
-    version: Version
-    transfer: int
-    """Transfer id that the frames carry."""
-    frames: tuple[bytes, ...]
+    group: int
+    offset: int
+    tensor: torch.Tensor
+    """The elements. Never written to."""
+    origin: Any = None
+    """What the lane that made the copy knows about it; other lanes look at ``tensor`` only."""
 
-    def frames_for(self, transfer: int) -> Iterator[bytes]:
-        """The frames under another transfer id. Those that carry it already are shared, others copied one at a time."""
-        for message in self.frames:
-            if transfer == self.transfer:
-                yield message
-            else:
-                yield readdress(message, transfer)
+
+class ReplyLane(Protocol):
+    """The way back to one worker. Whatever moves payload implements it (PROTOCOL.md 34)."""
+
+    def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
+        """Copies a piece to where this lane sends from; ``transfer`` is the one it will most likely be sent under."""
+
+    def send(self, transfer: int, frame: HeldFrame) -> None:
+        """Queues a frame without waiting for the reader. A closed lane drops it."""
+
+    def close(self, error: StratagemError) -> None:
+        """Ends the lane for the given reason."""
 
 
 def num_frames(num_elements: int, dtype: torch.dtype) -> int:
@@ -44,11 +50,11 @@ def num_frames(num_elements: int, dtype: torch.dtype) -> int:
     return -(-num_elements // (FRAME_BYTES // dtype.itemsize))
 
 
-def cut_frames(flat: torch.Tensor, group: int, transfer: int) -> Iterator[bytes]:
-    """Encodes a flat tensor, one frame at a time."""
+def cut_pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """First element and elements of each frame of a flat tensor."""
     step = FRAME_BYTES // flat.dtype.itemsize
     for offset in range(0, flat.numel(), step):
-        yield weights_frame(transfer, group, offset, flat[offset : offset + step])
+        yield offset, flat[offset : offset + step]
 
 
 class Publisher:
@@ -56,24 +62,23 @@ class Publisher:
 
     def __init__(self, group: int) -> None:
         self._group = group
-        self._newest: PublishedVersion | None = None
+        self._newest: tuple[Version, list[HeldFrame]] | None = None
         self.num_built = 0
-        """Versions encoded so far."""
+        """Versions copied so far."""
 
     def outdate(self) -> None:
         """The weights are about to change: lets go of the newest version, so that its memory serves the next."""
         self._newest = None
 
-    def get(self, version: Version) -> PublishedVersion | None:
-        """The frames of ``version`` if they exist."""
-        return self._newest if self._newest is not None and self._newest.version == version else None
-
-    def build(self, version: Version, flat: torch.Tensor, transfer: int, emit: Emit) -> PublishedVersion:
-        """Encodes ``flat`` as ``version``; hands out each frame as soon as it exists."""
+    def send(self, version: Version, flat: torch.Tensor, lane: ReplyLane, transfer: int) -> None:
+        """Sends ``flat``, which holds ``version``; a frame leaves as soon as it is copied."""
+        if self._newest is not None and self._newest[0] == version:
+            for frame in self._newest[1]:
+                lane.send(transfer, frame)
+            return
         frames = []
-        for message in cut_frames(flat, self._group, transfer):
-            frames.append(message)
-            emit(message)
-        self._newest = PublishedVersion(version, transfer, tuple(frames))
+        for offset, piece in cut_pieces(flat):
+            frames.append(lane.hold(transfer, self._group, offset, piece))
+            lane.send(transfer, frames[-1])
+        self._newest = version, frames
         self.num_built += 1
-        return self._newest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stratagem.errors import FencedError, StaleStoreError
+from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.sequences import SequenceWindow
-from stratagem.ps.shelf import ReplyLane
 
 Life = tuple[str, int]
 """Task and incarnation."""

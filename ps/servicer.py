@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
-from google.protobuf import message_factory
 
 from stratagem.ps import wire
 from stratagem.ps.lane_server import serve_lane
+from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
-from stratagem.rpc.generated import common_pb2, ps_pb2
+from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
+from stratagem.rpc.place import place_of_this_process
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
 
@@ -21,11 +21,13 @@ class ParameterServerServicer:
 
     Args:
         store: does the work.
+        lanes: opens lanes other than grpc.
         max_message_bytes: told to senders.
     """
 
-    def __init__(self, store: Store, max_message_bytes: int) -> None:
+    def __init__(self, store: Store, lanes: SocketLanes, max_message_bytes: int) -> None:
         self._store = store
+        self._lanes = lanes
         self._max_message_bytes = max_message_bytes
 
     def Hello(self, request: ps_pb2.HelloRequest, context: grpc.ServicerContext) -> ps_pb2.HelloReply:
@@ -35,7 +37,12 @@ class ParameterServerServicer:
             store_epoch=greeting.store_epoch,
             next_sequence=greeting.next_sequence,
             max_message_bytes=self._max_message_bytes,
+            place=place_of_this_process(),
         )
+
+    def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:
+        way = self._lanes.open(wire.sender_from(request.sender), *wire.lane_from(request))
+        return lane_pb2.OpenLaneReply(token=way.token, port=way.port, socket_name=way.socket_name)
 
     def Transfer(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         sender = wire.sender_of_lane(context.invocation_metadata())
@@ -121,19 +128,3 @@ class ParameterServerServicer:
     def MarkLost(self, request: ps_pb2.MarkLostRequest, context: grpc.ServicerContext) -> ps_pb2.MarkLostReply:
         num_lost = self._store.checkpoints.mark_lost(wire.unit_sets_from(request.units))
         return ps_pb2.MarkLostReply(num_lost=num_lost)
-
-
-def add_to_server(servicer: ParameterServerServicer, server: grpc.Server) -> None:
-    """Registers the servicer. Not the generated function: frames of ``Transfer`` must pass as the bytes they are."""
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-    for method in SERVICE.methods:
-        behaviour = getattr(servicer, method.name)
-        if method.client_streaming:
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(behaviour)
-        else:
-            request: Any = message_factory.GetMessageClass(method.input_type)
-            reply: Any = message_factory.GetMessageClass(method.output_type)
-            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                behaviour, request.FromString, reply.SerializeToString
-            )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))

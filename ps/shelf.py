@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
-from stratagem.errors import ProtocolError, StratagemError
-from stratagem.ps.published import Publisher, cut_frames, num_frames
+from stratagem.errors import ProtocolError
+from stratagem.ps.published import Publisher, ReplyLane, cut_pieces, num_frames
 from stratagem.ps.requests import GroupVersion, Version
 from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.specs import GroupSpec
-
-
-class ReplyLane(Protocol):
-    """The way back to one worker. Whatever moves payload implements it (PROTOCOL.md 34)."""
-
-    def send(self, frames: Iterable[bytes]) -> None:
-        """Queues frames; the iterable may be consumed later, in the lane's thread. A closed lane drops them."""
-
-    def close(self, error: StratagemError) -> None:
-        """Ends the lane for the given reason."""
 
 
 class Shelf:
@@ -67,16 +55,12 @@ class Shelf:
                 self.group.touch()
 
     def send_weights(self, lane: ReplyLane, transfer: int, have: Version | None) -> GroupVersion:
-        """Sends the weights unless the reader has them. The version is encoded once, whoever reads it."""
+        """Sends the weights unless the reader has them. A version is copied once, whoever reads it."""
         with self.lock:
             version = self.version
             if have == version:
                 return GroupVersion(self.spec.group, version, 0)
-            published = self.publisher.get(version)
-            if published is not None:
-                lane.send(published.frames_for(transfer))
-            else:
-                self.publisher.build(version, self.group.weights, transfer, lambda frame: lane.send((frame,)))
+            self.publisher.send(version, self.group.weights, lane, transfer)
             return GroupVersion(self.spec.group, version, num_frames(self.spec.num_elements, self.spec.dtype))
 
     def send_slot(self, lane: ReplyLane, transfer: int, slot: str) -> GroupVersion:
@@ -89,6 +73,6 @@ class Shelf:
             if slot not in self.group.slots:
                 known = ", ".join(self.group.slots) or "none yet"
                 raise ProtocolError(f"group {self.spec.group}: expected one of its slots ({known}), got {slot!r}")
-            for frame in cut_frames(self.group.slots[slot], self.spec.group, transfer):
-                lane.send((frame,))
+            for offset, piece in cut_pieces(self.group.slots[slot]):
+                lane.send(transfer, lane.hold(transfer, self.spec.group, offset, piece))
             return GroupVersion(self.spec.group, self.version, num_frames(self.spec.num_elements, self.spec.dtype))

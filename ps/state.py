@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import PeerUnavailableError, ProtocolError, StaleStoreError, StratagemError, VariableError
 from stratagem.ps.commit_gate import CommitGate
+from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import GroupVersion, Sender, TransferRef, Version
 from stratagem.ps.senders import Senders
 from stratagem.ps.sequences import Decision, Verdict
-from stratagem.ps.shelf import ReplyLane, Shelf
+from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import Limits
 from stratagem.ps.staging import Staging
 from stratagem.ps.sync_steps import SyncSteps

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from stratagem.errors import PeerUnavailableError
 from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.commits import Commits
+from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
-from stratagem.ps.shelf import ReplyLane
 from stratagem.ps.specs import Limits
 from stratagem.ps.state import Call, State
 from stratagem.ps.sync_steps import StepKey

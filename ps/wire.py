@@ -28,11 +28,14 @@ from stratagem.ps.requests import (
     Version,
 )
 from stratagem.ps.snapshot import SavedFile
+from stratagem.ps.socket_lanes import Family, Purpose
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import Epoch, UnitClose
 from stratagem.rpc.codec import from_wire_dtype
-from stratagem.rpc.generated import common_pb2, ps_pb2
+from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 
+_FAMILIES: dict[int, Family] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
+_PURPOSES: dict[str, Purpose] = {"up": "up", "down": "down"}
 _ACTIONS = {ps_pb2.APPLY: Action.APPLY, ps_pb2.SKIP: Action.SKIP}
 _MERGES = {ps_pb2.MEAN: Merge.MEAN, ps_pb2.SUM: Merge.SUM}
 
@@ -42,6 +45,14 @@ def sender_from(message: common_pb2.Sender) -> Sender:
     if not message.task or not message.incarnation:
         raise ProtocolError("a request must name its sender: task id and incarnation")
     return Sender(message.task, message.incarnation, message.sequence)
+
+
+def lane_from(message: lane_pb2.OpenLaneRequest) -> tuple[Family, Purpose]:
+    """Which lane is asked for, and which direction of it."""
+    family = _FAMILIES.get(message.kind)
+    if family is None or message.purpose not in _PURPOSES:
+        raise ProtocolError(f"expected a tcp or shm lane, up or down; got kind {message.kind}, {message.purpose!r}")
+    return family, _PURPOSES[message.purpose]
 
 
 def sender_of_lane(metadata: Iterable[tuple[str, Any]]) -> Sender:

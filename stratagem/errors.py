@@ -13,6 +13,8 @@
     ├── StaleStoreError               the ps went back to a checkpoint; the sender must introduce itself again
     ├── FencedError                   this process life has been declared dead; it must end
     ├── PeerUnavailableError          a peer did not answer in time; names the peer
+    ├── CollectiveError               a collective was aborted; names the peer and where everybody was
+    ├── SegmentError                  memory shared by processes of one host cannot be had; says how much and why
     ├── ClusterTimeoutError           the cluster did not come up in time; names who is missing
     ├── JobStoppedError               the chief ended the job; carries the exit code
     └── CheckpointError               a checkpoint cannot be written or read
@@ -99,6 +101,36 @@ class PeerUnavailableError(StratagemError):
     """A peer did not answer in time."""
 
     reason = "PEER_UNAVAILABLE"
+
+
+class CollectiveError(StratagemError):
+    """A collective was aborted on every rank; no rank has a result of it.
+
+    Args:
+        message: which peer, why, and at which step.
+        rank: the peer, where it is known.
+    """
+
+    reason = "COLLECTIVE"
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class SegmentError(StratagemError):
+    """Memory shared by processes of one host cannot be had; another lane has to do.
+
+    Args:
+        message: how many bytes were wanted, and why there are none.
+        errno: the system's number for the cause; 0 where there is none.
+    """
+
+    reason = "SEGMENT"
+
+    def __init__(self, message: str, errno: int = 0) -> None:
+        super().__init__(message)
+        self.errno = errno
 
 
 class ClusterTimeoutError(StratagemError):

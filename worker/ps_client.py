@@ -10,14 +10,15 @@ from typing import Any
 
 import grpc
 
+from stratagem.cluster.communication import Transport
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
-from stratagem.rpc.grpc_lane import GrpcLane
 from stratagem.rpc.lane import BytesMeter, Lane
 from stratagem.rpc.session import SessionClient
+from stratagem.worker.ps_lanes import PsLaneOpener
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +66,17 @@ class PsClient:
         meter: counts payload bytes.
         timeout_s: seconds to wait for a ps that restarts.
         frame_bytes: payload bytes of the frames that will be sent.
+        transport: which lane to take; auto: shm on the same host, else tcp, else grpc.
     """
 
     def __init__(
-        self, session: SessionClient, index: int, meter: BytesMeter, timeout_s: float, frame_bytes: int
+        self,
+        session: SessionClient,
+        index: int,
+        meter: BytesMeter,
+        timeout_s: float,
+        frame_bytes: int,
+        transport: Transport = "grpc",
     ) -> None:
         self.session = session
         self.index = index
@@ -77,12 +85,12 @@ class PsClient:
         self._meter = meter
         self._timeout_s = timeout_s
         self._frame_bytes = frame_bytes
+        self._transport: Transport = transport
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._server_life = (0, 0)
         self._known_from = 1
         self._control: grpc.Channel | None = None
-        self._data: grpc.Channel | None = None
         self._lane: Lane | None = None
         self._stub: ps_pb2_grpc.ParameterServerStub
 
@@ -151,10 +159,9 @@ class PsClient:
         """Ends the connections."""
         if self._lane is not None:
             self._lane.close(reason)
-        for channel in (self._control, self._data):
-            if channel is not None:
-                channel.close()
-        self._lane = self._control = self._data = None
+        if self._control is not None:
+            self._control.close()
+        self._lane = self._control = None
 
     def _open(self, info: common_pb2.TaskInfo) -> None:
         self._control = channels.connect(info.address)
@@ -174,8 +181,8 @@ class PsClient:
         self.store_epoch = reply.store_epoch
         if self._server_life != (life := (reply.server.incarnation, reply.store_epoch)):
             self._server_life, self._known_from = life, self._next_sequence
-        self._data = channels.connect(info.address)
-        self._lane = GrpcLane(self._data, self.session.task, self.session.incarnation, self.task, self._meter)
+        opener = PsLaneOpener(self._stub, self._sender(0), self.task, info.address, self._meter)
+        self._lane = opener.open(self._transport, reply.place)
 
     def _send(self, method: str, request: Any) -> PendingCall:
         if self._control is None:

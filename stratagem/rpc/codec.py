@@ -88,7 +88,7 @@ def encode_pieces(
     kind: int, transfer: int, group: int, offset: int, pieces: Sequence[torch.Tensor], shape: tuple[int, ...]
 ) -> bytes:
     """One frame whose payload is the elements of ``pieces``, one after the other, presented as ``shape``."""
-    views = [_byte_view(piece) for piece in pieces]
+    views = [byte_view(piece) for piece in pieces]
     num_bytes = sum(view.nbytes for view in views)
     header = frame_pb2.Frame(
         kind=kind,  # type: ignore[arg-type]  # the enum is an int on the wire
@@ -149,12 +149,13 @@ def decode_frame(message: bytes) -> Frame:
     return Frame(header.kind, header.transfer, header.group, header.offset, tensor)
 
 
-def _byte_view(tensor: torch.Tensor) -> memoryview:
+def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor; no copy when it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if not flat.numel():
+    if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().cpu().contiguous()
+    if not tensor.numel():
         return memoryview(b"")
-    view: Any = flat.view(torch.uint8).numpy()
+    view: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(view)
 
 

@@ -1,95 +1,90 @@
-"""The grpc lane, worker side: one long-lived bidirectional stream of frames, always there."""
+"""The grpc lane: a long-lived bidirectional stream of frames, always there."""
 
 from __future__ import annotations
 
-import collections
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import grpc
+import torch
 
 from stratagem.errors import FencedError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, decode_frame, encode_pieces
 from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.inbox import Inbox
 from stratagem.rpc.lane import BytesMeter, Pieces
 
 TRANSFER_METHOD = "/stratagem.ParameterServer/Transfer"
+EXCHANGE_METHOD = "/stratagem.Worker/Exchange"
+READ_AHEAD = 4
+"""Frames that a ring's receiver takes from gRPC before somebody asks for them; flow control holds back the rest."""
 _Outgoing = tuple[int, int, int, int, Pieces, int]
 
 
 class GrpcLane:
-    """Implements :class:`stratagem.rpc.lane.Lane` over ``ParameterServer.Transfer``.
+    """Implements :class:`stratagem.rpc.lane.Lane` on the side that opened the stream.
 
     Args:
         channel: a channel of its own, so that payload and control messages do not share a connection.
-        task: task id of the caller.
-        incarnation: its process life.
+        method: full name of the streaming method.
+        metadata: says who the caller is.
         peer: task id at the other end, for messages.
         meter: counts bytes.
     """
 
     name = "grpc"
 
-    def __init__(self, channel: grpc.Channel, task: str, incarnation: int, peer: str, meter: BytesMeter) -> None:
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        method: str,
+        metadata: Sequence[tuple[str, str | bytes]],
+        peer: str,
+        meter: BytesMeter,
+    ) -> None:
         self._peer = peer
         self._meter = meter
         self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._arrived = threading.Condition()
-        self._frames: dict[int, collections.deque[Frame]] = {}
-        self._forgotten = 0
+        self._inbox = Inbox(peer)
+        self._taken = threading.Condition()
         self._num_queued = 0
         self._num_taken = 0
-        self._error: StratagemError | None = None
-        stream = channel.stream_stream(TRANSFER_METHOD, request_serializer=None, response_deserializer=None)
-        metadata = (("stratagem-task", task), ("stratagem-incarnation", str(incarnation)))
-        self._call: Any = stream(self._outgoing(), metadata=metadata)
+        stream = channel.stream_stream(method, request_serializer=None, response_deserializer=None)
+        self._call: Any = stream(self._outgoing(), metadata=tuple(metadata))
         self._reader = threading.Thread(target=self._read, name=f"lane-{peer}", daemon=True)
         self._reader.start()
 
     @property
     def alive(self) -> bool:
-        return self._error is None
+        return self._inbox.error is None
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._inbox.error is not None:
+            raise self._inbox.error
         self._num_queued += 1
         self._outbox.put((kind, transfer, group, offset, pieces, num_elements))
 
-    def receive(self, transfer: int, deadline: float) -> Frame:
-        with self._arrived:
-            frames = self._frames.setdefault(transfer, collections.deque())
-            while not frames:
-                if self._error is not None:
-                    raise self._error
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
-                self._arrived.wait(left)
-            return frames.popleft()
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+        return self._inbox.take(transfer, deadline)
 
     def forget(self, transfer: int) -> None:
-        with self._arrived:
-            self._forgotten = max(self._forgotten, transfer)
-            for old in [known for known in self._frames if known <= self._forgotten]:
-                del self._frames[old]
+        self._inbox.forget(transfer)
 
     def flush(self, deadline: float) -> None:
-        with self._arrived:
+        with self._taken:
             while self._num_taken < self._num_queued:
-                if self._error is not None:
-                    raise self._error
+                if self._inbox.error is not None:
+                    raise self._inbox.error
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PeerUnavailableError(f"{self._peer} takes no frames")
-                self._arrived.wait(min(left, 0.05))
+                self._taken.wait(left)
 
     def close(self, reason: str) -> None:
         self._fail(PeerUnavailableError(reason))
-        self._outbox.put(None)
         self._call.cancel()
         if threading.current_thread() is not self._reader:
             self._reader.join(5.0)
@@ -100,18 +95,16 @@ class GrpcLane:
             message = encode_pieces(kind, transfer, group, offset, pieces(), (num_elements,))
             del item, pieces
             self._meter.sent_bytes += len(message)
+            with self._taken:  # the message is a copy: the tensors are free already
+                self._num_taken += 1
+                self._taken.notify_all()
             yield message
-            self._num_taken += 1
 
     def _read(self) -> None:
         try:
             for message in self._call:
                 self._meter.received_bytes += len(message)
-                frame = decode_frame(message)
-                with self._arrived:
-                    if frame.transfer > self._forgotten:
-                        self._frames.setdefault(frame.transfer, collections.deque()).append(frame)
-                        self._arrived.notify_all()
+                self._inbox.put(decode_frame(message))
             self._fail(PeerUnavailableError(f"{self._peer} closed the lane"))
         except grpc.RpcError as error:
             reason = error_from_rpc(error, self._peer)
@@ -122,8 +115,61 @@ class GrpcLane:
             self._call.cancel()
 
     def _fail(self, error: StratagemError) -> None:
-        with self._arrived:
-            if self._error is None:
-                self._error = error
-            self._arrived.notify_all()
+        self._inbox.fail(error)
+        with self._taken:
+            self._taken.notify_all()
         self._outbox.put(None)
+
+
+class Stream(Protocol):
+    """The server's end of a stream: what this module needs of ``grpc.ServicerContext``."""
+
+    def add_callback(self, callback: Any) -> bool: ...
+
+    def cancel(self) -> None: ...
+
+
+class ServedGrpcLane:
+    """Implements :class:`stratagem.rpc.lane.ReceivingLane` on the side that serves the stream.
+
+    The servicer's method runs :meth:`serve`; whoever wants the frames calls :meth:`receive` from another thread.
+
+    Args:
+        peer: task id of the sender, for messages.
+        meter: counts bytes.
+    """
+
+    name = "grpc"
+
+    def __init__(self, peer: str, meter: BytesMeter) -> None:
+        self._peer = peer
+        self._meter = meter
+        self._inbox = Inbox(peer, READ_AHEAD)
+        self._stream: Stream | None = None
+
+    def serve(self, messages: Iterator[bytes], stream: Stream) -> None:
+        """Reads the stream until it ends."""
+        self._stream = stream
+        if self._inbox.error is not None:
+            return
+        try:
+            for message in messages:
+                self._meter.received_bytes += len(message)
+                if not self._inbox.put(decode_frame(message)):
+                    break
+            self._inbox.fail(PeerUnavailableError(f"{self._peer} closed the lane"))
+        except StratagemError as error:
+            self._inbox.fail(error)
+        except Exception:  # grpc ends a broken stream by a bare Exception in the iterator
+            self._inbox.fail(PeerUnavailableError(f"the lane from {self._peer} broke"))
+
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+        return self._inbox.take(transfer, deadline)
+
+    def forget(self, transfer: int) -> None:
+        self._inbox.forget(transfer)
+
+    def close(self, reason: str) -> None:
+        self._inbox.fail(PeerUnavailableError(reason))
+        if self._stream is not None:
+            self._stream.cancel()

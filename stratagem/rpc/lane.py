@@ -1,4 +1,4 @@
-"""What payload moves over, seen from the side that opened it. Logic knows only this interface (PROTOCOL.md 34)."""
+"""What payload moves over. Logic knows only these interfaces (PROTOCOL.md 34)."""
 
 from __future__ import annotations
 
@@ -10,41 +10,64 @@ import torch
 from stratagem.rpc.codec import Frame
 
 Pieces = Callable[[], Sequence[torch.Tensor]]
-"""Gives the tensors whose elements, one after the other, are the payload; called when the lane is ready to send."""
+"""Gives the tensors whose elements, one after the other, are the payload; called when the lane is ready to send. Their
+memory must stay as it is until :meth:`SendingLane.flush` returns: a lane may send from it without a copy."""
 
 
-class Lane(Protocol):
-    """An ordered way for tensor pieces between two tasks, in both directions."""
+class SendingLane(Protocol):
+    """An ordered way for tensor pieces to one task."""
 
     name: str
-    """"grpc", and later "tcp", "shm"."""
+    """"grpc", "tcp" or "shm"."""
 
     @property
     def alive(self) -> bool:
         """Whether frames can still be sent."""
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
-        """Queues one frame of ``num_elements`` elements. ``pieces`` is called later, in the lane's thread.
+        """Queues one frame of ``num_elements`` elements. ``pieces`` is called now or later, in the lane's thread.
 
         Raises:
             PeerUnavailableError: the lane is broken.
         """
 
-    def receive(self, transfer: int, deadline: float) -> Frame:
-        """The next frame of a transfer; waits for it until ``deadline`` (``time.monotonic()`` seconds).
+    def flush(self, deadline: float) -> None:
+        """Waits until everything queued has left the memory it was in (``deadline``: ``time.monotonic()`` seconds).
 
         Raises:
             PeerUnavailableError: the lane broke, or the deadline passed.
         """
 
+    def close(self, reason: str) -> None:
+        """Ends the lane; whoever waits on it gets ``PeerUnavailableError`` with the reason."""
+
+
+class ReceivingLane(Protocol):
+    """An ordered way for tensor pieces from one task."""
+
+    name: str
+
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+        """The next frame of a transfer; waits for it until ``deadline`` (``time.monotonic()`` seconds).
+
+        Args:
+            into: flat, contiguous CPU memory for the payload. A lane that can, receives straight into it;
+                any other gives a view on its own memory. ``frame.tensor`` is where the payload is.
+
+        Raises:
+            PeerUnavailableError: the lane broke, or the deadline passed.
+            FrameError: the frame does not fit into ``into``, or is none.
+        """
+
     def forget(self, transfer: int) -> None:
         """Drops what has come and may still come for this and earlier transfers (their ids only grow)."""
 
-    def flush(self, deadline: float) -> None:
-        """Waits until everything queued has left this process."""
-
     def close(self, reason: str) -> None:
         """Ends the lane; whoever waits on it gets ``PeerUnavailableError`` with the reason."""
+
+
+class Lane(SendingLane, ReceivingLane, Protocol):
+    """Both directions."""
 
 
 class BytesMeter:

@@ -10,6 +10,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import message_factory
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -182,3 +184,20 @@ def _port_taken(bind: str) -> ConfigurationError:
 
 def _with_port(bind: str, port: int) -> str:
     return f"{bind.rpartition(':')[0]}:{port}"
+
+
+def add_servicer(service: ServiceDescriptor, servicer: object, server: grpc.Server) -> None:
+    """Registers the servicer of a service with frames in it. Not the generated function: the frames of its streaming
+    methods must pass as the bytes they are."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in service.methods:
+        behaviour = getattr(servicer, method.name)
+        if method.client_streaming:
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(behaviour)
+        else:
+            request: Any = message_factory.GetMessageClass(method.input_type)
+            reply: Any = message_factory.GetMessageClass(method.output_type)
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                behaviour, request.FromString, reply.SerializeToString
+            )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Any, Generic, TypeVar
+
+from stratagem.cluster.communication import ReduceOp
 
 T = TypeVar("T")
 
-
-class ReduceOp(enum.Enum):
-    """How values of replicas are reduced."""
-
-    SUM = "sum"
-    MEAN = "mean"
+__all__ = ["PerReplica", "ReduceOp", "local_values"]
 
 
 @dataclasses.dataclass(frozen=True)

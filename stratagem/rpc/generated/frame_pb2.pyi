@@ -71,6 +71,8 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """A piece of published weights or of an optimizer slot, ps to worker."""
     VALUES: _FrameKind.ValueType  # 3
     """A piece of values to assign, worker to ps. Nothing is assigned before its AssignValues."""
+    COLLECTIVE: _FrameKind.ValueType  # 4
+    """A piece of a collective, rank to rank: transfer is the collective's ordinal, group its fingerprint."""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
     """What a frame carries."""
@@ -83,6 +85,8 @@ WEIGHTS: FrameKind.ValueType  # 2
 """A piece of published weights or of an optimizer slot, ps to worker."""
 VALUES: FrameKind.ValueType  # 3
 """A piece of values to assign, worker to ps. Nothing is assigned before its AssignValues."""
+COLLECTIVE: FrameKind.ValueType  # 4
+"""A piece of a collective, rank to rank: transfer is the collective's ordinal, group its fingerprint."""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 @_typing.final

@@ -98,12 +98,15 @@ class HelloReply(_message.Message):
     STORE_EPOCH_FIELD_NUMBER: _builtins.int
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     """Epoch of the store; changes with each restore."""
     next_sequence: _builtins.int
     """The sequence number the server expects next from this sender."""
     max_message_bytes: _builtins.int
     """Largest message the server takes, in bytes."""
+    place: _builtins.str
+    """Where abstract Unix sockets and memory can be shared: boot id of the kernel and network namespace."""
     @_builtins.property
     def server(self) -> _common_pb2.Sender:
         """The ps's own task id and incarnation."""
@@ -115,10 +118,11 @@ class HelloReply(_message.Message):
         store_epoch: _builtins.int = ...,
         next_sequence: _builtins.int = ...,
         max_message_bytes: _builtins.int = ...,
+        place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "next_sequence", b"next_sequence", "server", b"server", "store_epoch", b"store_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "next_sequence", b"next_sequence", "place", b"place", "server", b"server", "store_epoch", b"store_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

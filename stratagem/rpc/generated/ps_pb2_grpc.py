@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from stratagem.rpc.generated import frame_pb2 as stratagem_dot_rpc_dot_generated_dot_frame__pb2
+from stratagem.rpc.generated import lane_pb2 as stratagem_dot_rpc_dot_generated_dot_lane__pb2
 from stratagem.rpc.generated import ps_pb2 as stratagem_dot_rpc_dot_generated_dot_ps__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -45,6 +46,11 @@ class ParameterServerStub:
                 '/stratagem.ParameterServer/Transfer',
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.FromString,
+                _registered_method=True)
+        self.OpenLane = channel.unary_unary(
+                '/stratagem.ParameterServer/OpenLane',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneReply.FromString,
                 _registered_method=True)
         self.CreateVariables = channel.unary_unary(
                 '/stratagem.ParameterServer/CreateVariables',
@@ -136,6 +142,13 @@ class ParameterServerServicer:
 
     def Transfer(self, request_iterator, context):
         """The grpc lane: frames in both directions for as long as the worker lives. Metadata "stratagem-task", "stratagem-incarnation" name the sender.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenLane(self, request, context):
+        """Asks for a way in for a tcp or shm lane: first "up", then "down".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -260,6 +273,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Transfer,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneReply.SerializeToString,
             ),
             'CreateVariables': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateVariables,
@@ -392,6 +410,33 @@ class ParameterServer:
             '/stratagem.ParameterServer/Transfer',
             stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.SerializeToString,
             stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.ParameterServer/OpenLane',
+            stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ A parameter server: holds shards of variables and their optimizer state."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from stratagem.rpc.generated import frame_pb2 as _frame_pb2
+from stratagem.rpc.generated import lane_pb2 as _lane_pb2
 from stratagem.rpc.generated import ps_pb2 as _ps_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -38,6 +39,8 @@ class ParameterServerStub:
     """Introduces a sender: agrees on sequence numbers after a start, a reconnect or a restore."""
     Transfer: _grpc.StreamStreamMultiCallable[_frame_pb2.Frame, _frame_pb2.Frame]
     """The grpc lane: frames in both directions for as long as the worker lives. Metadata "stratagem-task", "stratagem-incarnation" name the sender."""
+    OpenLane: _grpc.UnaryUnaryMultiCallable[_lane_pb2.OpenLaneRequest, _lane_pb2.OpenLaneReply]
+    """Asks for a way in for a tcp or shm lane: first "up", then "down"."""
     CreateVariables: _grpc.UnaryUnaryMultiCallable[_ps_pb2.CreateVariablesRequest, _ps_pb2.CreateVariablesReply]
     """Creates the shards of this ps, or attaches to them when they exist."""
     AssignValues: _grpc.UnaryUnaryMultiCallable[_ps_pb2.AssignValuesRequest, _ps_pb2.AssignValuesReply]
@@ -81,6 +84,8 @@ class ParameterServerAsyncStub(ParameterServerStub):
     """Introduces a sender: agrees on sequence numbers after a start, a reconnect or a restore."""
     Transfer: _aio.StreamStreamMultiCallable[_frame_pb2.Frame, _frame_pb2.Frame]  # type: ignore[assignment]
     """The grpc lane: frames in both directions for as long as the worker lives. Metadata "stratagem-task", "stratagem-incarnation" name the sender."""
+    OpenLane: _aio.UnaryUnaryMultiCallable[_lane_pb2.OpenLaneRequest, _lane_pb2.OpenLaneReply]  # type: ignore[assignment]
+    """Asks for a way in for a tcp or shm lane: first "up", then "down"."""
     CreateVariables: _aio.UnaryUnaryMultiCallable[_ps_pb2.CreateVariablesRequest, _ps_pb2.CreateVariablesReply]  # type: ignore[assignment]
     """Creates the shards of this ps, or attaches to them when they exist."""
     AssignValues: _aio.UnaryUnaryMultiCallable[_ps_pb2.AssignValuesRequest, _ps_pb2.AssignValuesReply]  # type: ignore[assignment]
@@ -133,6 +138,14 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_frame_pb2.Frame], _abc.AsyncIterator[_frame_pb2.Frame]]:
         """The grpc lane: frames in both directions for as long as the worker lives. Metadata "stratagem-task", "stratagem-incarnation" name the sender."""
+
+    @_abc_1.abstractmethod
+    def OpenLane(
+        self,
+        request: _lane_pb2.OpenLaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lane_pb2.OpenLaneReply, _abc.Awaitable[_lane_pb2.OpenLaneReply]]:
+        """Asks for a way in for a tcp or shm lane: first "up", then "down"."""
 
     @_abc_1.abstractmethod
     def CreateVariables(

@@ -3,6 +3,8 @@
 import grpc
 import warnings
 
+from stratagem.rpc.generated import frame_pb2 as stratagem_dot_rpc_dot_generated_dot_frame__pb2
+from stratagem.rpc.generated import lane_pb2 as stratagem_dot_rpc_dot_generated_dot_lane__pb2
 from stratagem.rpc.generated import worker_pb2 as stratagem_dot_rpc_dot_generated_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -39,6 +41,31 @@ class WorkerStub:
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackReply.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/stratagem.Worker/Meet',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetReply.FromString,
+                _registered_method=True)
+        self.OpenLane = channel.unary_unary(
+                '/stratagem.Worker/OpenLane',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneReply.FromString,
+                _registered_method=True)
+        self.Exchange = channel.stream_stream(
+                '/stratagem.Worker/Exchange',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/stratagem.Worker/Abort',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.AbortRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.AbortReply.FromString,
+                _registered_method=True)
+        self.GetPosition = channel.unary_unary(
+                '/stratagem.Worker/GetPosition',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetPositionRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetPositionReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -51,6 +78,42 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """Rendezvous at rank 0: answers when every worker of the generation has called it for the same round.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenLane(self, request, context):
+        """Asks for a way in: the callee listens and hands out a token that opens one lane, once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Exchange(self, request_iterator, context):
+        """The grpc lane: frames from the caller to the callee. Nothing comes back; the end of the stream is the end of the lane.
+        Metadata: stratagem-token-bin, from OpenLane.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """A collective is broken: the callee gives up its own and breaks its lanes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPosition(self, request, context):
+        """Where the callee stands among the collectives.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +121,31 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetStack,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackReply.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetReply.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneReply.SerializeToString,
+            ),
+            'Exchange': grpc.stream_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.AbortRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.AbortReply.SerializeToString,
+            ),
+            'GetPosition': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPosition,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetPositionRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetPositionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +175,141 @@ class Worker:
             '/stratagem.Worker/GetStack',
             stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackRequest.SerializeToString,
             stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Worker/Meet',
+            stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Worker/OpenLane',
+            stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_lane__pb2.OpenLaneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stratagem.Worker/Exchange',
+            stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_frame__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Worker/Abort',
+            stratagem_dot_rpc_dot_generated_dot_worker__pb2.AbortRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_worker__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPosition(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Worker/GetPosition',
+            stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetPositionRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetPositionReply.FromString,
             options,
             channel_credentials,
             insecure,

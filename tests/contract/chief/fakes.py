@@ -262,6 +262,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
 
     Hello = CreateVariables = AssignValues = PrepareUpdate = CommitUpdate = CloseUnits = PullWeights = _workers_only
     Transfer: Any = _workers_only
+    OpenLane: Any = _workers_only
 
 
 @contextlib.asynccontextmanager

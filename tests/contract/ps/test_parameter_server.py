@@ -16,6 +16,7 @@ from stratagem.errors import (
     ConfigurationError,
     FencedError,
     FrameError,
+    JobStoppedError,
     LimitError,
     ProtocolError,
     SequenceError,
@@ -25,13 +26,14 @@ from stratagem.errors import (
     VariableError,
 )
 from stratagem.ps.published import FRAME_BYTES
-from stratagem.ps.servicer import SERVICE, ParameterServerServicer, add_to_server
+from stratagem.ps.servicer import SERVICE, ParameterServerServicer
+from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import encode_frame
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
-from stratagem.rpc.server import RunningServer, serve
+from stratagem.rpc.server import RunningServer, add_servicer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 
 torch.set_num_threads(1)
@@ -47,16 +49,19 @@ def store() -> Store:
 
 @pytest.fixture
 def server(store: Store) -> Iterator[RunningServer]:
-    servicer = ParameterServerServicer(store, 8 << 20)
+    lanes = SocketLanes(store, "127.0.0.1")
+    servicer = ParameterServerServicer(store, lanes, 8 << 20)
     running = serve(
         "127.0.0.1:0",
-        lambda server: add_to_server(servicer, server),
+        lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
         max_threads=64,
         max_message_bytes=8 << 20,
         insecure=False,
     )
     yield running
+    store.state.close_lanes(JobStoppedError("the test is over", 0))
+    lanes.close()
     running.stop(0.2)
 
 

@@ -6,14 +6,15 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError
-from stratagem.ps.frames import read_frame
+from stratagem.ps.frames import read_message, weights_message
+from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import (
     Action,
     AssignValues,
@@ -57,10 +58,15 @@ class ListLane:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
+        self.frames: list[HeldFrame] = []
         self.closed: StratagemError | None = None
 
-    def send(self, frames: Iterable[bytes]) -> None:
-        self.messages.extend(frames)
+    def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
+        return HeldFrame(group, offset, piece.clone())
+
+    def send(self, transfer: int, frame: HeldFrame) -> None:
+        self.frames.append(frame)
+        self.messages.append(weights_message(transfer, frame.group, frame.offset, frame.tensor))
 
     def close(self, error: StratagemError) -> None:
         self.closed = error
@@ -120,7 +126,7 @@ class DirectWorker:
             rng.shuffle(pieces)
         for start, stop in pieces:
             message = encode_frame(number, self.transfer, self.spec.group, start, flat[start:stop])
-            self.store.variables.stage(self.sender, *read_frame(message))
+            self.store.variables.stage(self.sender, *read_message(message))
         return TransferRef(self.transfer, len(pieces))
 
     def request(

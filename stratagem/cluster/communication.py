@@ -1,0 +1,72 @@
+"""How workers talk while they reduce: the vocabulary and the choices of collective communication. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+from stratagem.errors import ConfigurationError
+
+
+class ReduceOp(enum.Enum):
+    """How values of replicas are reduced. TensorFlow has SUM and MEAN."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+class CommunicationImplementation(enum.Enum):
+    """Which implementation carries collectives, by TensorFlow's names."""
+
+    AUTO = "auto"
+    """NCCL when every worker has CUDA, else RING."""
+    RING = "ring"
+    """Our own lanes: shared memory inside a host, a ring between hosts."""
+    NCCL = "nccl"
+    """NCCL through ``torch.distributed``."""
+
+
+Transport = Literal["auto", "grpc", "tcp", "shm", "nccl"]
+TRANSPORTS: tuple[Transport, ...] = ("auto", "grpc", "tcp", "shm", "nccl")
+WireDType = Literal["float32", "bfloat16", "float16"]
+WIRE_DTYPES: tuple[WireDType, ...] = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """Choices for collectives; ``tf.distribute.experimental.CommunicationOptions`` has the first three.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+    bytes_per_pack: int = 0
+    """Size of a gradient bucket in bytes; 0: the default of 25 MiB."""
+    timeout_seconds: float | None = None
+    """Seconds a collective may stand still before the peer that holds it up is named; None: 300."""
+    transport: Transport = "auto"
+    """Lane between peers. auto: shm inside a host, tcp between hosts."""
+    wire_dtype: WireDType = "float32"
+    """Element type of float32 tensors between hosts; sums are float32 always."""
+    chunk_bytes: int = 0
+    """Size of a chunk on a tcp or grpc lane in bytes; 0: a short sweep at the start chooses."""
+    stripes: int = 1
+    """Parallel connections to each peer (grpc lane)."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0 or self.chunk_bytes < 0 or self.stripes < 1:
+            raise ConfigurationError(
+                "expected bytes_per_pack and chunk_bytes of at least 0 and stripes of at least 1, got "
+                f"{self.bytes_per_pack}, {self.chunk_bytes} and {self.stripes}"
+            )
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ConfigurationError(f"expected timeout_seconds above 0 or None, got {self.timeout_seconds!r}")
+        if self.transport not in TRANSPORTS:
+            raise ConfigurationError(f"expected a transport of {', '.join(TRANSPORTS)}, got {self.transport!r}")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ConfigurationError(f"expected a wire dtype of {', '.join(WIRE_DTYPES)}, got {self.wire_dtype!r}")

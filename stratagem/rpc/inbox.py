@@ -1,0 +1,74 @@
+"""Frames that have come and wait for whoever asks for their transfer."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+
+from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.rpc.codec import Frame
+
+
+class Inbox:
+    """Filled by a lane's reader thread, emptied by the caller of ``receive``.
+
+    Args:
+        peer: task id at the other end, for messages.
+        max_frames: the reader waits while so many frames lie here; 0: no bound.
+    """
+
+    def __init__(self, peer: str, max_frames: int = 0) -> None:
+        self._peer = peer
+        self._max_frames = max_frames
+        self._changed = threading.Condition()
+        self._frames: collections.deque[Frame] = collections.deque()
+        self._forgotten = 0
+        self._error: StratagemError | None = None
+
+    @property
+    def error(self) -> StratagemError | None:
+        """Why nothing more comes; None while the lane lives."""
+        return self._error
+
+    def put(self, frame: Frame) -> bool:
+        """Adds a frame; False when the lane is broken."""
+        with self._changed:
+            if self._max_frames:
+                self._changed.wait_for(lambda: len(self._frames) < self._max_frames or self._error is not None)
+            if self._error is not None:
+                return False
+            if not frame.transfer or frame.transfer > self._forgotten:
+                self._frames.append(frame)
+                self._changed.notify_all()
+            return True
+
+    def take(self, transfer: int, deadline: float) -> Frame:
+        """The oldest frame of a transfer, 0 for the oldest of all; see ``ReceivingLane.receive``."""
+        with self._changed:
+            while True:
+                for index, frame in enumerate(self._frames):
+                    if transfer in (0, frame.transfer):
+                        del self._frames[index]
+                        self._changed.notify_all()
+                        return frame
+                if self._error is not None:
+                    raise self._error
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
+                self._changed.wait(left)
+
+    def forget(self, transfer: int) -> None:
+        """Drops what has come and may still come for this and earlier transfers."""
+        with self._changed:
+            self._forgotten = max(self._forgotten, transfer)
+            self._frames = collections.deque(frame for frame in self._frames if frame.transfer > self._forgotten)
+            self._changed.notify_all()
+
+    def fail(self, error: StratagemError) -> None:
+        """Nothing more comes; only the first reason counts. Frames that lie here can still be taken."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()

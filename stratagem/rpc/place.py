@@ -1,0 +1,15 @@
+"""Where a process runs, as far as sharing memory goes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def place_of_this_process() -> str:
+    """Processes of equal places run under one kernel and in one network namespace: abstract Unix sockets reach them."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    network = Path("/proc/self/ns/net")
+    if not boot.exists() or not network.exists():
+        return f"process {os.getpid()}"
+    return f"{boot.read_text().strip()} {os.readlink(network)}"

@@ -1,0 +1,84 @@
+"""Slots of shared memory: taken, shown to peers, and free again when nobody here or there holds them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from stratagem.rpc.segment import Segment
+
+SEGMENT_BYTES = 32 << 20
+MIN_SLOT_BYTES = 64 << 10
+
+
+class Slot:
+    """A piece of a segment. It returns to its pool when the last reference to this object goes.
+
+    Attributes:
+        number: of the slot, in its pool.
+        segment: number of its segment.
+        at: first byte in the segment.
+        size: bytes.
+        memory: those bytes, flat uint8.
+    """
+
+    __slots__ = ("__weakref__", "at", "memory", "number", "segment", "size")
+
+    def __init__(self, number: int, segment: int, at: int, size: int, memory: torch.Tensor) -> None:
+        self.number = number
+        self.segment = segment
+        self.at = at
+        self.size = size
+        self.memory = memory
+
+
+class SlotPool:
+    """Segments, cut into slots of powers of two. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self._guard = threading.RLock()  # a slot may be given back by the garbage collector at any point
+        self._carved = 0
+        self._places: list[tuple[int, int, int]] = []
+        """(segment, first byte, size) of every slot."""
+        self._free: dict[int, list[int]] = {}
+        self._closed = False
+
+    def take(self, num_bytes: int) -> Slot:
+        """A slot of at least ``num_bytes``, with whatever is in it.
+
+        Raises:
+            SegmentError: there is no memory for another segment.
+        """
+        size = max(MIN_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
+        with self._guard:
+            if not self._free.get(size):
+                self._carve(size)
+            number = self._free[size].pop()
+            segment, at, _ = self._places[number]
+            slot = Slot(number, segment, at, size, self.segments[segment].tensor[at : at + size])
+        weakref.finalize(slot, self._give_back, number, size).atexit = False
+        return slot
+
+    def close(self) -> None:
+        """Lets go of the memory; what peers have mapped stays theirs until they let go too."""
+        with self._guard:
+            self._closed = True
+            self._free.clear()
+            for segment in self.segments:
+                segment.close()
+
+    def _carve(self, size: int) -> None:
+        if not self.segments or self._carved + size > self.segments[-1].tensor.numel():
+            self.segments.append(Segment.create(max(SEGMENT_BYTES, size)))
+            self._carved = 0
+        self._places.append((len(self.segments) - 1, self._carved, size))
+        self._free.setdefault(size, []).append(len(self._places) - 1)
+        self._carved += size
+
+    def _give_back(self, number: int, size: int) -> None:
+        with self._guard:
+            if not self._closed:
+                self._free[size].append(number)

@@ -1,0 +1,303 @@
+"""One suite for every lane: what is sent arrives, in order, whatever the size; a lane that ends says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import trustme
+
+from stratagem.errors import FrameError, LimitError, PeerUnavailableError
+from stratagem.rpc import channels
+from stratagem.rpc.door import Door, knock
+from stratagem.rpc.generated import frame_pb2
+from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
+from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
+from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
+from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
+
+KIND = frame_pb2.COLLECTIVE
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+@dataclasses.dataclass
+class Pair:
+    sender: SendingLane
+    receiver: ReceivingLane
+    sent: BytesMeter
+    received: BytesMeter
+
+
+@contextlib.contextmanager
+def tcp_pair(tls: bool = False) -> Iterator[Pair]:
+    server = client = None
+    if tls:
+        authority = trustme.CA()
+        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+        authority.issue_cert("127.0.0.1").configure_cert(server)
+        authority.configure_trust(client)
+    door = Door("127.0.0.1", server)
+    try:
+        way = door.expect("peer", socket.AF_INET)
+        outward = knock(way, "127.0.0.1", soon(), client)
+        sent, received = BytesMeter(), BytesMeter()
+        pair = Pair(
+            TcpSender(outward, "b", sent), TcpReceiver(door.wait("peer", soon()), "a", received), sent, received
+        )
+    finally:
+        door.close()
+    yield from closing(pair)
+
+
+@contextlib.contextmanager
+def grpc_pair() -> Iterator[Pair]:
+    sent, received = BytesMeter(), BytesMeter()
+    receiver = ServedGrpcLane("a", received)
+
+    def exchange(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        receiver.serve(messages, context)
+        yield from ()
+
+    pool = futures.ThreadPoolExecutor(2)
+    server = grpc.server(pool, options=[("grpc.max_receive_message_length", -1)])
+    handlers = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("stratagem.Worker", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    channel = channels.connect(f"127.0.0.1:{port}")
+    try:
+        yield from closing(Pair(GrpcLane(channel, EXCHANGE_METHOD, (), "b", sent), receiver, sent, received))
+    finally:
+        channel.close()
+        server.stop(0).wait()
+        pool.shutdown()
+
+
+@contextlib.contextmanager
+def striped_pair() -> Iterator[Pair]:
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(tcp_pair()) for _ in range(3)]
+        sender = StripedSender([pair.sender for pair in pairs])
+        yield Pair(sender, StripedReceiver([pair.receiver for pair in pairs]), pairs[0].sent, pairs[0].received)
+
+
+def closing(pair: Pair) -> Iterator[Pair]:
+    try:
+        yield pair
+    finally:
+        pair.sender.close("the test is over")
+        pair.receiver.close("the test is over")
+
+
+@contextlib.contextmanager
+def shm_pair() -> Iterator[Pair]:
+    outward, inward = socket.socketpair()
+    sent, received = BytesMeter(), BytesMeter()
+    yield from closing(
+        Pair(ShmSender(outward, "b", sent, lambda: 96 << 20), ShmReceiver(inward, "a", received), sent, received)
+    )
+
+
+PAIRS: dict[str, Callable[[], contextlib.AbstractContextManager[Pair]]] = {
+    "tcp": tcp_pair,
+    "tcp with TLS": lambda: tcp_pair(tls=True),
+    "grpc": grpc_pair,
+    "shm": shm_pair,
+    "three tcp stripes": striped_pair,
+}
+
+
+@pytest.fixture(params=list(PAIRS))
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with PAIRS[request.param]() as made:
+        yield made
+
+
+def send(pair: Pair, tensor: torch.Tensor, transfer: int = 1, offset: int = 0) -> None:
+    pair.sender.send(KIND, transfer, 7, offset, lambda: [tensor], tensor.numel())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_elements", [0, 1, 1000, 300_000])
+def test_elements_arrive(pair: Pair, dtype: torch.dtype, num_elements: int) -> None:
+    tensor = (torch.arange(num_elements) % 2 if dtype is torch.bool else torch.arange(num_elements) % 100).to(dtype)
+    send(pair, tensor, transfer=3, offset=11)
+    frame = pair.receiver.receive(3, soon())
+    assert (frame.kind, frame.transfer, frame.group, frame.offset) == (KIND, 3, 7, 11)
+    assert torch.equal(frame.tensor.view(-1), tensor) or not num_elements
+
+
+def test_many_frames_keep_their_order(pair: Pair) -> None:
+    tensors = [torch.full((size,), float(index)) for index, size in enumerate([1, 70_000, 3, 0, 40_000, 5] * 5)]
+
+    def send_all() -> None:
+        for index, tensor in enumerate(tensors):
+            send(pair, tensor, 1, index)
+
+    sending = threading.Thread(target=send_all)
+    sending.start()
+    for index, tensor in enumerate(tensors):
+        frame = pair.receiver.receive(0, soon())
+        assert frame.offset == index
+        assert torch.equal(frame.tensor.view(-1), tensor)
+    sending.join()
+
+
+def test_several_pieces_are_one_payload(pair: Pair) -> None:
+    pieces = [torch.arange(5.0), torch.arange(100_000.0), torch.arange(1.0)]
+    pair.sender.send(KIND, 1, 0, 0, lambda: pieces, sum(piece.numel() for piece in pieces))
+    assert torch.equal(pair.receiver.receive(1, soon()).tensor, torch.cat(pieces))
+
+
+def test_payload_goes_into_the_memory_given_where_the_lane_can(pair: Pair) -> None:
+    into = torch.zeros(100_000)
+    send(pair, torch.arange(90_000.0))
+    frame = pair.receiver.receive(1, soon(), into=into)
+    assert torch.equal(frame.tensor, torch.arange(90_000.0))
+    if pair.receiver.name == "tcp":
+        assert frame.tensor.data_ptr() == into.data_ptr()
+
+
+def test_memory_is_free_after_a_flush(pair: Pair) -> None:
+    tensor = torch.ones(200_000)
+    for _ in range(8):
+        tensor.fill_(1.0)
+        seen: list[torch.Tensor] = []
+
+        def receive(seen: list[torch.Tensor] = seen) -> None:
+            seen.append(pair.receiver.receive(0, soon()).tensor.clone())
+
+        receiving = threading.Thread(target=receive)
+        receiving.start()
+        send(pair, tensor)
+        pair.sender.flush(soon())
+        tensor.fill_(-1.0)
+        receiving.join()
+        assert bool((seen[0] == 1.0).all())
+
+
+def test_a_sender_that_closes_ends_the_receiver(pair: Pair) -> None:
+    send(pair, torch.ones(3))
+    pair.receiver.receive(0, soon())
+    pair.sender.close("enough")
+    assert not pair.sender.alive
+    with pytest.raises(PeerUnavailableError):
+        pair.receiver.receive(0, soon())
+    with pytest.raises(PeerUnavailableError, match="enough"):
+        send(pair, torch.ones(3))
+
+
+def test_closing_wakes_a_receiver_that_waits(pair: Pair) -> None:
+    errors: list[BaseException] = []
+
+    def receive() -> None:
+        try:
+            pair.receiver.receive(0, soon(60))
+        except PeerUnavailableError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=receive)
+    waiting.start()
+    pair.receiver.close("stop waiting")
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert "stop waiting" in str(errors[0])
+
+
+def test_a_receiver_that_closes_ends_the_sender(pair: Pair) -> None:
+    pair.receiver.close("gone")
+    deadline = soon()
+    with pytest.raises(PeerUnavailableError):
+        while time.monotonic() < deadline:
+            send(pair, torch.ones(100_000))
+            pair.sender.flush(deadline)
+
+
+def test_silence_ends_at_the_deadline(pair: Pair) -> None:
+    with pytest.raises(PeerUnavailableError, match="in time"):
+        pair.receiver.receive(1, soon(0.05))
+
+
+def test_frames_of_other_transfers_wait_or_are_forgotten() -> None:
+    for make in (tcp_pair, grpc_pair, shm_pair):
+        with make() as pair:
+            for transfer in (1, 2, 3):
+                send(pair, torch.full((2,), float(transfer)), transfer)
+            assert float(pair.receiver.receive(2, soon()).tensor[0]) == 2
+            pair.receiver.forget(2)
+            assert pair.receiver.receive(0, soon()).transfer == 3
+
+
+def test_a_frame_that_does_not_fit_is_refused() -> None:
+    for payload, into in ((torch.ones(10), torch.zeros(9)), (torch.ones(10), torch.zeros(10, dtype=torch.float64))):
+        with tcp_pair() as pair:
+            send(pair, payload)
+            with pytest.raises(FrameError, match="expected"):
+                pair.receiver.receive(1, soon(), into=into)
+
+
+def test_bytes_that_are_no_frame_are_refused() -> None:
+    ours, theirs = socket.socketpair()
+    receiver = TcpReceiver(ours, "somebody", BytesMeter())
+    theirs.sendall(b"GET / HTTP/1.1\r\nHost: example.invalid\r\n\r\n" + bytes(40))
+    with pytest.raises(FrameError):
+        receiver.receive(0, soon())
+    receiver.close("done")
+    theirs.close()
+
+
+def test_bytes_are_counted(pair: Pair) -> None:
+    send(pair, torch.zeros(1 << 18))
+    pair.receiver.receive(1, soon())
+    pair.sender.flush(soon())
+    assert 1 << 20 <= pair.sent.sent_bytes < (1 << 20) + 4096
+    assert 1 << 20 <= pair.received.received_bytes < (1 << 20) + 4096
+
+
+def test_shared_slots_come_back_when_the_last_view_goes() -> None:
+    with shm_pair() as pair:
+        for round_number in range(100):  # 400 MB through at most 96: slots must come back
+            send(pair, torch.full((1 << 20,), float(round_number)))
+            frame = pair.receiver.receive(0, soon())
+            half = frame.tensor[: 1 << 19]
+            del frame
+            assert float(half[-1]) == round_number
+            del half
+
+
+def test_a_shared_slot_is_not_reused_while_somebody_looks_at_it() -> None:
+    with shm_pair() as pair:
+        kept = []
+        for number in range(12):
+            send(pair, torch.full((1 << 20,), float(number)))
+            kept.append(pair.receiver.receive(0, soon()).tensor[5:])
+        assert [float(view[0]) for view in kept] == [float(number) for number in range(12)]
+
+
+def test_an_impatient_sender_gives_up_a_reader_that_holds_everything() -> None:
+    outward, inward = socket.socketpair()
+    sender = ShmSender(outward, "b", BytesMeter(), lambda: 40 << 20, patient=False)
+    receiver = ShmReceiver(inward, "a", BytesMeter())
+    kept = []
+    with pytest.raises(LimitError, match="unread"):
+        for _ in range(30):
+            sender.send(KIND, 1, 0, 0, lambda: [torch.ones(1 << 20)], 1 << 20)
+            kept.append(receiver.receive(0, soon()))
+    assert len(kept) >= 8
+    sender.close("done")
+    receiver.close("done")
