@@ -2,6 +2,7 @@
 
 python examples/charlm.py                                 # this process alone
 stratagem run --workers 2 --ps 2 examples/charlm.py       # a chief, 2 parameter servers, 2 workers
+stratagem run --workers 2 examples/charlm.py              # a chief, 2 workers in a ring
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import stratagem as sg
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=("one", "ps"), help="default: what the environment says")
+    parser.add_argument("--strategy", choices=("one", "ring", "ps"), help="default: what the environment says")
     parser.add_argument("--epochs", type=int, default=5, help="passes over --windows windows of text")
     parser.add_argument("--windows", type=int, default=4096, help="windows of text in an epoch")
     parser.add_argument("--batch-size", type=int, default=32)

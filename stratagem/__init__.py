@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 if TYPE_CHECKING:
+    from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
     from stratagem.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
     from stratagem.cluster.spec import ClusterSpec
+    from stratagem.errors import CollectiveError
     from stratagem.strategy.base import Strategy, get_strategy, has_strategy, is_evaluator, is_lead
     from stratagem.strategy.environment import strategy_from_environment
     from stratagem.strategy.evaluation import load_checkpoint, new_checkpoints
+    from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
     from stratagem.strategy.one_device import OneDeviceStrategy
     from stratagem.strategy.parameter_server import ParameterServerStrategy
     from stratagem.strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
@@ -26,9 +29,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ClusterSpec": "stratagem.cluster.spec",
+    "CollectiveError": "stratagem.errors",
+    "CommunicationImplementation": "stratagem.cluster.communication",
+    "CommunicationOptions": "stratagem.cluster.communication",
     "FixedShardsPartitioner": "stratagem.strategy.partitioners",
     "MaxSizePartitioner": "stratagem.strategy.partitioners",
     "MinSizePartitioner": "stratagem.strategy.partitioners",
+    "MultiWorkerMirroredStrategy": "stratagem.strategy.multi_worker_mirrored",
     "OneDeviceStrategy": "stratagem.strategy.one_device",
     "ParameterServerStrategy": "stratagem.strategy.parameter_server",
     "PerReplica": "stratagem.strategy.values",
@@ -47,9 +54,13 @@ _HOMES = {
 
 __all__ = [
     "ClusterSpec",
+    "CollectiveError",
+    "CommunicationImplementation",
+    "CommunicationOptions",
     "FixedShardsPartitioner",
     "MaxSizePartitioner",
     "MinSizePartitioner",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",

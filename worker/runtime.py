@@ -9,14 +9,16 @@ from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.errors import JobStoppedError, StratagemError
-from stratagem.rpc.generated import chief_pb2, worker_pb2_grpc
+from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.lane import BytesMeter
-from stratagem.rpc.server import RunningServer, serve
+from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.session import SessionClient
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.chief_process import ChiefProcess
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.ps_client import PsClient
+from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 from stratagem.worker.step_meter import StepMeter
 
@@ -48,11 +50,13 @@ class WorkerRuntime:
         self.leases: list[LeaseClient] = []
         self.clients: Sequence[PsClient] = ()
         self._chief_process = self._spawn_chief()
+        entrance = Entrance(config.bind.rpartition(":")[0].strip("[]"), lambda: self.session.membership, self.bytes)
         self._server: RunningServer = serve(
             config.bind,
-            lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(), server),
-            services=[SERVICE],
-            max_threads=4,
+            lambda server: add_servicer(SERVICE, WorkerServicer(entrance), server),
+            services=[SERVICE.full_name],
+            # At rank 0 every worker waits in a meeting at once; the grpc lanes of a ring are streams that stay.
+            max_threads=8 + cluster.num_workers + 2 * config.stripes,
             max_message_bytes=config.max_message_bytes,
             insecure=config.insecure,
         )
@@ -64,6 +68,8 @@ class WorkerRuntime:
             held=self._held,
             chief_timeout_s=config.peer_timeout_s,
         )
+        self.ring = RingMember(entrance, self.session, self.bytes)
+        """This worker's part in a ring, once a strategy forms one."""
         self.chief = ChiefClient(self.session, config.peer_timeout_s)
         self._ended = False
         _newest = self
@@ -78,7 +84,7 @@ class WorkerRuntime:
         self.session.wait_ready(self.config.start_timeout_s)
         config = self.config
         self.clients = [
-            PsClient(self.session, index, self.bytes, config.peer_timeout_s, config.frame_bytes)
+            PsClient(self.session, index, self.bytes, config.peer_timeout_s, config.frame_bytes, config.transport)
             for index in range(self.cluster.num_ps)
         ]
         for client in self.clients:
@@ -95,8 +101,11 @@ class WorkerRuntime:
         if self._ended:
             return
         self._ended = True
+        if exit_code == 0:
+            self.ring.leave()
         for client in self.clients:
             client.close("this worker has ended")
+        self.ring.close("this worker has ended")
         self.session.goodbye(exit_code, message)
         self.close(exit_code)
 
@@ -106,6 +115,7 @@ class WorkerRuntime:
         self._ended = True
         for client in self.clients:
             client.close("this worker has ended")
+        self.ring.close("this worker has ended")
         self.session.close()
         self._server.stop(0.2)
         if self._chief_process is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +47,17 @@ def role_options(role: str) -> Callable[[Command], Command]:
         for name, field in reversed(ROLES[role].model_fields.items()):
             command = _option(name, field)(command)
         return cluster_option(command)
+
+    return decorate
+
+
+def field_options(role: str, names: Sequence[str]) -> Callable[[Command], Command]:
+    """One option for each of these fields of a role's configuration; not given, they are None."""
+
+    def decorate(command: Command) -> Command:
+        for name in reversed(names):
+            command = _option(name, ROLES[role].model_fields[name])(command)
+        return command
 
     return decorate
 

@@ -8,10 +8,21 @@ from typing import Any
 
 import click
 
+from stratagem.cli.options import field_options
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import LocalJob
 
+COMMUNICATION = (
+    "transport",
+    "wire_dtype",
+    "bucket_bytes",
+    "chunk_bytes",
+    "stripes",
+    "collective_timeout_s",
+    "compression",
+)
+"""Fields of a worker's configuration that `stratagem run` takes as flags too."""
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
@@ -19,10 +30,13 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 @click.option("--workers", "num_workers", default=1, help="Workers, each a process that runs the script.")
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
 @click.option(
-    "--strategy", type=click.Choice(STRATEGIES), default="auto", help="auto: ps when there are any, else one process."
+    "--strategy",
+    type=click.Choice(STRATEGIES),
+    default="auto",
+    help="auto: ps when there are any, a ring when there are several workers, else one process.",
 )
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
-@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together.")
+@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring takes no worker back).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=_DIRECTORY, help="Where each task's output is kept as <type>-<index>.log.")
 @click.option("--summary", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
@@ -40,9 +54,12 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines.")
 @click.option("--evaluator", is_flag=True, help="Start an evaluator too: SCRIPT, evaluating each new checkpoint.")
+@field_options("worker", COMMUNICATION)
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run_command(**options: Any) -> int:
     """Train SCRIPT with ARGS on a cluster of processes on this machine."""
-    return run_local(LocalJob(**options))
+    chosen = {name: options.pop(name) for name in COMMUNICATION}
+    communication = {name: str(value) for name, value in chosen.items() if value is not None}
+    return run_local(LocalJob(**options, communication=communication))

@@ -7,15 +7,16 @@ from typing import Literal
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ClusterSpecError, ConfigurationError
 
-StrategyName = Literal["one", "ps"]
-STRATEGIES = ("auto", "one", "ps")
+StrategyName = Literal["one", "ring", "ps"]
+STRATEGIES = ("auto", "one", "ring", "ps")
 
 
 def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
     """The strategy to use for ``name`` (``"auto"``: what the cluster asks for).
 
     Args:
-        name: ``"auto"``, ``"one"`` (OneDeviceStrategy) or ``"ps"`` (ParameterServerStrategy).
+        name: ``"auto"``, ``"one"`` (OneDeviceStrategy), ``"ring"`` (MultiWorkerMirroredStrategy) or ``"ps"``
+            (ParameterServerStrategy).
         num_workers: workers in the cluster; 1 without a cluster.
         num_ps: parameter servers in the cluster.
 
@@ -26,7 +27,7 @@ def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
     if name not in STRATEGIES:
         raise ConfigurationError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
     if name == "auto":
-        name = "ps" if num_ps else "one"
+        name = "ps" if num_ps else "ring" if num_workers > 1 else "one"
     if name == "ps":
         if num_ps < 1 or num_workers < 1:
             raise ClusterSpecError(
@@ -34,6 +35,13 @@ def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
                 f"{num_workers} workers; add them to the cluster (`stratagem run --workers 2 --ps 1`)"
             )
         return "ps"
+    if name == "ring":
+        if num_ps:
+            raise ClusterSpecError(
+                f"MultiWorkerMirroredStrategy trains without parameter servers, but the cluster has {num_ps} ps; "
+                "choose the strategy 'ps' or leave the ps out"
+            )
+        return "ring"
     if num_ps:
         raise ClusterSpecError(
             f"OneDeviceStrategy trains in one process, but the cluster has {num_ps} ps; "
@@ -42,6 +50,6 @@ def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
     if num_workers > 1:
         raise ClusterSpecError(
             f"OneDeviceStrategy trains in one process, but the cluster has {num_workers} workers; "
-            "add parameter servers (`--ps 1`) or use one worker"
+            "choose the strategy 'ring', add parameter servers (`--ps 1`) or use one worker"
         )
     return "one"

@@ -9,6 +9,8 @@ from typing import Literal
 
 import pydantic
 
+from stratagem.cluster.communication import Transport, WireDType
+
 
 class RoleConfig(pydantic.BaseModel):
     """What every role has in common."""
@@ -83,6 +85,20 @@ class WorkerConfig(RoleConfig):
     1 MiB, 0.42 at 4 MiB; larger ones gain little and leave less to overlap."""
     strategy: str = "auto"
     """Strategy that ``strategy_from_environment`` builds."""
+    transport: Transport = "auto"
+    """Lane between workers. auto: nccl when all have CUDA, else shm inside a host and tcp between hosts."""
+    wire_dtype: WireDType = "float32"
+    """Element type of float32 gradients between hosts; sums are float32 always."""
+    bucket_bytes: int = pydantic.Field(default=0, ge=0)
+    """Size of a gradient bucket of the ring; 0: 25 MiB."""
+    chunk_bytes: int = pydantic.Field(default=0, ge=0)
+    """Size of a chunk on a ring's tcp or grpc lane; 0: a short sweep at the start chooses."""
+    stripes: int = pydantic.Field(default=1, ge=1)
+    """Parallel connections to the next worker of a ring."""
+    collective_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """Seconds a collective may stand still before the worker that holds it up is named."""
+    compression: str = ""
+    """Compression of gradients in a ring: bf16, fp16, int8, powersgd or topk; empty: none."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Plan, Unit
-from stratagem.data.loaders import Batches, rebuild, to_device
+from stratagem.data.loaders import Batches, empty_like, rebuild, to_device
 from stratagem.data.order import epoch_order
 from stratagem.worker.leases import Grant
 from stratagem.worker.step_meter import StepMeter
@@ -86,14 +86,15 @@ class DistributedDataset:
             while grant is not None:
                 reading.append(grant)
                 start, stop = self.plan.bounds(grant.unit.index)
-                yield order[start:stop].tolist()
+                # A share of size 0 has the form of a batch: one example is read, and cut off again.
+                yield order[start : stop if grant.num_examples else start + 1].tolist()
                 grant = self._source.next(wait=False)
 
         for batch in rebuild(self._loader, Batches(indices())):
             grant = reading.popleft()
             if not self._source.holds(grant):
                 continue
-            batch = to_device(batch, self._device)
+            batch = to_device(batch if grant.num_examples else empty_like(batch), self._device)
             self._source.begin(grant, batch)
             yield batch
             self._source.done(grant)

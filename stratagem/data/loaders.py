@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -90,12 +90,21 @@ class Batches(Sampler[list[int]]):
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """``batch`` with every tensor in it on ``device``; lists, tuples and dicts are walked through."""
+    return _each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def empty_like(batch: Any) -> Any:
+    """``batch`` with no examples left in any of its tensors."""
+    return _each_tensor(batch, lambda tensor: tensor[:0])
+
+
+def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _each_tensor(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(item, device) for item in batch))
+        return type(batch)(*(_each_tensor(item, change) for item in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(item, device) for item in batch)
+        return type(batch)(_each_tensor(item, change) for item in batch)
     return batch

@@ -146,7 +146,7 @@ class LocalCluster:
         stepped = [TaskId.parse(state.task) for state in status.tasks if state.step > 0]
         told_by = {TaskId.parse(state.task): state.pid for state in status.tasks}
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
-        if status.lead:
+        if status.lead and status.ready:  # before that, whoever joined first leads
             self._output.lead = TaskId.parse(status.lead)
         self._on_status(status, now)
 

@@ -50,7 +50,11 @@ def run_local(
 
     display = make_display(out, err)
     output = OutputRouter(display, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
-    policy = Policy(max_restarts=job.max_restarts, shutdown_timeout_s=job.shutdown_timeout_s)
+    policy = Policy(
+        max_restarts=job.max_restarts,
+        restart_workers=job.chosen_strategy != "ring",
+        shutdown_timeout_s=job.shutdown_timeout_s,
+    )
     supervisor = Supervisor(job.workers, job.servers, policy)
     try:
         return _run(job, folders, supervisor, launch_for or launch, display, output)

@@ -46,6 +46,8 @@ class LocalJob:
     log_format: str = "text"
     evaluator: bool = False
     """Start an evaluator, which runs the script beside the training cluster."""
+    communication: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Fields of the workers' configuration that say how they talk, for example transport; missing: default."""
     verbose: bool = False
     """Show the standard output of every worker, not only the lead's."""
 
@@ -57,7 +59,7 @@ class LocalJob:
             )
         if not self.script.is_file():
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
-        if choose_strategy(self.strategy, self.num_workers, self.num_ps) == "one" and self.evaluator:
+        if self.chosen_strategy != "ps" and self.evaluator:
             raise ConfigurationError("an evaluator needs checkpoints, which parameter servers write: add --ps 1")
 
     @property
@@ -174,6 +176,7 @@ def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: st
         script = (str(job.script), *job.args)
     if task.type == "worker":
         flags |= {"strategy": job.chosen_strategy, "staleness": job.staleness}
+        flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
         script = (str(job.script), *job.args)
     texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
     return (sys.executable, "-m", "stratagem.cli", task.type, *texts, *script)

@@ -67,6 +67,8 @@ class Policy:
     """Limits of the supervisor."""
 
     max_restarts: int = 3
+    restart_workers: bool = True
+    """False: a ring, which takes no worker back."""
     shutdown_timeout_s: float = 25.0
     failure_timeout_s: float = 5.0
     """Seconds that the others get to end after a failure."""
@@ -208,6 +210,8 @@ class Supervisor:
             return "the chief had already ended the job"
         if code == EXIT_FAILED and task not in self._stepped:
             return "it failed before its first step"
+        if task.type == "worker" and not self.policy.restart_workers:
+            return "a ring cannot take a worker back; start the job again"
         if self.num_restarts >= self.policy.max_restarts:
             return f"no restart is left of --max-restarts {self.policy.max_restarts}"
         return None

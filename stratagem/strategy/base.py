@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -19,6 +20,24 @@ from stratagem.strategy.values import PerReplica, ReduceOp, local_values
 from stratagem.worker.runtime import active_runtime
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What a script asked of ``prepare``; :meth:`Strategy.prepare` explains each."""
+
+    gradients: Literal["mean", "sum"] = "mean"
+    clip_norm: float | None = None
+    nan: Literal["error", "skip"] = "error"
+    sync_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gradients not in ("mean", "sum"):
+            raise ConfigurationError(f"expected gradients='mean' or 'sum', got {self.gradients!r}")
+        if self.nan not in ("error", "skip"):
+            raise ConfigurationError(f"expected nan='error' or 'skip', got {self.nan!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigurationError(f"expected clip_norm above 0 or None, got {self.clip_norm!r}")
 
 
 class Strategy:
@@ -62,6 +81,7 @@ class Strategy:
         gradients: Literal["mean", "sum"] = "mean",
         clip_norm: float | None = None,
         nan: Literal["error", "skip"] = "error",
+        sync_batchnorm: bool = False,
     ) -> Any:
         """Connects models, optimizers and schedulers to the strategy, in place.
 
@@ -72,6 +92,8 @@ class Strategy:
             clip_norm: largest global norm of an optimizer's gradient, over all replicas and ps; None: no clipping.
             nan: "error": a NaN or Inf in a gradient raises ``NonFiniteGradientError``; "skip": the update is skipped
                 and counted.
+            sync_batchnorm: BatchNorm layers normalise over the batches of all replicas in sync, so that the result
+                equals one process on the joined batch.
 
         Returns:
             the object, or the tuple of objects, in the order given.
@@ -86,22 +108,10 @@ class Strategy:
                     f"prepare expects models, optimizers and schedulers, got {type(item).__name__}; "
                     "loaders go to distribute_dataset"
                 )
-        if gradients not in ("mean", "sum"):
-            raise ConfigurationError(f"expected gradients='mean' or 'sum', got {gradients!r}")
-        if nan not in ("error", "skip"):
-            raise ConfigurationError(f"expected nan='error' or 'skip', got {nan!r}")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigurationError(f"expected clip_norm above 0 or None, got {clip_norm!r}")
-        self._prepare(objects, gradients, clip_norm, nan)
+        self._prepare(objects, Preparation(gradients, clip_norm, nan, sync_batchnorm))
         return objects[0] if len(objects) == 1 else objects
 
-    def _prepare(
-        self,
-        objects: Sequence[Any],
-        gradients: Literal["mean", "sum"],
-        clip_norm: float | None,
-        nan: Literal["error", "skip"],
-    ) -> None:
+    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> None:
         """What a strategy does with what it was given."""
 
     def distribute_dataset(self, loader: DataLoader[Any]) -> DistributedDataset:

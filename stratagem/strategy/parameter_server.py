@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,8 +20,8 @@ from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.errors import ConfigurationError
 from stratagem.strategy import roles
-from stratagem.strategy.base import Strategy
-from stratagem.strategy.one_device import parse_device
+from stratagem.strategy.base import Preparation, Strategy
+from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.ps_units import LeasedUnits
 from stratagem.strategy.ps_variables import VariableGroups
@@ -70,7 +70,7 @@ class ParameterServerStrategy(Strategy):
         self.staleness = config.staleness if staleness is None else staleness
         if not self.staleness >= 0:
             raise ConfigurationError(f"expected a staleness of at least 0, got {self.staleness!r}")
-        self.device = _default_device() if device is None else parse_device(device)
+        self.device = default_device() if device is None else parse_device(device)
         self._runtime = WorkerRuntime(config, cluster)
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
@@ -100,14 +100,13 @@ class ParameterServerStrategy(Strategy):
         """This worker."""
         return self._runtime.task
 
-    def _prepare(
-        self,
-        objects: Sequence[Any],
-        gradients: Literal["mean", "sum"],
-        clip_norm: float | None,
-        nan: Literal["error", "skip"],
-    ) -> None:
-        policy = PushPolicy(gradients, clip_norm, nan)
+    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> None:
+        if preparation.sync_batchnorm:
+            raise ConfigurationError(
+                "sync_batchnorm=True needs workers that run in step and talk to each other: use "
+                "MultiWorkerMirroredStrategy (--strategy ring)"
+            )
+        policy = PushPolicy(preparation.gradients, preparation.clip_norm, preparation.nan)
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for model in models:
@@ -252,9 +251,3 @@ class ParameterServerStrategy(Strategy):
         """
         path, _step = self._runtime.chief.save_checkpoint(os.fspath(directory))
         return path
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import apply, machine
+from benchmarks import apply, commands, machine
 from benchmarks.peers import PeerMissingError, find_tensorflow
 from benchmarks.runner import Case, Sample
 from stratagem.ps.shard_group import ShardGroup
@@ -21,11 +23,11 @@ def fake_case(system: str) -> Case:
     def measure() -> tuple[Sample, Mapping[str, str]]:
         return {"steps_per_s": 3.0}, {"torch": "2"}
 
-    return Case({"benchmark": "apply", "system": system}, measure)
+    return Case.of_one_row({"benchmark": "apply", "system": system}, measure)
 
 
 def test_json_rows_on_stdout_and_the_table_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(command.BENCHMARKS, "apply", lambda workloads, python: [[fake_case("a"), fake_case("b")]])
+    monkeypatch.setattr(apply, "apply_cases", lambda: [fake_case("a"), fake_case("b")])
     result = CliRunner().invoke(command.main, ["apply", "--json", "--blocks", "2"])
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in result.stdout.splitlines()]
@@ -34,19 +36,49 @@ def test_json_rows_on_stdout_and_the_table_on_stderr(monkeypatch: pytest.MonkeyP
 
 
 def test_the_table_is_the_result_without_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(command.BENCHMARKS, "apply", lambda workloads, python: [[fake_case("a")]])
+    monkeypatch.setattr(apply, "apply_cases", lambda: [fake_case("a")])
     result = CliRunner().invoke(command.main, ["apply"])
     assert result.exit_code == 0
     assert result.stdout.splitlines()[2].split()[:2] == ["apply", "a"]
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["ps", "--blocks", "0"], ["ps", "--workload", "huge"]])
-def test_usage_errors_end_with_2(arguments: list[str]) -> None:
-    assert CliRunner().invoke(command.main, arguments).exit_code == 2
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nothing"], "nothing"),
+        (["ps", "--blocks", "0"], "--blocks"),
+        (["ps", "--workload", "huge"], "huge"),
+        (["allreduce", "--sizes", "4KB,many"], "many"),
+        (["allreduce", "--workers", "1"], "--workers"),
+        (["allreduce", "--peer", "none", "--peer", "gloo"], "--peer none alone"),
+        (["train", "--workers", "3", "--workload", "dense"], "number of workers that divides 8 and 64"),
+        (["links", "--lane", "shm"], "shm"),
+        (["links", "--rates", "fast"], "100mbit,1gbit"),
+    ],
+)
+def test_usage_errors_end_with_2(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(command.main, arguments)
+    assert result.exit_code == 2
+    assert reason in result.stderr
 
 
-def test_a_peer_that_is_asked_for_must_be_there() -> None:
-    arguments = ["ps", "--peer", "tf", "--tf-python", "/no/such/python"]
+def test_links_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    result = CliRunner().invoke(command.main, ["links"])
+    assert result.exit_code == 1
+    assert "need root" in result.stderr
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    assert "no ip and no tc" in CliRunner().invoke(command.main, ["links"]).stderr
+
+
+def test_rates_are_mbit() -> None:
+    assert commands.parse_rates("100mbit, 1gbit") == [100, 1000]
+
+
+@pytest.mark.parametrize("benchmark", ["ps", "train", "allreduce"])
+def test_a_peer_that_is_asked_for_must_be_there(benchmark: str) -> None:
+    arguments = [benchmark, "--peer", "tf", "--tf-python", "/no/such/python"]
     result = CliRunner().invoke(command.main, arguments)
     assert result.exit_code == 2
     assert "/no/such/python" in result.stderr
@@ -66,7 +98,7 @@ def test_finding_tensorflow(tmp_path: Path) -> None:
 
 def test_apply_measures_and_checks_a_small_group() -> None:
     for case in apply.apply_cases(num_parameters=300_000):
-        sample, versions = case.measure()
+        (sample,), versions = case.measure()
         assert set(sample) == {"apply_ms", "gbs", "roofline_gbs", "of_roofline", "cpu_s_per_apply"}
         assert versions["torch"]
 

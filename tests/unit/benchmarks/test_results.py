@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import job_files
 from benchmarks.pull import PullResult, WrongPullError
 from benchmarks.pull import to_sample as pull_sample
 from benchmarks.training import result as results
-from benchmarks.training.cases import ps_cases, to_sample
+from benchmarks.training.cases import ps_cases, to_sample, train_cases
 from benchmarks.training.result import InvalidResultError, JobResult, mean_of_ends, read_result
 from benchmarks.training.workloads import WORKLOADS
 from benchmarks.window import Window
@@ -31,12 +32,14 @@ GOOD = JobResult(
 
 def test_a_result_comes_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
-    monkeypatch.setenv(results.RESULT_VARIABLE, str(path))
+    monkeypatch.setenv(job_files.RESULT_VARIABLE, str(path))
     results.write_steps(50)
     results.write_steps(30)
     losses = [2.5] * 5 + [1.0] * 20 + [0.5] * 5
     results.write_result(Window(2.0, 4.0, 800), losses, True, 0.25, {"torch": "2"})
     assert read_result(path) == dataclasses.replace(GOOD, first_loss=2.5)
+    results.write_steps(10, weights_checksum=7)
+    assert read_result(path).num_different_weights == 2
 
 
 def test_metrics_of_a_window() -> None:
@@ -60,6 +63,7 @@ def test_real_training_passes() -> None:
         ({"last_loss": 2.3}, "falling loss"),
         ({"last_loss": float("nan")}, "falling loss"),
         ({"weights_finite": False}, "NaN or Inf"),
+        ({"num_different_weights": 2}, "ended with 2 sets of weights"),
     ],
 )
 def test_anything_else_is_refused(change: dict[str, float], reason: str) -> None:
@@ -75,13 +79,23 @@ def test_means_of_short_and_long_lists() -> None:
     assert mean_of_ends([9.0, 9.0, 1.0, 1.0], width=2) == (9.0, 1.0)
 
 
-@pytest.mark.parametrize(("python", "systems"), [(None, 2), ("/somewhere/python", 3)])
+@pytest.mark.parametrize(("python", "systems"), [(None, 3), ("/somewhere/python", 4)])
 def test_rows_of_ps_have_the_columns_of_the_rules(python: str | None, systems: int) -> None:
-    cases = ps_cases(WORKLOADS["dense"], python)
+    cases = ps_cases(WORKLOADS["dense"], ["shm", "grpc"], python)
     assert len(cases) == systems
-    assert cases[0].identity["system"] == "stratagem"
+    assert cases[0].identities[0]["system"] == "stratagem"
     for case in cases:
-        assert list(case.identity) == ["benchmark", "system", "workload", "lane", "workers", "ps"]
+        assert list(case.identities[0]) == ["benchmark", "system", "workload", "lane", "workers", "ps"]
+
+
+def test_rows_of_train() -> None:
+    def systems(workload: str, tf_python: str | None) -> list[tuple[object, object, object]]:
+        cases = train_cases(WORKLOADS[workload], 4, ["shm", "tcp"], ddp=True, tf_python=tf_python)
+        return [tuple(case.identities[0][name] for name in ("system", "lane", "workers")) for case in cases]  # type: ignore[misc]
+
+    ours = [("stratagem", "shm", 4), ("stratagem", "tcp", 4), ("ddp", "gloo", 4)]
+    assert systems("dense", "/somewhere/python") == [*ours, ("tensorflow", "grpc", 4), ("torch alone", None, 1)]
+    assert systems("charlm", "/somewhere/python") == [*ours, ("torch alone", None, 1)]
 
 
 def test_a_pull_that_is_wrong_is_refused() -> None:

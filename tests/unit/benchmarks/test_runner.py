@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from benchmarks.runner import Case, Row, Sample, run_cases, sum_up, turns
+from benchmarks.runner import Case, Row, Sample, Value, run_cases, sum_up, turns
 from benchmarks.table import format_number, format_table
 
 
@@ -18,7 +18,7 @@ def case_of(system: str, values: list[float | None], order: list[str]) -> Case:
         order.append(system)
         return {"steps_per_s": next(coming)}, {"library": "1.0"}
 
-    return Case({"benchmark": "ps", "system": system, "lane": None}, measure)
+    return Case.of_one_row({"benchmark": "ps", "system": system, "lane": None}, measure)
 
 
 def test_turns_are_a_b_b_a() -> None:
@@ -33,7 +33,7 @@ def test_every_case_gets_as_many_samples_as_blocks() -> None:
     rows = run_cases(
         [case_of("a", [3.0, 1.0, 8.0], order), case_of("b", [5.0, 5.0, 5.0], order)],
         3,
-        lambda case, sample: told.append(str(case.identity["system"])),
+        lambda identity, sample: told.append(str(identity["system"])),
     )
     assert order == told == ["a", "b", "b", "a", "a", "b"]
     assert rows[0].medians == {"steps_per_s": 3.0}
@@ -48,8 +48,30 @@ def test_no_blocks_is_refused() -> None:
         run_cases([], 0)
 
 
+def test_one_measurement_may_give_several_rows() -> None:
+    seconds = iter([1.0, 3.0, 2.0])
+
+    def measure() -> tuple[list[Sample], Mapping[str, str]]:
+        second = next(seconds)
+        return [{"s": second}, {"s": 10 * second}], {}
+
+    told: list[tuple[Value, float | None]] = []
+    cases = [Case([{"bytes": 4}, {"bytes": 8}], measure)]
+    rows = run_cases(cases, 3, lambda identity, sample: told.append((identity["bytes"], sample["s"])))
+    assert [(row.identity["bytes"], row.medians["s"], row.spreads["s"]) for row in rows] == [
+        (4, 2.0, (1.0, 3.0)),
+        (8, 20.0, (10.0, 30.0)),
+    ]
+    assert told[:2] == [(4, 1.0), (8, 10.0)]
+
+
+def test_a_case_must_give_a_sample_for_each_row() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        run_cases([Case([{"bytes": 4}, {"bytes": 8}], lambda: ([{"s": 1.0}], {}))], 1)
+
+
 def test_a_metric_that_one_sample_lacks_is_unknown() -> None:
-    row = sum_up(case_of("a", [], []), [{"x": 1.0, "y": 2.0}, {"x": None, "y": 4.0}], {})
+    row = sum_up({"system": "a"}, [{"x": 1.0, "y": 2.0}, {"x": None, "y": 4.0}], {})
     assert row.medians == {"x": None, "y": 3.0}
     assert row.spreads == {"x": None, "y": (2.0, 4.0)}
 
@@ -59,7 +81,7 @@ def test_an_error_in_a_sample_is_not_swallowed() -> None:
         raise RuntimeError("the loss did not fall")
 
     with pytest.raises(RuntimeError, match="did not fall"):
-        run_cases([Case({"system": "a"}, measure)], 1)
+        run_cases([Case.of_one_row({"system": "a"}, measure)], 1)
 
 
 def test_a_row_is_one_flat_json_object() -> None:

@@ -1,0 +1,1 @@
+"""Collective communication among workers: schedules, groups, the reduction of gradients during backward."""

@@ -1,0 +1,78 @@
+"""The same model everywhere: what is checked and copied before the first step, and what can be checked after any."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.codec import byte_view
+from stratagem.worker.ring.communicator import Communicator
+
+
+def agree(
+    communicator: Communicator, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Gives every rank the parameters and buffers of rank 0.
+
+    Raises:
+        ConfigurationError: a rank has other parameters, or other hyper-parameters of an optimizer.
+    """
+    mine = _describe(models, optimizers)
+    digest = torch.frombuffer(bytearray(hashlib.sha256("\n".join(mine).encode()).digest()), dtype=torch.uint8)
+    digests = communicator.all_gather(digest)
+    different = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    if different:
+        text = torch.frombuffer(bytearray("\n".join(mine).encode()), dtype=torch.uint8)
+        texts = [bytes(other.tolist()).decode().splitlines() for other in communicator.all_gather(text)]
+        rank = different[0]
+        here, there = _first_difference(texts[0], texts[rank])
+        raise ConfigurationError(
+            f"every worker must prepare the same model and optimizers: rank 0 has {here}, rank {rank} has {there}"
+        )
+    for tensor in _tensors(models, optimizers):
+        communicator.broadcast(tensor)
+
+
+def same_everywhere(communicator: Communicator, models: Iterable[torch.nn.Module]) -> bool:
+    """Whether every rank has the same bits in every parameter."""
+    digest = hashlib.sha256()
+    for model in models:
+        for parameter in model.parameters():
+            digest.update(byte_view(parameter))
+    digests = communicator.all_gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
+    return all(torch.equal(other, digests[0]) for other in digests)
+
+
+def _describe(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    lines = [
+        f"{name} {list(tensor.shape)} {tensor.dtype}" + ("" if tensor.requires_grad else " (frozen or a buffer)")
+        for model in models
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            lines.append(f"{type(optimizer).__name__} of {len(group['params'])} tensors, {settings}")
+    return lines
+
+
+def _tensors(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            found.setdefault(id(tensor), tensor)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                found.setdefault(id(tensor), tensor)
+    return found.values()
+
+
+def _first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, str]:
+    for one, other in zip(here, there, strict=False):
+        if one != other:
+            return one, other
+    return f"{len(here)} tensors and groups", f"{len(there)}"

@@ -1,0 +1,107 @@
+"""When a collective breaks: who is to blame, and how everybody learns of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from stratagem.errors import CollectiveError, PeerUnavailableError
+from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.session import SessionClient
+from stratagem.worker.ring.communicator import Position
+from stratagem.worker.ring.peers import Peers
+
+BLAME_S = 3.0
+"""Seconds that finding out may take; a killed process is known at once, a stopped one when it has not answered."""
+ASK_S = 1.0
+"""Seconds to wait for one peer's answer."""
+
+
+class Breakage:
+    """Why the collectives of a generation are broken; only the first reason counts.
+
+    Args:
+        session: what the chief says about the members.
+        peers: the other ranks.
+        close_group: breaks this rank's lanes, so that a call that waits there ends.
+    """
+
+    def __init__(self, session: SessionClient, peers: Peers, close_group: Callable[[str], None]) -> None:
+        self._session = session
+        self._peers = peers
+        self._close_group = close_group
+        self._changed = threading.Condition()
+        self._reason = ""
+        self._explaining = False
+
+    @property
+    def generation(self) -> int:
+        """Whose collectives these are."""
+        return self._peers.members.generation
+
+    def reason(self, timeout_s: float = 0.0) -> str:
+        """Why the collectives are broken, empty while they work. Waits a while when that is just being found out."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reason or not self._explaining, timeout_s)
+            return self._reason
+
+    def told(self, reason: str) -> None:
+        """Somebody else found out."""
+        with self._changed:
+            self._reason = self._reason or reason
+            self._changed.notify_all()
+        self._close_group(reason)
+
+    def membership_changed(self, membership: chief_pb2.Membership) -> None:
+        """The chief says who lives; called at every change."""
+        lost = self._peers.members.lost(membership)
+        if lost and self._peers.rank not in lost:
+            self.told(self._lost(lost))
+
+    def explain(self, error: CollectiveError, position: Position) -> CollectiveError:
+        """Finds out what is behind an error of the group, tells every rank, and returns the error to raise."""
+        with self._changed:
+            self._explaining = True
+        cause = self._find_cause(error)
+        with self._changed:
+            first = not self._reason
+            self._reason = self._reason or cause
+            self._explaining = False
+            self._changed.notify_all()
+        if first:
+            self._peers.abort(f"{self._reason} [{self._session.task} was at {position}]", ASK_S)
+        return CollectiveError(f"aborted at {position}: {self._reason}", error.rank)
+
+    def _find_cause(self, error: CollectiveError) -> str:
+        deadline = time.monotonic() + BLAME_S
+        suspect = error.rank
+        asked: set[int] = set()
+        while suspect is not None and suspect not in asked and time.monotonic() < deadline:
+            if self._reason:
+                return self._reason
+            asked.add(suspect)
+            task = self._peers.members.ranks[suspect].task
+            try:
+                reply = self._peers.position(suspect, ASK_S)
+            except PeerUnavailableError:
+                return self._from_chief() or f"{task} is gone or does not answer ({error})"
+            if reply.broken:
+                return reply.broken
+            if not reply.has_rank:
+                return f"{task} is at {reply.position} and does not take part: {error}"
+            if reply.waiting_on == self._peers.rank:
+                return f"{task} is at {reply.position} and waits for {self._session.task}: {error}"
+            suspect = int(reply.waiting_on)
+        return self._from_chief() or str(error)
+
+    def _from_chief(self) -> str:
+        """What the chief knows; it may hear of a loss a moment later than the peers do."""
+        members = self._peers.members
+        if self._session.wait_membership(lambda now: bool(members.lost(now)), ASK_S):
+            return self._lost(members.lost(self._session.membership))
+        return ""
+
+    def _lost(self, ranks: list[int]) -> str:
+        tasks = [self._peers.members.ranks[rank].task for rank in ranks]
+        return f"{', '.join(tasks)} left the job or died"

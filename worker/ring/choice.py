@@ -1,0 +1,111 @@
+"""Which lanes a ring uses, from what its workers say about themselves. Pure: every rank decides the same alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions, Transport
+from stratagem.errors import ConfigurationError
+
+RingLane = Literal["grpc", "tcp"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One rank, by its own words."""
+
+    task: str
+    place: str
+    """Equal places may share memory; opening the lane proves it."""
+    cuda: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LanePlan:
+    """How the ranks of a generation talk."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """Ranks that share memory, in rank order; each group's first rank is its leader."""
+    ring: RingLane | None
+    """Lane of the ring; None: there is none, one host holds every rank."""
+    nccl: bool
+    reason: str
+    """For the log line."""
+
+    @property
+    def flat(self) -> bool:
+        """Every rank is in the ring itself."""
+        return all(len(host) == 1 for host in self.hosts)
+
+    def host_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the host of ``rank``, itself included."""
+        return next(host for host in self.hosts if rank in host)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """One rank for each host."""
+        return tuple(host[0] for host in self.hosts)
+
+
+def plan_lanes(
+    members: Sequence[Member], options: CommunicationOptions, failures: Mapping[str, str] | None = None
+) -> LanePlan:
+    """Decides.
+
+    Args:
+        members: in rank order.
+        options: what was asked for.
+        failures: lanes that could not be opened ("shm", "tcp"), with the reason: ``auto`` does without them.
+
+    Raises:
+        ConfigurationError: what was asked for cannot be had; says why.
+    """
+    failures = failures or {}
+    size = len(members)
+    singles = tuple((rank,) for rank in range(size))
+    if options.implementation is CommunicationImplementation.NCCL or options.transport == "nccl":
+        missing = [member.task for member in members if not member.cuda]
+        if missing:
+            raise ConfigurationError(
+                f"NCCL was asked for, but {', '.join(missing)} computes on no CUDA device; take RING (--transport auto)"
+            )
+        return LanePlan(singles, None, True, "nccl was asked for and every worker has CUDA")
+    if _wants_nccl(members, options):
+        return LanePlan(singles, None, True, "every worker has CUDA")
+    if options.transport in failures:
+        raise ConfigurationError(f"--transport {options.transport} cannot be had: {failures[options.transport]}")
+    if options.transport in ("grpc", "tcp"):
+        return LanePlan(singles, _ring_lane(options.transport), False, f"{options.transport} was asked for")
+    hosts = singles if "shm" in failures else _hosts(members)
+    if options.transport == "shm" and len(hosts) > 1:
+        strangers = ", ".join(members[host[0]].task for host in hosts)
+        raise ConfigurationError(
+            f"--transport shm needs every worker on one host and in one network namespace; these are apart: {strangers}"
+            ". Take auto: shm inside each host, tcp between them"
+        )
+    shared = "every worker is on one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    if "shm" in failures:
+        shared = f"no shared memory: {failures['shm']}"
+    if len(hosts) == 1:
+        return LanePlan(hosts, None, False, shared)
+    if "tcp" in failures:
+        return LanePlan(hosts, "grpc", False, f"{shared}; no tcp: {failures['tcp']}")
+    return LanePlan(hosts, "tcp", False, shared)
+
+
+def _wants_nccl(members: Sequence[Member], options: CommunicationOptions) -> bool:
+    auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
+    return auto and all(member.cuda for member in members)
+
+
+def _ring_lane(transport: Transport) -> RingLane:
+    return "grpc" if transport == "grpc" else "tcp"
+
+
+def _hosts(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
+    places: dict[str, list[int]] = {}
+    for rank, member in enumerate(members):
+        places.setdefault(member.place, []).append(rank)
+    return tuple(tuple(ranks) for ranks in places.values())

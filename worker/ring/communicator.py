@@ -1,0 +1,221 @@
+"""The collectives of a worker: one order for all of them, one error that says who and where (PROTOCOL.md 19)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.worker.ring.group import Arena, Group, Tag
+from stratagem.worker.ring.schedule import cut
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a rank stands."""
+
+    ordinal: int = 0
+    """Collectives begun so far in this generation."""
+    step: int = 0
+    """Step of the job in which the newest one was begun."""
+    what: str = "nothing yet"
+    """For example "all_reduce sum of 1,024 float32"."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}, collective {self.ordinal} ({self.what})"
+
+    @property
+    def tag(self) -> Tag:
+        """What travels with every message of the collective."""
+        return Tag(self.ordinal, zlib.crc32(f"{self.step}/{self.what}".encode()))
+
+
+class Communicator:
+    """Runs collectives over a group, one after the other, in the order of the calls.
+
+    All ranks have to make the same calls in the same order. Tensors may have any shape and strides and live on any
+    device; what the group needs (flat, contiguous, CPU) is made here.
+
+    Args:
+        group: who takes part, and how bytes move.
+        explain: turns an error of the group into the one that is raised: who is to blame, where everybody was.
+    """
+
+    def __init__(self, group: Group, explain: Callable[[CollectiveError, Position], CollectiveError]) -> None:
+        self.group = group
+        self.step = 0
+        """Step of the job, set by the strategy; ranks at different steps do not mix."""
+        self.position = Position()
+        self._explain = explain
+        self._error: CollectiveError | None = None
+        self._turn = threading.RLock()
+        self._counting = threading.Lock()
+        self._num_queued = 0
+        self._in_queue = threading.local()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 … size-1."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.group.size
+
+    def arena(self, num_bytes: int) -> Arena:
+        """Memory in which :meth:`all_reduce` copies nothing; kept until the end of the job."""
+        return self._collective(f"arena of {num_bytes:,} bytes", lambda tag: self.group.arena(num_bytes, tag))
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The reduction of all ranks' tensors, on every rank, bit-identical.
+
+        Args:
+            tensor: same shape and dtype on every rank; left as it is.
+            op: MEAN wants a floating dtype.
+            out: where the result goes; flat views of an arena cost no copy. None: a new tensor.
+
+        Raises:
+            CollectiveError: a rank is gone, stands still, or is somewhere else; see :class:`Position`.
+        """
+        if op is ReduceOp.MEAN and not tensor.is_floating_point():
+            raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
+        flat, result = _flat(tensor), _result(tensor, out)
+        target = result if _is_flat(result) else torch.empty_like(flat)
+        group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        what = f"all_reduce {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
+        self._collective(what, lambda tag: self.group.all_reduce(flat, target.view(-1), group_op, tag))
+        if op is ReduceOp.MEAN:
+            target.div_(self.size)
+        if target is not result:
+            result.copy_(target.view(result.shape))
+        return result
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
+        """This rank's slice of the flattened reduction: contiguous, the first ranks have one element more."""
+        flat = _flat(tensor)
+        start, stop = cut(flat.numel(), self.size)[self.rank]
+        out = torch.empty(stop - start, dtype=flat.dtype)
+        group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        what = f"reduce_scatter {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
+        self._collective(what, lambda tag: self.group.reduce_scatter(flat, out, group_op, tag))
+        return (out.div_(self.size) if op is ReduceOp.MEAN else out).to(tensor.device)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order; the first dimension may differ between ranks, 0 included."""
+        flat = _flat(tensor)
+        mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        rest = tensor.shape[1:]
+        what = f"all_gather of {_name(tensor.dtype)} rows of {list(rest)}"
+        self._collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
+        lengths = [int(count) for count in rows]
+        outs = [torch.empty(count * math.prod(rest), dtype=flat.dtype) for count in lengths]
+        self._collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
+        shapes = [(count, *rest) if tensor.dim() else () for count in lengths]
+        return [out.view(shape).to(tensor.device) for out, shape in zip(outs, shapes, strict=True)]
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """Gives every rank the values of ``root``'s tensor, in place."""
+        flat = _flat(tensor)
+        buffer = flat if flat.data_ptr() != tensor.data_ptr() or tensor.requires_grad else tensor.view(-1)
+        what = f"broadcast of {tensor.numel():,} {_name(tensor.dtype)} from rank {root}"
+        self._collective(what, lambda tag: self.group.broadcast(buffer, root, tag))
+        if buffer.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(buffer.view(tensor.shape))
+        return tensor
+
+    def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rank r gets what every rank holds at ``tensors[r]``, in rank order; first dimensions may differ.
+
+        Args:
+            tensors: one for each rank, of one dtype and equal trailing dimensions.
+        """
+        if len(tensors) != self.size:
+            raise ConfigurationError(f"expected {self.size} tensors, one for each rank, got {len(tensors)}")
+        rest, dtype, device = tensors[0].shape[1:], tensors[0].dtype, tensors[0].device
+        sources = [_flat(tensor) for tensor in tensors]
+        counts = torch.tensor([tensor.shape[0] for tensor in tensors], dtype=torch.int64)
+        every = [torch.empty_like(counts) for _ in range(self.size)]
+        what = f"all_to_all of {_name(dtype)} rows of {list(rest)}"
+        self._collective(f"lengths for {what}", lambda tag: self.group.all_gather(counts, every, tag))
+        lengths = [int(row[self.rank]) for row in every]
+        outs = [torch.empty(count * math.prod(rest), dtype=dtype) for count in lengths]
+        self._collective(what, lambda tag: self.group.all_to_all(sources, outs, tag))
+        return [out.view((count, *rest)).to(device) for out, count in zip(outs, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._collective("barrier", self.group.barrier)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Runs ``work``, which makes collectives, in the communicator's own thread, after all submitted before.
+
+        A collective called directly waits for its turn behind everything submitted before it.
+        """
+        with self._counting:
+            self._num_queued += 1
+        return self._thread.submit(self._run_queued, work)
+
+    def close(self, reason: str = "the job is over") -> None:
+        """Frees the group and the thread; whoever waits gets ``CollectiveError``."""
+        self.group.close(reason)
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run_queued(self, work: Callable[[], T]) -> T:
+        self._in_queue.here = True
+        try:
+            return work()
+        finally:
+            with self._counting:
+                self._num_queued -= 1
+
+    def _collective(self, what: str, run: Callable[[Tag], T]) -> T:
+        if not getattr(self._in_queue, "here", False) and self._num_queued:
+            return self.submit(lambda: self._collective(what, run)).result()
+        with self._turn:
+            if self._error is not None:
+                raise self._error
+            self.position = Position(self.position.ordinal + 1, self.step, what)
+            try:
+                return run(self.position.tag)
+            except CollectiveError as error:
+                self._error = self._explain(error, self.position)
+                raise self._error from None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as a flat, contiguous CPU tensor; no copy where it is one."""
+    return tensor.detach().cpu().contiguous().view(-1)
+
+
+def _result(tensor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if out.shape != tensor.shape or out.dtype != tensor.dtype:
+        raise ConfigurationError(
+            f"expected out of shape {list(tensor.shape)} and {tensor.dtype}, got {list(out.shape)} and {out.dtype}"
+        )
+    return out
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

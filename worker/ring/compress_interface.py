@@ -1,0 +1,112 @@
+"""What a compression of gradients is, and the state that all with error feedback share."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from stratagem.worker.ring.communicator import Communicator
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPart:
+    """One gradient inside a bucket."""
+
+    start: int
+    """In elements from the begin of the bucket."""
+    shape: tuple[int, ...]
+
+
+class GradientCompression(abc.ABC):
+    """Reduces float32 buckets with fewer bytes than an all-reduce. Every rank ends with identical bits.
+
+    State is kept by bucket and changes only when the step commits (PROTOCOL.md 22): what a backward computes
+    stays aside until :meth:`commit`, so a backward whose gradients are dropped leaves no trace.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def reduce(
+        self,
+        bucket: int,
+        parts: Sequence[BucketPart],
+        source: torch.Tensor,
+        result: torch.Tensor,
+        communicator: Communicator,
+        *,
+        again: bool,
+    ) -> None:
+        """Writes the sum of all ranks' ``source`` into ``result``, as well as it can.
+
+        Args:
+            bucket: its index.
+            parts: the gradients in it; elements between them are zeros.
+            source: flat float32 in host memory, left as it is.
+            result: the same length; what lies between the parts is nobody's.
+            communicator: whose thread this is.
+            again: this backward adds to the gradients of an earlier one, so it goes on from the state that left aside.
+        """
+
+    @abc.abstractmethod
+    def commit(self, buckets: Iterable[int]) -> None:
+        """A step was made with the newest result of these buckets."""
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """The buckets were cut again: forgets all state."""
+
+
+class Committed(Generic[T]):
+    """A value for each bucket that changes when the step commits."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, T] = {}
+        self._aside: dict[int, T] = {}
+
+    def get(self, bucket: int, again: bool, first: Callable[[], T]) -> T:
+        """The value to begin a backward with; ``first()`` when there is none yet. It must not be written to."""
+        if again and bucket in self._aside:
+            return self._aside[bucket]
+        return self._now[bucket] if bucket in self._now else first()
+
+    def put(self, bucket: int, value: T) -> None:
+        """The value after a backward."""
+        self._aside[bucket] = value
+
+    def commit(self, buckets: Iterable[int]) -> None:
+        """The values of these buckets stand."""
+        for bucket in buckets:
+            if bucket in self._aside:
+                self._now[bucket] = self._aside.pop(bucket)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._now.clear()
+        self._aside.clear()
+
+
+class ErrorFeedback(GradientCompression):
+    """Compression that owes: what it leaves out of one step (the residual, on this rank alone) it adds to the next.
+
+    Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019.
+    """
+
+    def __init__(self) -> None:
+        self.residuals: Committed[torch.Tensor] = Committed()
+
+    def owed(self, bucket: int, source: torch.Tensor, again: bool) -> torch.Tensor:
+        """``source`` plus the residual, in new memory."""
+        return source + self.residuals.get(bucket, again, lambda: torch.zeros_like(source))
+
+    def commit(self, buckets: Iterable[int]) -> None:
+        self.residuals.commit(buckets)
+
+    def reset(self) -> None:
+        self.residuals.clear()

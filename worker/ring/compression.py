@@ -1,0 +1,57 @@
+"""Compressions of gradients by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratagem.cluster.spec import nearest
+from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.compress_cast import CastCompression
+from stratagem.worker.ring.compress_int8 import Int8Compression
+from stratagem.worker.ring.compress_interface import BucketPart, GradientCompression
+from stratagem.worker.ring.compress_powersgd import PowerSGDCompression
+from stratagem.worker.ring.compress_topk import TopKCompression
+
+__all__ = ["BucketPart", "GradientCompression", "compression_named"]
+
+
+def _bf16() -> GradientCompression:
+    return CastCompression("bf16", torch.bfloat16)
+
+
+def _fp16() -> GradientCompression:
+    return CastCompression("fp16", torch.float16)
+
+
+_COMPRESSIONS: dict[str, Callable[..., GradientCompression]] = {
+    "bf16": _bf16,
+    "fp16": _fp16,
+    "int8": Int8Compression,
+    "powersgd": PowerSGDCompression,
+    "topk": TopKCompression,
+}
+
+
+def compression_named(name: str, **arguments: Any) -> GradientCompression:
+    """A new compression.
+
+    Args:
+        name: bf16, fp16, int8, powersgd or topk.
+        arguments: of its class: ``chunk_elements`` (int8), ``rank`` and ``seed`` (powersgd), ``ratio`` (topk).
+
+    Raises:
+        ConfigurationError: no such compression, or no such argument.
+    """
+    if name not in _COMPRESSIONS:
+        raise ConfigurationError(f"unknown compression {name!r}; {nearest(name, _COMPRESSIONS)}")
+    build = _COMPRESSIONS[name]
+    known = inspect.signature(build).parameters
+    for argument in arguments:
+        if argument not in known:
+            offer = nearest(argument, known) if known else "it has none"
+            raise ConfigurationError(f"unknown argument {argument!r} of compression {name}; {offer}")
+    return build(**arguments)

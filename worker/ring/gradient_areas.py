@@ -1,0 +1,136 @@
+"""Memory of a bucket: where local gradients are written, where reduced ones appear, and how they get to the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from stratagem.worker.ring.group import Arena
+
+
+class Area(Protocol):
+    """Memory of one bucket. All tensors are flat, of the bucket's dtype and equal in length."""
+
+    source: torch.Tensor
+    """Where local gradients are written, on the parameters' device."""
+    result: torch.Tensor
+    """Where ``p.grad`` looks at, on the parameters' device."""
+
+    def wrote(self) -> None:
+        """A gradient was written into the source. Called in the thread of backward."""
+
+    def seal(self) -> None:
+        """The source is complete. Called in the thread of backward."""
+
+    def before_reduce(self) -> torch.Tensor:
+        """The complete source in host memory. Called in the communicator's thread."""
+
+    def host_result(self) -> torch.Tensor:
+        """Host memory for the reduced values."""
+
+    def after_reduce(self) -> None:
+        """The host result is complete. Called in the communicator's thread."""
+
+    def settle(self) -> None:
+        """Makes the result visible to the caller's stream. Called in the thread of backward."""
+
+    def close(self) -> None:
+        """Gives back what the area holds of the device."""
+
+
+class HostArea:
+    """A bucket of CPU parameters: everything happens in the arena."""
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype) -> None:
+        self.source = arena.source[start : start + num_bytes].view(dtype)
+        self.result = arena.result[start : start + num_bytes].view(dtype)
+
+    def wrote(self) -> None:
+        """Nothing to do: the host has no streams."""
+
+    def seal(self) -> None:
+        """Nothing to do: the gradients are where the group reads."""
+
+    def before_reduce(self) -> torch.Tensor:
+        return self.source
+
+    def host_result(self) -> torch.Tensor:
+        return self.result
+
+    def after_reduce(self) -> None:
+        """Nothing to do: the result is where the group wrote."""
+
+    def settle(self) -> None:
+        """Nothing to do: the host has no streams."""
+
+    def close(self) -> None:
+        """Nothing to do: the arena belongs to the group."""
+
+
+class CudaArea:
+    """A bucket of CUDA parameters: copies to and from page-locked host memory on a side stream, ordered by events."""
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host_source = arena.source[start : start + num_bytes].view(dtype)
+        self._host_result = arena.result[start : start + num_bytes].view(dtype)
+        self.source = torch.zeros_like(self._host_source, device=device)
+        self.result = torch.zeros_like(self._host_result, device=device)
+        self._side = torch.cuda.Stream(device)
+        self._writers: set[torch.cuda.Stream] = set()
+        self._on_host = torch.cuda.Event()
+        self._on_device = torch.cuda.Event()
+
+    def wrote(self) -> None:
+        self._writers.add(torch.cuda.current_stream(self.source.device))
+
+    def seal(self) -> None:
+        self.wrote()
+        # Also orders the copy of the result behind whatever still reads the last one, such as the optimizer.
+        for stream in self._writers:
+            self._side.wait_stream(stream)
+        self._writers.clear()
+        with torch.cuda.stream(self._side):
+            self._host_source.copy_(self.source, non_blocking=True)
+            self._on_host.record(self._side)
+
+    def before_reduce(self) -> torch.Tensor:
+        self._on_host.synchronize()
+        return self._host_source
+
+    def host_result(self) -> torch.Tensor:
+        return self._host_result
+
+    def after_reduce(self) -> None:
+        with torch.cuda.stream(self._side):
+            self.result.copy_(self._host_result, non_blocking=True)
+            self._on_device.record(self._side)
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.result.device).wait_event(self._on_device)
+
+    def close(self) -> None:
+        self._side.synchronize()
+
+
+def page_locked(arena: Arena, device: torch.device) -> tuple[Arena, Callable[[], None]]:
+    """The arena for a CUDA device, and what undoes it: the arena itself, registered with CUDA.
+
+    Where CUDA refuses to register it, other memory that is page-locked; the group then copies from and to that.
+    """
+    registered: list[int] = []
+
+    def release() -> None:
+        while registered:
+            torch.cuda.cudart().cudaHostUnregister(registered.pop())
+
+    for memory in (arena.source, arena.result):
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) != 0:
+            release()
+            with contextlib.suppress(RuntimeError):  # the refusal would show up as the error of some later kernel
+                torch.zeros(1, device=device).add_(1)
+            return Arena(*(torch.zeros(memory.numel(), dtype=torch.uint8, pin_memory=True) for _ in range(2))), release
+        registered.append(memory.data_ptr())
+    return arena, release

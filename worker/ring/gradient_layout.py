@@ -1,0 +1,125 @@
+"""Where the gradients of a reducer lie: buckets, their memory, and the proof that all ranks have the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.buckets import ALIGNMENT, ParameterSize, cut_buckets
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.compress_interface import BucketPart
+from stratagem.worker.ring.gradient_areas import Area, CudaArea, HostArea, page_locked
+from stratagem.worker.ring.gradient_slot import DenseSlot, Slot, SparseSlot
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedBucket:
+    """A bucket with its memory and its parameters."""
+
+    index: int
+    group: int
+    slots: Sequence[DenseSlot]
+    parts: Sequence[BucketPart]
+    area: Area
+
+
+class GradientLayout:
+    """Buckets in one arena. Collective.
+
+    Args:
+        slots: those whose parameters need gradients, the same on every rank.
+        groups: the group of each; a bucket holds parameters of one group.
+        communicator: gives the arena.
+        first_bytes: limit of the first bucket of each group.
+        bucket_bytes: limit of the others.
+
+    Raises:
+        ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[DenseSlot | SparseSlot],
+        groups: Sequence[int],
+        communicator: Communicator,
+        first_bytes: int,
+        bucket_bytes: int,
+    ) -> None:
+        _check_same(slots, groups, communicator)
+        self.buckets: list[PlacedBucket] = []
+        """In the order in which they leave."""
+        self._release: Callable[[], None] | None = None
+        plan = []
+        for group in sorted(set(groups)):
+            members = [s for s, its in zip(slots, groups, strict=True) if its == group and isinstance(s, DenseSlot)]
+            sizes = [ParameterSize(m.parameter.numel(), m.parameter.dtype, m.parameter.device) for m in members]
+            for bucket in cut_buckets(sizes, first_bytes, bucket_bytes):
+                plan.append((group, [members[index] for index in bucket.parameters], bucket))
+        arena = communicator.arena(max(ALIGNMENT, sum(bucket.num_bytes for _, _, bucket in plan)))
+        cuda = next((bucket.device for _, _, bucket in plan if bucket.device.type == "cuda"), None)
+        if cuda is not None:
+            arena, self._release = page_locked(arena, cuda)
+        arena.source.zero_()
+        start = 0
+        for group, members, bucket in plan:
+            area: Area
+            if bucket.device.type == "cuda":
+                area = CudaArea(arena, start, bucket.num_bytes, bucket.dtype, bucket.device)
+            else:
+                area = HostArea(arena, start, bucket.num_bytes, bucket.dtype)
+            start += bucket.num_bytes
+            parts = []
+            for slot, offset in zip(members, bucket.offsets, strict=True):
+                begin, size = offset // bucket.dtype.itemsize, slot.parameter.numel()
+                slot.place(area.source[begin : begin + size], area.result[begin : begin + size])
+                parts.append(BucketPart(begin, tuple(slot.parameter.shape)))
+            self.buckets.append(PlacedBucket(len(self.buckets), group, members, parts, area))
+        self.bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
+        """By index of the slot; sparse ones have none."""
+
+    def close(self) -> None:
+        """Gives back what the device holds; the arena belongs to the group."""
+        for bucket in self.buckets:
+            bucket.area.close()
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+
+def check_reducible(parameter: torch.nn.Parameter) -> None:
+    """Raises ``ConfigurationError`` for a dtype or device whose gradients cannot be reduced."""
+    if parameter.dtype not in DTYPES or parameter.device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"gradients of {parameter.dtype} on {parameter.device} cannot be reduced; expected one of "
+            f"{', '.join(map(str, DTYPES))} on the CPU or a CUDA device"
+        )
+
+
+def _check_same(slots: Sequence[Slot], groups: Sequence[int], communicator: Communicator) -> None:
+    """Makes sure that all ranks have the same parameters, and says which one differs."""
+    mine = [_describe(slot, group) for slot, group in zip(slots, groups, strict=True)]
+    sums = torch.tensor([zlib.crc32(text.encode()) for text in mine], dtype=torch.int64)
+    every = communicator.all_gather(sums)
+    for rank, theirs in enumerate(every):
+        if torch.equal(sums, theirs):
+            continue
+        same = min(len(sums), len(theirs))
+        at = next((i for i in range(same) if sums[i] != theirs[i]), same)
+        here = mine[at] if at < len(mine) else "missing"
+        raise ConfigurationError(
+            f"expected the same trainable parameters on every rank, but rank {communicator.rank} has {len(sums)} and "
+            f"rank {rank} has {len(theirs)}; number {at} differs, on rank {communicator.rank} it is {here}"
+        )
+
+
+def _describe(slot: Slot, group: int) -> str:
+    parameter = slot.parameter
+    kind = "sparse" if isinstance(slot, SparseSlot) else "dense"
+    strides = list(parameter.stride())
+    return f"{kind} {parameter.dtype} {list(parameter.shape)} with strides {strides} in group {group}"

@@ -1,0 +1,226 @@
+"""The gradient of one parameter through a backward: put aside, written, merged or put back."""
+
+from __future__ import annotations
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.gradient_weight import Weight
+
+
+class Slot:
+    """What ``p.grad`` was before a backward, and what it goes back to if that backward fails.
+
+    Gradients that ``no_sync`` has left are *pending*: this rank's own, not reduced, and what ``p.grad`` shows until the
+    next backward that reduces. Setting ``p.grad`` to None drops them; changing them in place changes what is reduced.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, index: int) -> None:
+        self.parameter = parameter
+        self.index = index
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.pending = False
+        self.counted = False
+        """Whether what this rank has for the parameter makes its gradient exist; an empty share does not."""
+        self.taken = False
+        """Whether ``p.grad`` is put aside; the rest of the attributes below has a meaning only then."""
+        self.fired = False
+        """Whether this backward has brought a gradient."""
+        self.stash: torch.Tensor | None = None
+        """What the reduced gradient is added to."""
+        self._before: torch.Tensor | None = None
+        self._held: torch.Tensor | None = None  # what was there before the pending gradients, reduced already
+
+    def take(self) -> None:
+        """Puts ``p.grad`` aside, so that this backward's own gradient can be told apart."""
+        if not self.taken:
+            self.taken = True
+            self.stash = self._before = self.parameter.grad
+            self.parameter.grad = None
+
+    def settle(self) -> None:
+        """Finds out what has become of pending gradients since the last backward."""
+        self.take()
+        if self._before is None:
+            self.pending = self.counted = False
+            self._held = None
+        elif self._adopt(self._before):
+            self._held = None
+        self.stash = self._held
+
+    def keep(self) -> None:
+        """Ends a backward inside ``no_sync``: what it brought stays pending."""
+        self._held = self.stash
+        self.pending = True
+        self.parameter.grad = self._local()
+        self._reset()
+
+    def merge(self, reduced: torch.Tensor | None) -> None:
+        """Ends a backward: ``p.grad`` is the reduced gradient (None: no rank has one) plus what was there before."""
+        self.parameter.grad = self.stash if reduced is None else self._joined(reduced)
+        self.pending = self.counted = False
+        self._held = None
+        self._reset()
+
+    def restore(self) -> None:
+        """Ends a backward that failed, or that was a ``torch.autograd.grad`` and none of ours."""
+        if self.taken:
+            self.parameter.grad = self._before
+            self._reset()
+
+    def close(self) -> None:
+        """Takes the hooks off the parameter."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _reset(self) -> None:
+        self.taken = self.fired = False
+        self.stash = self._before = None
+
+    def _count(self, weight: Weight) -> None:
+        self.counted = weight.counts or ((self.pending or self.fired) and self.counted)
+        self.fired = True
+
+    def _adopt(self, grad: torch.Tensor) -> bool:
+        """Makes ``grad`` the pending gradient, if it is not; returns whether the user has zeroed it."""
+        raise NotImplementedError
+
+    def _local(self) -> torch.Tensor:
+        """The pending gradient, for ``p.grad``."""
+        raise NotImplementedError
+
+    def _joined(self, reduced: torch.Tensor) -> torch.Tensor:
+        """The reduced gradient plus the stash."""
+        raise NotImplementedError
+
+
+class DenseSlot(Slot):
+    """The gradient is a region of a bucket. :meth:`place` says which."""
+
+    source: torch.Tensor
+    result: torch.Tensor
+
+    def place(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Gives the slot its flat regions of the bucket's source and result.
+
+        They get the strides of the parameter where it fills its memory (channels_last, for example), as autograd does.
+        """
+        shape, strides = self.parameter.shape, _dense_strides(self.parameter)
+        self.source = source.as_strided(shape, strides, source.storage_offset())
+        self.result = result.as_strided(shape, strides, result.storage_offset())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parameter still is what the regions were made for."""
+        parameter, source = self.parameter, self.source
+        return parameter.dtype == source.dtype and parameter.shape == source.shape and parameter.device == source.device
+
+    def add(self, delta: torch.Tensor, weight: Weight) -> None:
+        """Writes ``weight`` times this backward's own gradient, in one pass over memory."""
+        if delta.layout is not torch.strided:
+            raise ConfigurationError(
+                f"a parameter of shape {list(self.parameter.shape)} got a gradient of layout {delta.layout}, but was "
+                "declared dense: only parameters of nn.Embedding and nn.EmbeddingBag with sparse=True may be sparse"
+            )
+        delta = delta.detach()
+        if self.pending or self.fired:
+            if weight.scale:
+                self.source.add_(delta, alpha=weight.scale)
+        elif weight.scale:
+            torch.mul(delta, weight.scale, out=self.source)
+        else:
+            self.source.zero_()
+        self._count(weight)
+
+    def fill(self) -> None:
+        """Makes the region ready to be reduced: zeros where this rank has no gradient."""
+        self.take()
+        if not (self.fired or self.pending):
+            self.source.zero_()
+            self.counted = False
+
+    def protect(self, start: int, stop: int) -> None:
+        """Copies the stash if it lies between two addresses, which are about to be written."""
+        stash = self.stash
+        if stash is not None and stash.layout is torch.strided and start <= stash.data_ptr() < stop:
+            self.stash = stash.detach().clone()
+            if self._before is stash:
+                self._before = self.stash
+
+    def _adopt(self, grad: torch.Tensor) -> bool:
+        replaced = grad.data_ptr() != self.source.data_ptr()
+        if replaced:
+            self.source.copy_(grad.detach())
+        changed = replaced or grad._version != 0  # _local() starts at 0, and what add() does is not seen there
+        return changed and not bool(grad.any())
+
+    def _local(self) -> torch.Tensor:
+        return self.source.data
+
+    def _joined(self, reduced: torch.Tensor) -> torch.Tensor:
+        grad = reduced.data  # its own version counter: what happens to other gradients is not a change of this one
+        return grad if self.stash is None else grad.add_(self.stash.detach())
+
+
+class SparseSlot(Slot):
+    """The gradient is a sparse tensor of rows. It is in no bucket: rows of all ranks are gathered."""
+
+    _own: torch.Tensor | None = None
+    _version = 0  # of _own, when it was last shown as p.grad
+
+    def add(self, delta: torch.Tensor, weight: Weight) -> None:
+        """Takes in ``weight`` times this backward's own gradient."""
+        if delta.layout is not torch.sparse_coo:
+            raise ConfigurationError(
+                f"a parameter of shape {list(self.parameter.shape)} was declared sparse but got a dense gradient: "
+                "it is used outside of its embedding too (tied weights?); set sparse=False there"
+            )
+        delta = delta.detach().coalesce()
+        own = delta * weight.scale if weight.scale else torch.zeros_like(delta)
+        self._own = self._own + own if self._own is not None and (self.pending or self.fired) else own
+        self._count(weight)
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank contributes: indices (rows, sparse dims) and values (rows, dense dims); maybe of no rows."""
+        self.take()
+        if not (self.fired or self.pending) or self._own is None:
+            self.counted = False
+            weight = self.parameter
+            empty = torch.empty((0, 1), dtype=torch.int64, device=weight.device)
+            return empty, torch.empty((0, *weight.shape[1:]), dtype=weight.dtype, device=weight.device)
+        own = self._own.coalesce()
+        return own.indices().t().contiguous(), own.values()
+
+    def assemble(self, indices: list[torch.Tensor], values: list[torch.Tensor], divisor: float | None) -> torch.Tensor:
+        """One gradient of all ranks' rows, the same on every rank."""
+        joined = torch.cat(values)
+        if divisor is not None:
+            joined.div_(divisor)
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            return torch.sparse_coo_tensor(torch.cat(indices).t(), joined, self.parameter.shape).coalesce()
+
+    def _adopt(self, grad: torch.Tensor) -> bool:
+        changed = grad is not self._own or grad._version != self._version
+        self._own = grad.detach()
+        return changed and not bool(self._own.coalesce().values().any())
+
+    def _local(self) -> torch.Tensor:
+        assert self._own is not None
+        self._version = self._own._version
+        return self._own
+
+    def _joined(self, reduced: torch.Tensor) -> torch.Tensor:
+        self._own = None
+        return reduced if self.stash is None else (self.stash.detach() + reduced)
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that fills its memory without gaps; those of a contiguous one for any other."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return torch.empty(tensor.shape, device="meta").stride()
+            expected *= size
+    return tensor.stride()

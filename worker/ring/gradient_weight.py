@@ -1,0 +1,43 @@
+"""How much the gradient of one rank counts (SEMANTICS.md, "Loss scaling")."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """The weight of one rank in one backward.
+
+    ``"mean"``: ``Weight(share)``, this rank's examples over those of the global batch. ``"sum"``: ``Weight(1.0)``.
+    ``set_weight(n)``: ``Weight(n, n)``; any common factor may be taken out of both.
+    """
+
+    scale: float
+    """The rank's gradient is multiplied by it. 0: it is replaced by zeros, whatever it is (PROTOCOL.md 20)."""
+    numerator: float | None = None
+    """When set, the sum over ranks is divided by the sum of all ranks' numerators."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the rank had anything to say: False only for an empty share, which gives no parameter a gradient."""
+        return self.scale != 0 or self.numerator is not None
+
+
+@dataclasses.dataclass
+class WeightSum:
+    """Numerators of the backwards whose gradients are reduced together (more than one after ``no_sync``)."""
+
+    numerator: float = 0.0
+    num_with: int = 0
+    """Backwards with a numerator."""
+    num_without: int = 0
+    """Backwards without one; empty shares belong to neither."""
+
+    def add(self, weight: Weight) -> None:
+        """Takes in the weight of one more backward."""
+        if weight.numerator is not None:
+            self.numerator += weight.numerator
+            self.num_with += 1
+        elif weight.counts:
+            self.num_without += 1

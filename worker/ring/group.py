@@ -1,0 +1,85 @@
+"""What a group of ranks can do together. Implementations move bytes; names, order and errors in words are above them.
+
+Implementations: :mod:`stratagem.worker.ring.host_group` (shared memory), :mod:`stratagem.worker.ring.ring_group` (ring
+over lanes), :mod:`stratagem.worker.ring.two_level_group` (both), :mod:`stratagem.worker.ring.torch_group` (NCCL).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """Which collective a message belongs to (PROTOCOL.md 19). Ranks that are not at the same tag must not mix."""
+
+    ordinal: int
+    """Collectives of this generation so far; starts at 1 and grows by 1 with each."""
+    fingerprint: int
+    """32 bits over kind, op, dtype, size and step: with equal ordinals, others mean another collective."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arena:
+    """Memory in which this group reduces without copying. Both tensors are flat uint8 of the same length."""
+
+    source: torch.Tensor
+    """The rank's own contribution; the group only reads it."""
+    result: torch.Tensor
+    """Where reduced values appear."""
+
+
+class Group(Protocol):
+    """Ranks 0 … size-1 that run the same collectives in the same order. Every method is collective and blocks.
+
+    Tensors are flat, contiguous and of one dtype; the caller has checked that. A method returns when its outputs are
+    complete and its inputs may be changed. Sums of float16 and bfloat16 are formed in float32 and rounded once
+    for each hop. Every rank ends with identical bits. Not thread-safe: one caller at a time.
+
+    Raises (every method):
+        CollectiveError: a peer is gone, stands still longer than the group's timeout, sent something else than what the
+            tag says, or :meth:`close` was called. ``error.rank`` names the peer where it is known. The group is broken
+            from then on: every later call raises the same error.
+    """
+
+    name: str
+    """For the log line: "shm", "ring over tcp", …"""
+    rank: int
+    size: int
+
+    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        """Memory for all_reduce, kept until the group closes: a source and a result inside it, at equal offsets, are
+        reduced without copying. Any other tensors work too, and cost copies where the group needs some."""
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """``out[:] = op over ranks of source``; ``source`` is left as it is unless it is ``out``.
+
+        ``op`` is SUM, MIN, MAX or PRODUCT: the caller turns MEAN into SUM and a division.
+        """
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """``out`` = this rank's slice (:func:`stratagem.worker.ring.schedule.cut`) of the reduction of ``source``."""
+
+    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        """``outs[r]`` = rank r's ``source``; the lengths may differ and are known, and may be 0."""
+
+    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
+        """``buffer`` = rank root's ``buffer``."""
+
+    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        """``outs[r]`` = what rank r holds at ``sources[this rank]``; the lengths may differ and are known."""
+
+    def barrier(self, tag: Tag) -> None:
+        """Returns when every rank has called it."""
+
+    def waiting_on(self) -> int | None:
+        """The rank this one waits for at this moment; None: none. Called from other threads."""
+
+    def close(self, reason: str) -> None:
+        """Frees sockets, threads and memory; a call that waits in another thread raises ``CollectiveError(reason)``."""

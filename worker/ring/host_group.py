@@ -1,0 +1,383 @@
+"""Collectives of ranks on one host, through shared memory.
+
+Every rank has segments that all peers map; what moves on sockets is signals of 40 bytes
+(:mod:`stratagem.worker.ring.host_signals`). Three ways, chosen alike on every rank by size and place:
+
+*Short* all-reduces (:data:`_SHORT_BYTES`) take one round through the scratch memory: each rank writes its values, one
+exchange, each rank reduces all of them for itself.
+
+*In an arena* nothing is copied. Each rank owns one slice (:func:`~stratagem.worker.ring.schedule.cut`). It reduces the
+ranks' slices straight from their sources and writes the values into every rank's result: the writers' ranges are
+disjoint, and no source changes. Two exchanges suffice, *ready* before and *done* after:
+
+- A rank says *ready* when its source is complete and nobody needs what its result holds. Owners read and write only
+  after everybody's *ready*.
+- An owner says *done* when it has written its slice everywhere. A rank returns after everybody's *done*: its result is
+  complete, and nobody reads its source any more, so the caller may change both.
+- A fast rank that goes on to the next collective says *ready* and waits. It touches no memory of a slow rank before
+  the slow one has said *ready* too, that is, has left the last collective. So no third exchange is needed.
+
+With ``out`` equal to ``source`` an owner writes what only it reads.
+
+*Anything else* passes through the scratch memory in pieces (:mod:`stratagem.worker.ring.host_scratch` argues why
+one exchange a piece suffices). Round k of an all-reduce carries piece k of the sources and the sums of piece k-1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.host_reduction import Reduction, empty
+from stratagem.worker.ring.host_scratch import Scratch
+from stratagem.worker.ring.host_signals import Signals
+from stratagem.worker.ring.schedule import cut
+
+_SHORT_BYTES = 256 << 10
+"""All ranks' values together, up to which every rank reduces them all: one exchange instead of two."""
+_CHUNK_BYTES = 256 << 10
+"""What an owner reduces and spreads at once: stays in the L2 cache between the two."""
+_SLOT_BYTES = 3 << 20
+"""One of the two slots of a rank's scratch memory."""
+_RESULT_SHIFT_BYTES = 1024
+"""Source and result of an arena do not start at the same place of a page: a store would wait for loads 4 KiB away."""
+_PAGE_BYTES = 4096
+_NUM_CACHED_PLANS = 128
+
+_Step = tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]
+"""One chunk: the ranks' sources, where the reduction goes, and the other places that get a copy of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """What stands behind an arena."""
+
+    segments: list[torch.Tensor]
+    """Every rank's, flat uint8: the source, and from ``result_start`` on the result."""
+    address: int
+    """Where the own one is mapped."""
+    num_bytes: int
+    result_start: int
+
+
+class HostGroup:
+    """Ranks of one host (:class:`stratagem.worker.ring.group.Group`). Making one is collective, too.
+
+    Args:
+        rank: this rank.
+        size: ranks in the group.
+        links: a connected, authenticated AF_UNIX stream socket to every other rank; the group closes them.
+        timeout_s: seconds a peer may stand still.
+
+    Raises:
+        SegmentError: on every rank, when one has no memory to share; the links are closed.
+        CollectiveError: a peer is gone or stands still.
+    """
+
+    name = "shm"
+
+    def __init__(self, rank: int, size: int, links: Mapping[int, socket.socket], *, timeout_s: float) -> None:
+        if sorted(links) != [peer for peer in range(size) if peer != rank]:
+            raise ValueError(f"expected links to all {size} ranks but {rank}, got {sorted(links)}")
+        self.rank = rank
+        self.size = size
+        self._signals = Signals(rank, links, timeout_s)
+        self._arenas: list[_Shared] = []
+        self._reductions = functools.lru_cache(_NUM_CACHED_PLANS)(self._make_reduction)
+        self._plans = functools.lru_cache(_NUM_CACHED_PLANS)(self._make_plan)
+        try:
+            with self._signals.collective(Tag(0, 0)):
+                self._scratch = Scratch(self._signals.share(2 * _SLOT_BYTES))
+        except BaseException:
+            self._signals.close("it could not be set up")
+            raise
+
+    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        """See :meth:`Group.arena`.
+
+        Raises:
+            SegmentError: on every rank, when one has no memory to share; the group goes on working.
+        """
+        shift = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES + _RESULT_SHIFT_BYTES
+        with self._signals.collective(tag) as signals:
+            segments = signals.share(shift + num_bytes)
+        own = segments[self.rank]
+        self._arenas.append(_Shared(segments, own.data_ptr(), own.numel(), shift))
+        with torch.inference_mode(False):
+            return Arena(own[:num_bytes], own[shift : shift + num_bytes])
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """See :meth:`Group.all_reduce`."""
+        with self._signals.collective(tag):
+            self._reduce(source, out, op, None)
+
+    def reduce(self, source: torch.Tensor, out: torch.Tensor | None, root: int, op: ReduceOp, tag: Tag) -> None:
+        """``out`` of rank ``root`` = op over ranks of ``source``. The other ranks give None as ``out``."""
+        if (out is None) == (root == self.rank):
+            raise ValueError(f"expected out on rank {root} and nowhere else, got {type(out).__name__} on {self.rank}")
+        with self._signals.collective(tag):
+            self._reduce(source, out, op, root)
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """See :meth:`Group.reduce_scatter`."""
+        with self._signals.collective(tag):
+            part = self._part_elements(self.size, source.dtype)
+            slices = [source[start:stop] for start, stop in cut(source.numel(), self.size)]
+            reduction = self._reductions(op, source.dtype, part)
+
+            def write(k: int) -> None:
+                for rank, piece in enumerate(slices):
+                    self._stage(rank, part, piece[k * part : (k + 1) * part])
+
+            def read(k: int) -> None:
+                into = out[k * part : (k + 1) * part]
+                reduction(self._staged(self.rank, part, into.numel(), source.dtype), into)
+
+            self._rounds(-(-slices[0].numel() // part), write, read)
+
+    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        """See :meth:`Group.all_gather`."""
+        with self._signals.collective(tag):
+            part = self._part_elements(1, source.dtype)
+
+            def write(k: int) -> None:
+                self._stage(0, part, source[k * part : (k + 1) * part])
+
+            def read(k: int) -> None:
+                for rank, out in enumerate(outs):
+                    self._fetch(rank, 0, part, out[k * part : (k + 1) * part])
+
+            self._rounds(-(-max(out.numel() for out in outs) // part), write, read)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
+        """See :meth:`Group.broadcast`. A buffer at the same place of an arena on every rank is read where it is."""
+        with self._signals.collective(tag) as signals:
+            part = self._part_elements(1, buffer.dtype)
+            arena, start, _ = self._place(buffer, buffer) if buffer.numel() > part else (0, 0, 0)
+            if arena:
+                if signals.exchange(True, arena, start, start):
+                    if self.rank != root:
+                        segment = self._arenas[arena - 1].segments[root]
+                        buffer.copy_(segment[start : start + buffer.numel() * buffer.itemsize].view(buffer.dtype))
+                    signals.exchange(False)
+                    return
+                self._scratch.next_round()
+
+            def write(k: int) -> None:
+                if self.rank == root:
+                    self._stage(0, part, buffer[k * part : (k + 1) * part])
+
+            def read(k: int) -> None:
+                if self.rank != root:
+                    self._fetch(root, 0, part, buffer[k * part : (k + 1) * part])
+
+            self._rounds(-(-buffer.numel() // part), write, read)
+
+    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        """See :meth:`Group.all_to_all`."""
+        with self._signals.collective(tag):
+            part = self._part_elements(self.size, sources[0].dtype)
+
+            def write(k: int) -> None:
+                for rank, source in enumerate(sources):
+                    self._stage(rank, part, source[k * part : (k + 1) * part])
+
+            def read(k: int) -> None:
+                for rank, out in enumerate(outs):
+                    self._fetch(rank, self.rank, part, out[k * part : (k + 1) * part])
+
+            self._rounds(-(-max(source.numel() for source in sources) // part), write, read, agree=True)
+
+    def barrier(self, tag: Tag) -> None:
+        """See :meth:`Group.barrier`."""
+        with self._signals.collective(tag) as signals:
+            signals.exchange(False)
+
+    def waiting_on(self) -> int | None:
+        """See :meth:`Group.waiting_on`."""
+        return self._signals.waiting_on
+
+    def close(self, reason: str) -> None:
+        """See :meth:`Group.close`. An arena's memory is unmapped when the last tensor in it goes."""
+        self._signals.close(reason)
+        self._scratch.close()
+        self._arenas.clear()
+        self._plans.cache_clear()
+        self._reductions.cache_clear()
+
+    # -- three ways to reduce -----------------------------------------------------------------------------------
+
+    def _reduce(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp, root: int | None) -> None:
+        if self.size == 1 and out is not None:
+            out.copy_(source)
+            return
+        num_bytes = source.numel() * source.itemsize
+        if num_bytes * self.size <= _SHORT_BYTES:
+            self._reduce_short(source, out, op)
+            return
+        arena, start, result = self._place(source, out)
+        if arena and self._signals.exchange(True, arena, start, result):
+            reduction = self._reductions(op, source.dtype, _CHUNK_BYTES // source.itemsize)
+            for sources, into, copies in self._plans(arena, start, result, source.numel(), source.dtype, op, root):
+                reduction(sources, into)
+                for copy in copies:
+                    copy.copy_(into)
+            self._signals.exchange(False)
+            return
+        if arena:  # the others have their tensors elsewhere, and this was their first round
+            self._scratch.next_round()
+        self._reduce_in_pieces(source, out, op, root)
+
+    def _reduce_short(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp) -> None:
+        """Every rank reduces everything for itself; in rank order, so that bits are equal."""
+        self._scratch.next_round()
+        row = self._scratch.row(source.numel(), source.dtype)
+        row[self.rank].copy_(source)
+        self._signals.exchange(False)
+        if out is not None:
+            self._reductions(op, source.dtype, _SHORT_BYTES // source.itemsize)(row, out)
+
+    def _make_plan(
+        self, arena: int, start: int, result: int, num_elements: int, dtype: torch.dtype, op: ReduceOp, root: int | None
+    ) -> list[_Step]:
+        """The chunks of this rank's slice, as views of all ranks' segments."""
+        first, last = (element * dtype.itemsize for element in cut(num_elements, self.size)[self.rank])
+        chunk = _CHUNK_BYTES // dtype.itemsize
+
+        def chunks(segment: torch.Tensor, offset: int) -> Sequence[torch.Tensor]:
+            with torch.inference_mode(False):
+                return segment[offset + first : offset + last].view(dtype).split(chunk) if last > first else ()
+
+        segments = self._arenas[arena - 1].segments
+        targets = segments if root is None else [segments[root]]
+        sources = zip(*(chunks(segment, start) for segment in segments), strict=True)
+        results = zip(*(chunks(segment, result) for segment in targets), strict=True)
+        reduction = self._reductions(op, dtype, chunk)
+        # In place, the own result may be a source that is still to come.
+        aside = start == result and self.rank >= 2 and not reduction.wide
+        private = empty(chunk, dtype) if aside else None
+        own = self.rank if root is None else 0
+        steps: list[_Step] = []
+        for parts, places in zip(sources, results, strict=True):
+            if private is not None:
+                steps.append((list(parts), private[: parts[0].numel()], list(places)))
+            else:
+                steps.append((list(parts), places[own], [*places[:own], *places[own + 1 :]]))
+        return steps
+
+    def _reduce_in_pieces(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp, root: int | None) -> None:
+        """Round k: writes piece k of the source, and the own slice of the reduced piece k-1; reads both from peers."""
+        size, rank, dtype = self.size, self.rank, source.dtype
+        part = self._part_elements(size + 1, dtype)
+        num_pieces = -(-source.numel() // (part * size))
+        reduction = self._reductions(op, dtype, part)
+        private: torch.Tensor | None = None
+        if out is None or (rank >= 2 and not reduction.wide and out.data_ptr() == source.data_ptr()):
+            private = empty(part, dtype)  # nowhere to sum, or only where a source still to come is
+        reduced = source[:0]
+
+        def slices(k: int) -> list[tuple[int, int]]:
+            begin = k * part * size
+            parts = cut(min(source.numel() - begin, part * size), size)
+            return [(begin + start, begin + stop) for start, stop in parts]
+
+        def write(k: int) -> None:
+            if k > 0 and root != rank:
+                self._stage(size, part, reduced)
+            if k < num_pieces:
+                for peer, (start, stop) in enumerate(slices(k)):
+                    if peer != rank:
+                        self._stage(peer, part, source[start:stop])
+
+        def read(k: int) -> None:
+            nonlocal reduced
+            if k > 0 and out is not None:
+                for peer, (start, stop) in enumerate(slices(k - 1)):
+                    if peer != rank:
+                        self._fetch(peer, size, part, out[start:stop])
+            if k < num_pieces:
+                start, stop = slices(k)[rank]
+                parts = self._staged(rank, part, stop - start, dtype)
+                parts[rank] = source[start:stop]
+                if private is not None:
+                    reduced = private[: stop - start]
+                elif out is not None:
+                    reduced = out[start:stop]
+                reduction(parts, reduced)
+                if private is not None and out is not None:
+                    out[start:stop].copy_(reduced)
+
+        self._rounds(num_pieces + 1, write, read)
+
+    # -- rounds through the scratch memory --------------------------------------------------------------------
+
+    def _rounds(
+        self, count: int, write: Callable[[int], None], read: Callable[[int], None], agree: bool = False
+    ) -> None:
+        """Writes to the own slot, exchanges, reads the peers' slots; as often as said, at least once.
+
+        Args:
+            agree: ranks may ask for different counts; the largest is used.
+        """
+        for k in itertools.count():
+            self._scratch.next_round()
+            write(k)
+            if not self._signals.exchange(k + 1 < count, 0, count if agree and k == 0 else 0):
+                told = self._signals.told.values()
+                if agree:
+                    count = max(count, *(theirs for _, theirs, _ in told))
+                else:  # a rank has its tensors in an arena and has written nothing yet
+                    self._scratch.next_round()
+                    write(k)
+                    self._signals.exchange(k + 1 < count)
+            read(k)
+            if k + 1 >= count:
+                return
+
+    def _part_elements(self, num_parts: int, dtype: torch.dtype) -> int:
+        """How many elements each of so many parts of a slot has room for."""
+        return self._scratch.part_bytes(num_parts) // dtype.itemsize
+
+    def _stage(self, place: int, part: int, values: torch.Tensor) -> None:
+        """Writes values to a part of the own slot."""
+        if values.numel():
+            start = place * part * values.itemsize
+            self._scratch.view(self.rank, start, values.numel(), values.dtype).copy_(values)
+
+    def _fetch(self, peer: int, place: int, part: int, into: torch.Tensor) -> None:
+        """Reads a part of a rank's slot."""
+        if into.numel():
+            start = place * part * into.itemsize
+            into.copy_(self._scratch.view(peer, start, into.numel(), into.dtype))
+
+    def _staged(self, place: int, part: int, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The same part of every rank's slot."""
+        start = place * part * dtype.itemsize
+        return [self._scratch.view(rank, start, num_elements, dtype) for rank in range(self.size)]
+
+    # -- places ---------------------------------------------------------------------------------------------------
+
+    def _place(self, source: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, int]:
+        """Arena (from 1; 0: in none) and offsets in bytes of source and result in its segment.
+
+        A rank without a result expects it where an arena has it: at the source's offset.
+        """
+        num_bytes = source.numel() * source.itemsize
+        pointer = source.data_ptr()
+        for number, shared in enumerate(self._arenas, 1):
+            start = pointer - shared.address
+            if 0 <= start < shared.num_bytes:
+                result = start + shared.result_start if out is None else out.data_ptr() - shared.address
+                if 0 <= result <= shared.num_bytes - num_bytes:
+                    return number, start, result
+        return 0, 0, 0
+
+    def _make_reduction(self, op: ReduceOp, dtype: torch.dtype, max_elements: int) -> Reduction:
+        return Reduction(op, dtype, self.size, max_elements)

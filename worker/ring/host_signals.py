@@ -1,0 +1,348 @@
+"""Small messages between the ranks of one host: who stands where, who is ready, who is gone. No payload.
+
+One signal is 40 bytes on an AF_UNIX socket: the tag of the collective, the round within it, and three numbers. An
+exchange sends one to every peer and waits for one from each. Waiting is a blocking system call, never a spin; every
+peer's end of life wakes it. Whoever breaks a collective says why to every peer before it shuts the sockets, so that
+all ranks name the same culprit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+
+from stratagem.errors import CollectiveError, SegmentError
+from stratagem.rpc.segment import Segment, receive_descriptor
+from stratagem.worker.ring.group import Tag
+
+_SIGNAL = struct.Struct("=QIIQQQ")
+"""Ordinal, fingerprint, round, three numbers."""
+_SIZE = _SIGNAL.size
+_ABORT = 2**64 - 1
+"""In place of an ordinal: the sender broke off. Fingerprint: the culprit's rank, or :data:`_NOBODY`; round: bytes of
+text that follow."""
+_NOBODY = 2**32 - 1
+_MAX_TEXT_BYTES = 1000
+_LONGEST_WAIT_S = 2_000_000.0
+"""poll counts milliseconds in 31 bits."""
+
+_open_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_links_in_child() -> None:
+    """A forked child (a DataLoader's worker) holds no socket of its parent: else nobody sees the parent die."""
+    for link in list(_open_links):
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_links_in_child)
+
+
+class Signals:
+    """The sockets of one rank.
+
+    Args:
+        rank: this rank.
+        links: a connected AF_UNIX stream socket to every other rank. They belong to this object from now on.
+        timeout_s: seconds to wait for one signal of a peer before it is said to stand still.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, socket.socket], timeout_s: float) -> None:
+        self.rank = rank
+        self.waiting_on: int | None = None
+        """The peer whose signal is awaited right now."""
+        self.told: dict[int, tuple[int, int, int]] = {}
+        """What each peer sent that did not send the same numbers as this rank in the last exchange."""
+        self._links = dict(sorted(links.items()))
+        self._descriptors = {peer: link.fileno() for peer, link in self._links.items()}
+        self._timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+        self._failure: tuple[str, int | None] | None = None
+        self._failing = threading.Lock()
+        self._turn = threading.RLock()
+        self._tag = Tag(0, 0)
+        self._round = 0
+        self._buffer = bytearray(_SIZE)
+        interval = struct.pack("@ll", *divmod(max(1, int(self._timeout_s * 1e6)), 1_000_000))
+        for link in self._links.values():
+            link.setblocking(True)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+            _open_links.add(link)
+        self._watches = {
+            (more, peer): self._watch(peer, more) if self._others(peer, more) else None
+            for more in (False, True)
+            for peer in self._links
+        }
+
+    def _others(self, awaited: int, more: bool) -> list[int]:
+        """Whose end has to be noticed while ``awaited``'s signal is to come.
+
+        Signals are taken in rank order: those after ``awaited`` have not been heard yet. Those before it have, and may
+        end in peace unless ``more`` rounds follow.
+        """
+        return [peer for peer in self._links if peer > awaited or (more and peer != awaited)]
+
+    def _watch(self, awaited: int, more: bool) -> select.poll:
+        watch = select.poll()
+        watch.register(self._descriptors[awaited], select.POLLIN)
+        for peer in self._others(awaited, more):
+            watch.register(self._descriptors[peer], select.POLLRDHUP)
+        return watch
+
+    # -- one collective ---------------------------------------------------------------------------------------
+
+    def collective(self, tag: Tag) -> Signals:
+        """``with signals.collective(tag):`` around one collective; whatever is raised inside breaks the group.
+
+        Raises:
+            CollectiveError: the group is broken or closed.
+        """
+        self._turn.acquire()
+        if self._failure is not None:
+            self._turn.release()
+            raise self._error()
+        self._tag = tag
+        self._round = 0
+        return self
+
+    def __enter__(self) -> Signals:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.waiting_on = None
+        try:
+            if error is not None and not isinstance(error, CollectiveError | SegmentError):
+                self._fail(f"rank {self.rank} left collective {self._tag.ordinal}: {type(error).__name__}", self.rank)
+        finally:
+            self._turn.release()
+
+    def exchange(self, more: bool, first: int = 0, second: int = 0, third: int = 0) -> bool:
+        """Signals every peer and waits for the signal of each. Writes to memory made before it are seen after it.
+
+        Args:
+            more: another exchange follows in this collective.
+            first: tells the peers three numbers of at least 0, with ``second`` and ``third``.
+
+        Returns:
+            Whether all ranks told the same numbers; if not, :attr:`told` has those that differ.
+        """
+        tag = self._tag
+        message = _SIGNAL.pack(tag.ordinal, tag.fingerprint, self._round, first, second, third)
+        self._round += 1
+        for peer, link in self._links.items():
+            try:
+                link.send(message)
+            except OSError as error:
+                raise self._lost(peer, error) from None
+        same = True
+        buffer = self._buffer
+        for peer, link in self._links.items():
+            self.waiting_on = peer
+            self._wait(peer, more)
+            try:
+                count = link.recv_into(buffer, _SIZE, socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._lost(peer, error) from None
+            if buffer != message or count != _SIZE:
+                if same:
+                    self.told.clear()
+                    same = False
+                self.told[peer] = self._differing(peer, count, message)
+        self.waiting_on = None
+        return same
+
+    def share(self, num_bytes: int) -> list[torch.Tensor]:
+        """New shared memory for every rank: ``result[r]`` is rank r's, mapped here.
+
+        Raises:
+            SegmentError: on every rank alike, when one of them cannot have or map its memory. Nothing is broken.
+        """
+        refusal: SegmentError | None = None
+        own: Segment | None = None
+        segments: dict[int, Segment] = {}
+        try:
+            try:
+                own = segments[self.rank] = Segment.create(num_bytes)
+            except SegmentError as error:
+                refusal = error
+            self._send_segment(own)
+            for peer in self._links:
+                try:
+                    segment = self._receive_segment(peer, num_bytes)
+                    if segment is not None:
+                        segments[peer] = segment
+                except SegmentError as error:
+                    refusal = refusal or error
+            self._round += 1
+            same = self.exchange(False, 0 if refusal is None else refusal.errno or errno.EINVAL)
+            if refusal is None and not same:
+                peer, (number, _, _) = min(self.told.items())
+                text = f"no shared memory of {num_bytes:,} bytes for rank {peer}: {os.strerror(number)}"
+                refusal = SegmentError(text, number)
+            if refusal is not None:
+                raise refusal
+            return [segments[rank].tensor for rank in sorted(segments)]
+        finally:
+            for segment in segments.values():
+                segment.close()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def close(self, reason: str) -> None:
+        """Wakes whoever waits, waits until it has left, and closes the sockets."""
+        self._fail(f"rank {self.rank} closed the group: {reason}", None, reason)
+        with self._turn:
+            for link in self._links.values():
+                link.close()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error or :meth:`close` ended the group."""
+        return self._failure is not None
+
+    # -- waiting for one peer ---------------------------------------------------------------------------------
+
+    def _wait(self, peer: int, more: bool) -> None:
+        """Returns when something can be read from ``peer``, or its socket is shut."""
+        watch = self._watches[more, peer]
+        if watch is None:
+            return  # the read itself waits
+        awaited = self._descriptors[peer]
+        while True:
+            events = watch.poll(self._timeout_s * 1000)
+            if not events:
+                raise self._lost(peer, BlockingIOError())
+            ended = {descriptor for descriptor, _ in events}
+            if awaited in ended:
+                return
+            watch = self._watch(peer, more)
+            for other, descriptor in self._descriptors.items():
+                if descriptor in ended:
+                    if more or not self._has_signalled(other):
+                        raise self._lost(other, None)
+                    watch.unregister(descriptor)  # it has done its part and ended in peace
+
+    def _has_signalled(self, peer: int) -> bool:
+        """Whether a signal that is no abort can be read from a peer that has shut its socket."""
+        try:
+            head = self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except OSError:
+            return False
+        return len(head) == _SIZE and _SIGNAL.unpack(head)[0] != _ABORT
+
+    def _differing(self, peer: int, count: int, message: bytes) -> tuple[int, int, int]:
+        """The numbers in the buffer, when it holds a signal of the same place in the same collective."""
+        if count != _SIZE:
+            raise self._lost(peer, None)
+        ordinal, fingerprint, place, first, second, third = _SIGNAL.unpack(self._buffer)
+        if ordinal == _ABORT:
+            raise self._aborted(peer, fingerprint, place)
+        own_ordinal, own_fingerprint, own_place, *_ = _SIGNAL.unpack(message)
+        if (ordinal, fingerprint, place) != (own_ordinal, own_fingerprint, own_place):
+            raise self._failed(
+                f"rank {peer} is at collective {ordinal} (fingerprint {fingerprint:08x}, round {place}), rank "
+                f"{self.rank} at collective {own_ordinal} (fingerprint {own_fingerprint:08x}, round {own_place}): all "
+                "ranks have to make the same calls in the same order",
+                peer,
+            )
+        return first, second, third
+
+    # -- segments -----------------------------------------------------------------------------------------------
+
+    def _send_segment(self, segment: Segment | None) -> None:
+        message = _SIGNAL.pack(self._tag.ordinal, self._tag.fingerprint, self._round, int(segment is not None), 0, 0)
+        for peer, link in self._links.items():
+            try:
+                if segment is None:
+                    link.send(message)
+                else:
+                    segment.send_to(link, message)
+            except OSError as error:
+                raise self._lost(peer, error) from None
+
+    def _receive_segment(self, peer: int, num_bytes: int) -> Segment | None:
+        """None: the peer has none."""
+        self.waiting_on = peer
+        self._wait(peer, True)
+        try:
+            message, descriptor = receive_descriptor(self._links[peer], _SIZE)
+        except OSError as error:
+            raise self._lost(peer, error) from None
+        try:
+            self._buffer[: len(message)] = message
+            own = _SIGNAL.pack(self._tag.ordinal, self._tag.fingerprint, self._round, 1, 0, 0)
+            has_one, _, _ = self._differing(peer, len(message), own)
+        except BaseException:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
+        if descriptor is None:
+            if has_one:
+                raise self._failed(f"rank {peer} sent no descriptor with its shared segment", peer)
+            return None
+        return Segment.attach(descriptor, num_bytes)
+
+    # -- errors ---------------------------------------------------------------------------------------------------
+
+    def _error(self) -> CollectiveError:
+        """A fresh error each time: a kept one would hold the frames of its traceback, and with them shared memory."""
+        assert self._failure is not None
+        return CollectiveError(*self._failure)
+
+    def _lost(self, peer: int, error: Exception | None) -> CollectiveError:
+        """The error for a socket that gave no signal."""
+        if self._failure is not None:
+            return self._error()
+        if isinstance(error, BlockingIOError):
+            return self._failed(
+                f"rank {peer} stood still for {self._timeout_s:g} s while rank {self.rank} waited for it in collective "
+                f"{self._tag.ordinal}",
+                peer,
+            )
+        try:  # what it said before it shut the socket
+            while len(data := self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT)) == _SIZE:
+                ordinal, culprit, length, *_ = _SIGNAL.unpack(data)
+                if ordinal == _ABORT:
+                    return self._aborted(peer, culprit, length)
+        except OSError:
+            pass
+        return self._failed(f"rank {peer} is gone: its socket closed in collective {self._tag.ordinal}", peer)
+
+    def _aborted(self, peer: int, culprit: int, num_text_bytes: int) -> CollectiveError:
+        """The error that ``peer`` raised, or the reason for which it closed."""
+        try:
+            data = self._links[peer].recv(min(num_text_bytes, _MAX_TEXT_BYTES), socket.MSG_DONTWAIT)
+        except OSError:
+            data = b""
+        return self._failed(data.decode(errors="replace"), peer if culprit == _NOBODY else culprit)
+
+    def _failed(self, message: str, rank: int | None) -> CollectiveError:
+        self._fail(message, rank)
+        return self._error()
+
+    def _fail(self, message: str, rank: int | None, own_message: str | None = None) -> None:
+        """The first failure counts: remembers it, tells every peer, shuts every socket."""
+        with self._failing:
+            if self._failure is not None:
+                return
+            self._failure = (own_message or message, rank)
+        text = message.encode()[:_MAX_TEXT_BYTES]
+        culprit = _NOBODY if rank is None else rank
+        abort = _SIGNAL.pack(_ABORT, culprit, len(text), 0, 0, 0) + text
+        for link in self._links.values():
+            try:
+                link.send(abort, socket.MSG_DONTWAIT)
+                link.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue

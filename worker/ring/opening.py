@@ -1,0 +1,105 @@
+"""Opens the lanes that a plan asks for, both directions at once, so that nobody waits in a circle."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+
+from stratagem.rpc import channels
+from stratagem.rpc.door import knock
+from stratagem.rpc.generated import lane_pb2
+from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
+from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
+from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
+from stratagem.worker.ring.choice import RingLane
+from stratagem.worker.ring.entrance import Entrance, Visitor
+from stratagem.worker.ring.peers import Peers
+
+
+class Opener:
+    """Lanes of one generation.
+
+    Args:
+        entrance: lets the others in.
+        peers: lets this worker in at the others.
+        meter: counts bytes.
+        deadline: ``time.monotonic()`` seconds.
+    """
+
+    def __init__(self, entrance: Entrance, peers: Peers, meter: BytesMeter, deadline: float) -> None:
+        self.undo = contextlib.ExitStack()
+        """Frees what was opened beyond the lanes themselves."""
+        self._entrance = entrance
+        self._peers = peers
+        self._meter = meter
+        self._deadline = deadline
+
+    def links(self, ranks: Sequence[int], purpose: str) -> dict[int, socket.socket]:
+        """A Unix socket to every other one of ``ranks``, by its place among them.
+
+        Raises:
+            PeerUnavailableError: one cannot be reached.
+        """
+        opened: dict[int, socket.socket] = {}
+        try:
+            for place, rank in enumerate(ranks):
+                if rank > self._peers.rank:
+                    way = self._peers.open_lane(rank, lane_pb2.SHM, purpose)
+                    opened[place] = knock(way, "", self._deadline)
+            for place, rank in enumerate(ranks):
+                if rank < self._peers.rank:
+                    opened[place] = self._entrance.door.wait(self._visitor(rank, purpose), self._deadline)
+        except BaseException:
+            for sock in opened.values():
+                sock.close()
+            raise
+        return opened
+
+    def ring(
+        self, ranks: Sequence[int], lane: RingLane, purpose: str, stripes: int
+    ) -> tuple[SendingLane | None, ReceivingLane | None]:
+        """The lanes to the next and from the last of ``ranks``; none for a ring of one.
+
+        Raises:
+            PeerUnavailableError: a neighbour cannot be reached.
+        """
+        if len(ranks) < 2:
+            return None, None
+        place = ranks.index(self._peers.rank)
+        right, left = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+        names = [f"{purpose}/{stripe}" for stripe in range(stripes)]
+        senders: list[SendingLane] = []
+        receivers: list[ReceivingLane] = []
+        with contextlib.ExitStack() as undo:
+            for name in names:
+                senders.append(self._sender(right, lane, name))
+                undo.callback(senders[-1].close, "the ring did not form")
+            for name in names:
+                receivers.append(self._receiver(left, lane, name))
+                undo.callback(receivers[-1].close, "the ring did not form")
+            undo.pop_all()
+        if stripes == 1:
+            return senders[0], receivers[0]
+        return StripedSender(senders), StripedReceiver(receivers)
+
+    def _sender(self, rank: int, lane: RingLane, purpose: str) -> SendingLane:
+        peer = self._peers.members.ranks[rank]
+        if lane == "tcp":
+            way = self._peers.open_lane(rank, lane_pb2.TCP, purpose)
+            return TcpSender(knock(way, peer.host, self._deadline), peer.task, self._meter)
+        way = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
+        channel = channels.connect(peer.address)
+        self.undo.callback(channel.close)
+        return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", way.token),), peer.task, self._meter)
+
+    def _receiver(self, rank: int, lane: RingLane, purpose: str) -> ReceivingLane:
+        visitor = self._visitor(rank, purpose)
+        if lane == "tcp":
+            return TcpReceiver(self._entrance.door.wait(visitor, self._deadline), visitor[0], self._meter)
+        return self._entrance.wait_grpc(visitor, self._deadline)
+
+    def _visitor(self, rank: int, purpose: str) -> Visitor:
+        peer = self._peers.members.ranks[rank]
+        return peer.task, peer.incarnation, self._peers.members.generation, purpose

@@ -1,0 +1,125 @@
+"""What this worker asks the other ranks of its generation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
+from stratagem.rpc import channels
+from stratagem.rpc.door import Way
+from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2_grpc
+from stratagem.rpc.session import SessionClient
+from stratagem.worker.ring.members import Members
+
+PATIENCE_S = 5.0  # a meeting that waits for others is asked for again this often, to see changes of the cluster
+_Reply = TypeVar("_Reply")
+
+
+class MembersChangedError(Exception):
+    """The cluster is not the one that this generation was made of."""
+
+
+class Peers:
+    """The ``Worker`` services of the other ranks.
+
+    Args:
+        session: this worker's identity, and what the chief says.
+        members: the generation.
+    """
+
+    def __init__(self, session: SessionClient, members: Members) -> None:
+        self.members = members
+        self.rank = members.rank_of(session.task)
+        self._session = session
+        self._guard = threading.Lock()
+        self._channels: dict[int, grpc.Channel] = {}
+
+    @property
+    def sender(self) -> common_pb2.Sender:
+        """This worker."""
+        return common_pb2.Sender(task=self._session.task, incarnation=self._session.incarnation)
+
+    def stub(self, rank: int) -> worker_pb2_grpc.WorkerStub:
+        """The service of a rank, over a control connection."""
+        with self._guard:
+            if rank not in self._channels:
+                self._channels[rank] = channels.connect(self.members.ranks[rank].address)
+            return worker_pb2_grpc.WorkerStub(self._channels[rank])
+
+    def meet(
+        self, meeting: int, description: worker_pb2.Description, deadline: float
+    ) -> Sequence[worker_pb2.Description]:
+        """Meets every rank; returns what they said, in rank order.
+
+        Raises:
+            MembersChangedError: a worker was replaced meanwhile.
+            ClusterTimeoutError: somebody did not come before ``deadline`` (``time.monotonic()`` seconds).
+        """
+        request = worker_pb2.MeetRequest(
+            sender=self.sender, generation=self.members.generation, round=meeting, description=description
+        )
+        while True:
+            self._session.raise_if_stopped()
+            if self.members.lost(self._session.membership):
+                raise MembersChangedError
+            try:
+                return self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S).descriptions
+            except PeerUnavailableError:
+                if time.monotonic() > deadline:
+                    raise ClusterTimeoutError(
+                        f"the ring did not form: {self._session.task} met not all of "
+                        f"{', '.join(rank.task for rank in self.members.ranks)} at {self.members.ranks[0].task}. "
+                        "Does every worker build a MultiWorkerMirroredStrategy?"
+                    ) from None
+                self._session.wait_stopped(0.1)
+
+    def open_lane(self, rank: int, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> Way:
+        """Asks a rank for a way in.
+
+        Raises:
+            PeerUnavailableError: it does not answer, or does not know this worker.
+        """
+        request = lane_pb2.OpenLaneRequest(
+            sender=self.sender, generation=self.members.generation, kind=kind, purpose=purpose
+        )
+        reply = self._call(rank, self.stub(rank).OpenLane, request, PATIENCE_S)
+        return Way(reply.token, reply.port, reply.socket_name)
+
+    def position(self, rank: int, timeout_s: float) -> worker_pb2.GetPositionReply:
+        """Where a rank stands.
+
+        Raises:
+            PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
+        """
+        return self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
+
+    def abort(self, reason: str, timeout_s: float) -> None:
+        """Tells every other rank that the collectives are broken; whoever does not answer is not waited for longer."""
+        request = worker_pb2.AbortRequest(sender=self.sender, generation=self.members.generation, reason=reason)
+        others = [rank for rank in range(len(self.members.ranks)) if rank != self.rank]
+        calls: list[Any] = [self.stub(rank).Abort.future(request, timeout=timeout_s) for rank in others]
+        for call in calls:
+            with contextlib.suppress(grpc.RpcError):
+                call.result()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        with self._guard:
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
+
+    def _call(self, rank: int, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.members.ranks[rank].task) from None
+        except ValueError:  # the channel was closed under the call
+            raise PeerUnavailableError(f"the connection to {self.members.ranks[rank].task} is closed") from None

@@ -1,0 +1,386 @@
+"""Gradients are reduced while backward runs; when ``backward()`` returns, ``p.grad`` is the global gradient.
+
+The recipe is PROTOCOL.md 15. A hook on each parameter puts ``p.grad`` aside before autograd adds to it, so that the
+post-accumulate hook sees the gradient of this backward alone; weighted, it goes into its bucket. A bucket leaves when
+it is complete and all earlier ones have left. A callback of the engine, at the end of backward, sends what is left and
+one small vector that says who has a gradient for what, waits, and merges.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.buckets import BUCKET_BYTES, FIRST_BYTES
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.compress_interface import GradientCompression
+from stratagem.worker.ring.gradient_layout import GradientLayout, PlacedBucket, check_reducible
+from stratagem.worker.ring.gradient_slot import DenseSlot, Slot, SparseSlot
+from stratagem.worker.ring.gradient_tail import MergedTail, Tail
+from stratagem.worker.ring.gradient_weight import Weight, WeightSum
+from stratagem.worker.step_meter import StepMeter
+
+__all__ = ["GradientReducer", "Weight"]
+
+
+class GradientReducer:
+    """Reduces the gradients of parameters over all ranks, whenever ``backward()`` reaches one of them.
+
+    All ranks need the same parameters and have to make the same ``backward()`` calls. What a backward leaves in
+    ``p.grad`` is a view of memory that the next one writes to: clone a gradient to keep it longer. It carries no graph,
+    also with ``create_graph=True``. ``torch.autograd.grad`` is not touched.
+
+    Args:
+        parameters: in registration order; one that comes twice is taken once. Those that need no gradient stay
+            out until they do.
+        communicator: who reduces; its calls have to be in the same order on every rank.
+        meter: takes the time that backward waits.
+        weight: how much this rank counts. Asked once at the start of each backward, in a thread of autograd.
+        bucket_bytes: limit of a bucket.
+        first_bytes: limit of the first one.
+        compression: of float32 buckets; a copy is taken, so its state is this reducer's own.
+        sparse: those of ``parameters`` whose gradients are sparse (embeddings with ``sparse=True``).
+        groups: parameters that get gradients together, a collection for each model or optimizer; what is in none is a
+            group too. A group that no rank's backward reaches costs nothing.
+        early: whether buckets leave during backward. False where a collective inside backward (SyncBatchNorm) may meet
+            parameters that some ranks do not use: buckets would leave before it on one rank and after it on another.
+
+    Raises:
+        ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks.
+        CollectiveError: also out of ``backward()``: no gradient of it is left anywhere.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        communicator: Communicator,
+        *,
+        meter: StepMeter,
+        weight: Callable[[], Weight],
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bytes: int = FIRST_BYTES,
+        compression: GradientCompression | None = None,
+        sparse: Collection[torch.nn.Parameter] = (),
+        groups: Sequence[Collection[torch.nn.Parameter]] = (),
+        early: bool = True,
+    ) -> None:
+        self._communicator = communicator
+        self._meter = meter
+        self._weight = weight
+        self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
+        self._compression = copy.deepcopy(compression)
+        self._early = early
+        self._lock = threading.RLock()  # each device has its own thread in a backward
+        self._paused = 0
+        self._pending_weights = WeightSum()
+        self._num_reduced = 0
+        self._backward: _Backward | None = None
+        self._futures: list[concurrent.futures.Future[None]] = []
+        self.buckets: list[PlacedBucket] = []
+        """In the order in which they leave."""
+        self.num_early = 0
+        """Buckets of the newest reduced backward that left before its end: they overlapped with it."""
+
+        unique = list(dict.fromkeys(parameters))
+        sparse_ids = {id(parameter) for parameter in sparse}
+        group_of = {id(parameter): index for index, group in reversed(list(enumerate(groups))) for parameter in group}
+        self._num_groups = len(groups) + 1
+        self._follow: list[set[int]] = [set() for _ in range(self._num_groups)]
+        """By group: which had gradients in the newest backward that began with it. The same on every rank."""
+        self._groups = [group_of.get(id(parameter), len(groups)) for parameter in unique]
+        self._slots: list[DenseSlot | SparseSlot] = [
+            (SparseSlot if id(parameter) in sparse_ids else DenseSlot)(parameter, index)
+            for index, parameter in enumerate(unique)
+        ]
+        self._layout: GradientLayout | None = None
+        self._lay_out()
+
+    # -- what a strategy calls --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that begin inside add to this rank's pending gradients; the next one outside reduces the whole.
+
+        With ``set_weight`` the whole is divided by the sum of all their weights: it is one mean over all of them.
+        """
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether ``no_sync`` has left gradients that are this rank's own: a step with them would part the ranks."""
+        return any(slot.pending and slot.parameter.grad is not None for slot in self._slots)
+
+    def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """A step was made with the gradients of ``parameters`` (None: all): what compression left out is owed."""
+        if self._compression is None:
+            return
+        if parameters is None:
+            self._compression.commit([bucket.index for bucket in self.buckets])
+        else:
+            stepped = {id(parameter) for parameter in parameters}
+            self._compression.commit(
+                bucket.index for bucket in self.buckets if any(id(slot.parameter) in stepped for slot in bucket.slots)
+            )
+
+    def refresh(self) -> None:
+        """Cuts the buckets again if parameters have changed dtype or device, or need gradients that did not.
+
+        A backward does that too, but not one that reaches none of the parameters known so far. Collective if there is
+        a change.
+        """
+        if self._is_stale():
+            self._lay_out()
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters; their gradients stay."""
+        self._drain()
+        for slot in self._slots:
+            slot.close()
+            if slot.parameter.grad is not None and not slot.parameter.grad.is_sparse:
+                slot.parameter.grad = slot.parameter.grad.clone()
+        if self._layout is not None:
+            self._layout.close()
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def _is_stale(self) -> bool:
+        return any(
+            slot.parameter.requires_grad if not slot.handles else isinstance(slot, DenseSlot) and not slot.fits
+            for slot in self._slots
+        )
+
+    def _lay_out(self) -> None:
+        """Gives every parameter that needs gradients its hooks and its place. Collective."""
+        self._drain()
+        if self._layout is not None:
+            self._layout.close()
+        if self._compression is not None:
+            self._compression.reset()
+        for slot in self._slots:
+            if slot.parameter.requires_grad and not slot.handles:
+                self._attach(slot)
+        attached = [slot for slot in self._slots if slot.handles]
+        groups = [self._groups[slot.index] for slot in attached]
+        self._layout = GradientLayout(attached, groups, self._communicator, self._first_bytes, self._bucket_bytes)
+        self.buckets = self._layout.buckets
+
+    def _attach(self, slot: DenseSlot | SparseSlot) -> None:
+        parameter = slot.parameter
+        check_reducible(parameter)
+        if self._backward is not None and parameter.grad is not None:
+            raise ConfigurationError(
+                f"a parameter of shape {list(parameter.shape)} was unfrozen and has a gradient that may not be "
+                "reduced: set its gradient to None when it is unfrozen, or prepare the model after that"
+            )
+        slot.handles.append(parameter.register_hook(functools.partial(self._on_leaf, slot)))
+        slot.handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot)))
+
+    # -- one backward ------------------------------------------------------------------------------------------
+
+    def _on_leaf(self, slot: Slot, _: torch.Tensor) -> None:
+        """Runs before autograd adds to ``p.grad``; also for ``torch.autograd.grad`` of the parameter."""
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if self._backward is not None and self._backward.task != task:
+                self._end(self._backward)  # a backward inside a backward (reentrant checkpointing): one after the other
+            if self._backward is None:
+                self._backward = _Backward(task)
+                end = _EndOfBackward(self, self._backward)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+            slot.take()
+
+    def _on_gradient(self, slot: DenseSlot | SparseSlot, parameter: torch.Tensor) -> None:
+        """Runs after autograd added to ``p.grad``, which holds this backward's own gradient alone."""
+        with self._lock:
+            backward, delta = self._backward, parameter.grad
+            if backward is None or delta is None:
+                return
+            if not backward.begun:
+                self._begin(backward, slot)
+            parameter.grad = None
+            slot.add(delta, backward.weight)
+            assert self._layout is not None
+            bucket = self._layout.bucket_of.get(slot.index)
+            if bucket is None or backward.local:
+                return
+            bucket.area.wrote()
+            backward.num_missing[bucket.index] -= 1
+            while backward.waiting and backward.num_missing[backward.waiting[0].index] == 0:
+                self._launch(backward, backward.waiting.pop(0))
+
+    def _begin(self, backward: _Backward, first: Slot) -> None:
+        """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
+        self._drain()
+        self.refresh()
+        pending = [slot for slot in self._slots if slot.pending]
+        for slot in pending:
+            slot.settle()
+        if any(slot.pending for slot in pending):
+            backward.weights = dataclasses.replace(self._pending_weights)
+        backward.weight = self._weight()
+        backward.weights.add(backward.weight)
+        backward.local = self._paused > 0
+        backward.group = self._groups[first.index]
+        backward.num_missing = [len(bucket.slots) for bucket in self.buckets]
+        if self._early:
+            others = self._follow[backward.group] - {backward.group}
+            backward.waiting = [bucket for bucket in self.buckets if bucket.group == backward.group]
+            backward.waiting += [bucket for bucket in self.buckets if bucket.group in others]
+        backward.begun = True
+
+    def _launch(self, backward: _Backward, bucket: PlacedBucket) -> None:
+        result = bucket.area.result
+        for slot in bucket.slots:
+            slot.fill()
+            slot.protect(result.data_ptr(), result.data_ptr() + result.nbytes)
+        again = any(slot.stash is not None for slot in bucket.slots)
+        bucket.area.seal()
+        backward.launched.append(bucket)
+        self._futures.append(self._communicator.submit(functools.partial(self._reduce, bucket, again)))
+
+    def _reduce(self, bucket: PlacedBucket, again: bool) -> None:
+        """Runs in the communicator's thread."""
+        source, result = bucket.area.before_reduce(), bucket.area.host_result()
+        if self._compression is not None and source.dtype == torch.float32:
+            self._compression.reduce(bucket.index, bucket.parts, source, result, self._communicator, again=again)
+        else:
+            self._communicator.all_reduce(source, out=result)
+        bucket.area.after_reduce()
+
+    def _end(self, backward: _Backward) -> None:
+        """All gradients of the backward have come."""
+        with self._lock:
+            if backward is not self._backward:
+                return
+            try:
+                if backward.begun and not backward.local:
+                    self._synchronise(backward)
+                elif backward.begun:
+                    for slot in self._slots:
+                        if slot.fired or (slot.taken and slot.pending):
+                            slot.keep()
+                    self._pending_weights = backward.weights
+            finally:
+                self._backward = None
+                for slot in self._slots:
+                    slot.restore()
+
+    def _abandon(self, backward: _Backward) -> None:
+        """The backward raised. The other ranks wait for the rest of it: they get it, with the word that it failed."""
+        with self._lock:
+            if backward is not self._backward:
+                return
+            self._backward = None
+            try:
+                if backward.begun and not backward.local:
+                    for bucket in backward.waiting:
+                        self._launch(backward, bucket)
+                    self._submit_tail(backward, failed=True)
+            finally:
+                for slot in self._slots:
+                    slot.restore()
+
+    def _synchronise(self, backward: _Backward) -> None:
+        self.num_early = len(backward.launched)
+        for bucket in backward.waiting:
+            self._launch(backward, bucket)
+        tail, total = self._submit_tail(backward)
+        with self._meter.exposed("the gradients of the other ranks"):
+            self._futures[-1].result()
+            merged = tail.decode(total, self._communicator.size)
+            for bucket in self.buckets:
+                if bucket not in backward.launched and any(merged.present[slot.index] for slot in bucket.slots):
+                    self._launch(backward, bucket)
+            for future in self._futures:
+                future.result()
+            sparse = {slot.index: self._gather(slot, merged) for slot in self._slots if isinstance(slot, SparseSlot)}
+        self._futures.clear()
+        reached = {bucket.group for bucket in self.buckets if any(merged.present[s.index] for s in bucket.slots)}
+        self._follow[backward.group] = reached
+        for bucket in backward.launched:
+            bucket.area.settle()
+            if merged.divisor:
+                bucket.area.result.div_(merged.divisor)
+        for slot in self._slots:
+            if not slot.taken:
+                continue
+            if isinstance(slot, SparseSlot):
+                slot.merge(sparse[slot.index])
+            else:
+                slot.merge(slot.result if merged.present[slot.index] else None)
+
+    def _submit_tail(self, backward: _Backward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
+        present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
+        group = backward.group if self._early else 0
+        tail = Tail(present, backward.weights, group, self._num_groups, self._num_reduced, failed)
+        self._num_reduced += 1
+        mine = tail.encode(self._communicator.rank, self._communicator.size)
+        total = torch.empty_like(mine)
+        self._futures.append(
+            self._communicator.submit(lambda: _discard(self._communicator.all_reduce(mine, out=total)))
+        )
+        return tail, total
+
+    def _gather(self, slot: SparseSlot, merged: MergedTail) -> torch.Tensor | None:
+        if not merged.present[slot.index]:
+            return None
+        indices, values = slot.rows()
+        every = self._communicator.all_gather(indices), self._communicator.all_gather(values)
+        return slot.assemble(*every, merged.divisor)
+
+    def _drain(self) -> None:
+        """Waits for collectives of a backward that failed: they read and write the buckets."""
+        concurrent.futures.wait(self._futures)
+        self._futures.clear()
+
+
+@dataclasses.dataclass(eq=False)
+class _Backward:
+    """One run of autograd."""
+
+    task: int
+    """Of the engine; nested runs have their own."""
+    begun: bool = False
+    """Whether a gradient has come; all that follows has a meaning only then."""
+    local: bool = False
+    """Inside ``no_sync``."""
+    group: int = 0
+    weight: Weight = dataclasses.field(default_factory=lambda: Weight(1.0))
+    weights: WeightSum = dataclasses.field(default_factory=WeightSum)
+    """With those of the pending gradients that are reduced along."""
+    num_missing: list[int] = dataclasses.field(default_factory=list)
+    """By bucket: parameters whose gradient has not come."""
+    waiting: list[PlacedBucket] = dataclasses.field(default_factory=list)
+    """Buckets that leave before the tail, and have not yet."""
+    launched: list[PlacedBucket] = dataclasses.field(default_factory=list)
+
+
+class _EndOfBackward:
+    """The engine calls it when a backward is done, and drops it uncalled when it failed."""
+
+    def __init__(self, reducer: GradientReducer, backward: _Backward) -> None:
+        self._reducer = reducer
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._reducer._end(self._backward)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the error of the backward is on its way; this one would hide it
+            self._reducer._abandon(self._backward)
+
+
+def _discard(_: torch.Tensor) -> None:
+    return None

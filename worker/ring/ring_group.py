@@ -1,0 +1,281 @@
+"""A ring of ranks over lanes: each receives from its left neighbour and sends to its right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import CollectiveError
+from stratagem.rpc.lane import ReceivingLane, SendingLane
+from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.neighbours import Neighbours
+from stratagem.worker.ring.schedule import (
+    Action,
+    Schedule,
+    all_reduce_schedule,
+    chunks,
+    cut,
+    gather_slices,
+    reduce_scatter_schedule,
+)
+
+SMALL_BYTES = 64 << 10
+"""Where all ranks' tensors together are at most this long, everybody gets all of them: half the hops, more bytes."""
+
+_REDUCE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    # float16 and bfloat16: torch computes in float32 and rounds once.
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+
+
+class RingGroup:
+    """Implements :class:`stratagem.worker.ring.group.Group` over a lane to the right and one from the left.
+
+    All-reduce is reduce-scatter and all-gather, 2(N-1) hops in chunks; small tensors go around whole, N-1 hops. Every
+    message carries the collective's tag and the place of its elements, and a message that is not exactly the
+    expected one breaks the group. Scratch memory is reused, and grows to the longest tensor: in wire elements with a
+    ``wire_dtype``, in the tensor's own for :meth:`reduce_scatter` and :meth:`all_to_all`, one chunk otherwise.
+
+    Args:
+        rank: this rank.
+        size: ranks in the ring.
+        right: to rank + 1; None only if ``size`` is 1. The group owns it.
+        left: from rank - 1; None only if ``size`` is 1. The group owns it.
+        chunk_bytes: largest payload of a message; the same on every rank.
+        wire_dtype: float32 tensors travel as bfloat16 or float16, except small ones; partial sums are formed in float32
+            and rounded once for each hop. None or float32: as they are.
+        timeout_s: seconds that a neighbour may neither send nor take anything while this rank waits for it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        right: SendingLane | None,
+        left: ReceivingLane | None,
+        *,
+        chunk_bytes: int,
+        wire_dtype: torch.dtype | None,
+        timeout_s: float,
+    ) -> None:
+        self.name = f"ring over {right.name}" if right is not None else "ring of one"
+        self.rank = rank
+        self.size = size
+        self._ring = Neighbours(rank, size, right, left, timeout_s)
+        self._chunk_bytes = chunk_bytes
+        self._wire_dtype = wire_dtype
+        self._memory: dict[str, torch.Tensor] = {}
+        self._scratches: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def set_chunk_bytes(self, chunk_bytes: int) -> None:
+        """Changes the largest payload of a message; every rank has to do it between the same two collectives."""
+        self._chunk_bytes = chunk_bytes
+
+    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        self._ring.check()
+        return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        self._ring.check()
+        num_elements = source.numel()
+        if self.size == 1 or not num_elements:
+            out.copy_(source)
+        elif num_elements * source.itemsize * self.size <= SMALL_BYTES:
+            self._all_reduce_small(source, out, op, tag)
+        elif (wire_dtype := self._wire(source.dtype)) is not None:
+            wire = self._scratch("held", num_elements, wire_dtype)
+            steps = all_reduce_schedule(self.size, self.rank, num_elements, self._chunk_elements(wire_dtype))
+            self._run_converted(steps, source, wire, out, op, tag)
+        else:
+            steps = all_reduce_schedule(self.size, self.rank, num_elements, self._chunk_elements(source.dtype))
+            self._run(steps, source, out, op, tag)
+        self._ring.flush(tag)
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        self._ring.check()
+        if self.size == 1:
+            out.copy_(source)
+            return
+        wire_dtype = self._wire(source.dtype)
+        dtype = wire_dtype or source.dtype
+        held = self._scratch("held", source.numel(), dtype)
+        steps = reduce_scatter_schedule(self.size, self.rank, source.numel(), self._chunk_elements(dtype))
+        if wire_dtype is None:
+            self._run(steps, source, held, op, tag)
+        else:
+            self._run_converted(steps, source, held, None, op, tag)
+        self._ring.flush(tag)
+        out.copy_(held[slice(*cut(source.numel(), self.size)[self.rank])])
+
+    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        self._ring.check()
+        outs[self.rank].copy_(source)
+        stops = list(accumulate(out.numel() for out in outs))
+        slices = tuple(zip([0, *stops], stops, strict=False))
+        for step in gather_slices(slices, self.rank, self._chunk_elements(source.dtype)):
+            first = slices[step.slice][0]
+            part = outs[step.slice][step.start - first : step.stop - first]
+            if step.action is Action.SEND:
+                self._ring.send(part, step.start, tag)
+            else:
+                self._ring.receive_into(part, step.start, tag)
+        self._ring.flush(tag)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
+        self._ring.check()
+        if self.size == 1:
+            return
+        for start, stop in chunks(0, buffer.numel(), self._chunk_elements(buffer.dtype)):
+            part = buffer[start:stop]
+            if self.rank != root:
+                self._ring.receive_into(part, start, tag)
+            if self._ring.right != root:
+                self._ring.send(part, start, tag)
+        self._ring.flush(tag)
+
+    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        """By rotation: what a rank has for the d-th rank to its right goes d hops, for d = 1 … N-1."""
+        self._ring.check()
+        outs[self.rank].copy_(sources[self.rank])
+        lengths = self._lengths(sources, tag)
+        for distance in range(1, self.size):
+            block = sources[(self.rank + distance) % self.size]
+            for hop in range(1, distance + 1):
+                origin = (self.rank - hop) % self.size
+                num_elements = int(lengths[origin][(origin + distance) % self.size])
+                if hop == distance:
+                    received = outs[origin]
+                else:  # on its way; the block sent before it has left its memory: two places are enough
+                    received = self._scratch(f"relay {hop % 2}", num_elements, block.dtype)
+                self._rotate(block, received, tag)
+                block = received
+
+    def barrier(self, tag: Tag) -> None:
+        """N-1 hops of empty messages: the one that comes at hop h was sent when the h ranks to the left were here."""
+        self._ring.check()
+        empty = torch.empty(0, dtype=torch.uint8)
+        for hop in range(1, self.size):
+            self._ring.send(empty, hop, tag)
+            self._ring.receive(empty, hop, tag)
+        self._ring.flush(tag)
+
+    def waiting_on(self) -> int | None:
+        return self._ring.waiting_on
+
+    def close(self, reason: str) -> None:
+        self._ring.break_off(CollectiveError(reason))
+
+    def _all_reduce_small(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """Everybody gets all tensors and reduces them in the order of ranks."""
+        num_elements = source.numel()
+        if self.size == 2:
+            other = self._scratch("chunk", num_elements, source.dtype)
+            self._ring.send(source, 0, tag)
+            other = self._ring.receive(other, 0, tag)
+            self._ring.flush(tag)  # out may be the source, which has to have left
+            first, second = (source, other) if self.rank == 0 else (other, source)
+            _REDUCE[op](first, second, out=out)
+            return
+        every = self._scratch("chunk", self.size * num_elements, source.dtype).view(self.size, num_elements)
+        every[self.rank].copy_(source)
+        for hop in range(self.size - 1):
+            self._ring.send(every[(self.rank - hop) % self.size], hop, tag)
+            self._ring.receive_into(every[(self.rank - hop - 1) % self.size], hop, tag)
+        _REDUCE[op](every[0], every[1], out=out)
+        for other in every[2:]:
+            _REDUCE[op](out, other, out=out)
+
+    def _run(self, steps: Schedule, source: torch.Tensor, held: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """Leaves partial results, then results, in ``held``.
+
+        ``held`` may be ``source`` and may be sent from while it is written to: a chunk that comes a second time is
+        reduced with what this rank sent the first time, so that has left this memory.
+        """
+        reduce = _REDUCE[op]
+        for step in steps:
+            part = held[step.start : step.stop]
+            if step.action is Action.REDUCE:
+                scratch = self._scratch("chunk", step.stop - step.start, source.dtype)
+                received = self._ring.receive(scratch, step.start, tag)
+                reduce(source[step.start : step.stop], received, out=part)
+            elif step.action is Action.STORE:
+                self._ring.receive_into(part, step.start, tag)
+            elif step.action is Action.SEND:
+                self._ring.send(part, step.start, tag)
+            else:
+                self._ring.send(source[step.start : step.stop], step.start, tag)
+
+    def _run_converted(
+        self,
+        steps: Schedule,
+        source: torch.Tensor,
+        wire: torch.Tensor,
+        out: torch.Tensor | None,
+        op: ReduceOp,
+        tag: Tag,
+    ) -> None:
+        """The same with another dtype on the wire: results in ``wire``, and as decoded from it in ``out``."""
+        reduce = _REDUCE[op]
+        for step in steps:
+            part = wire[step.start : step.stop]
+            if step.action is Action.REDUCE:
+                num_elements = step.stop - step.start
+                total = self._scratch("total", num_elements, source.dtype)
+                total.copy_(self._ring.receive(self._scratch("chunk", num_elements, wire.dtype), step.start, tag))
+                reduce(source[step.start : step.stop], total, out=total)
+                part.copy_(total)
+            elif step.action is Action.STORE:
+                self._ring.receive_into(part, step.start, tag)
+            else:
+                if step.action is Action.SEND_OWN:
+                    part.copy_(source[step.start : step.stop])
+                self._ring.send(part, step.start, tag)
+            complete = step.action is Action.STORE or (step.action is Action.REDUCE and step.slice == self.rank)
+            if complete and out is not None:
+                out[step.start : step.stop].copy_(part)
+
+    def _lengths(self, sources: Sequence[torch.Tensor], tag: Tag) -> list[torch.Tensor]:
+        """How many elements every rank has for every rank; two ranks need not ask."""
+        mine = torch.tensor([source.numel() for source in sources])
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        every[self.rank] = mine
+        if self.size == 2:
+            return every
+        for hop in range(self.size - 1):
+            self._ring.send(every[(self.rank - hop) % self.size], hop, tag)
+            self._ring.receive_into(every[(self.rank - hop - 1) % self.size], hop, tag)
+        return every
+
+    def _rotate(self, block: torch.Tensor, received: torch.Tensor, tag: Tag) -> None:
+        """Sends one tensor to the right while another one comes from the left."""
+        chunk_elements = self._chunk_elements(block.dtype)
+        for start, stop in chunks(0, block.numel(), chunk_elements):
+            self._ring.send(block[start:stop], start, tag)
+        for start, stop in chunks(0, received.numel(), chunk_elements):
+            self._ring.receive_into(received[start:stop], start, tag)
+        self._ring.flush(tag)
+
+    def _wire(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Another dtype than the tensor's own, for the wire."""
+        return self._wire_dtype if dtype is torch.float32 and self._wire_dtype is not torch.float32 else None
+
+    def _chunk_elements(self, dtype: torch.dtype) -> int:
+        return max(1, self._chunk_bytes // dtype.itemsize)
+
+    def _scratch(self, purpose: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for one purpose, kept; its contents are gone when the same purpose is asked for again."""
+        typed = self._scratches.get((purpose, dtype))
+        if typed is None or typed.numel() < num_elements:
+            num_bytes = num_elements * dtype.itemsize
+            memory = self._memory.get(purpose)
+            if memory is None or memory.numel() < num_bytes:
+                self._scratches = {key: view for key, view in self._scratches.items() if key[0] != purpose}
+                memory = self._memory[purpose] = torch.empty(-(-num_bytes // 64) * 64, dtype=torch.uint8)
+            typed = self._scratches[purpose, dtype] = memory.view(dtype)
+        return typed[:num_elements]

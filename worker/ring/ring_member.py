@@ -1,0 +1,242 @@
+"""A worker's part in the ring: forming it, its communicator, leaving it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from stratagem.cluster.communication import CommunicationOptions
+from stratagem.errors import CollectiveError, ConfigurationError, PeerUnavailableError, SegmentError
+from stratagem.rpc.generated import chief_pb2, worker_pb2
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.place import place_of_this_process
+from stratagem.rpc.session import SessionClient
+from stratagem.worker.ring.breakage import Breakage
+from stratagem.worker.ring.choice import LanePlan, Member, plan_lanes
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.group import Group, Tag
+from stratagem.worker.ring.host_group import HostGroup
+from stratagem.worker.ring.members import members_of
+from stratagem.worker.ring.opening import Opener
+from stratagem.worker.ring.peers import MembersChangedError, Peers
+from stratagem.worker.ring.ring_group import RingGroup
+from stratagem.worker.ring.sweep import DEFAULT_BYTES, choose_chunk_bytes
+from stratagem.worker.ring.torch_group import TorchGroup, free_store_address
+from stratagem.worker.ring.two_level_group import TwoLevelGroup
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 300.0
+OPEN_S = 15.0
+"""Seconds that opening the lanes of one plan may take."""
+PROBE = Tag(0, 0)
+"""Marks the collective that tries a new group before anybody relies on it."""
+
+
+class _LaneFailedError(Exception):
+    def __init__(self, lane: str, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.lane = lane
+
+
+class RingMember:
+    """What a worker holds of the ring.
+
+    Args:
+        entrance: what the others ask of this worker.
+        session: this worker's identity, and what the chief says.
+        meter: counts payload bytes.
+    """
+
+    def __init__(self, entrance: Entrance, session: SessionClient, meter: BytesMeter) -> None:
+        self.entrance = entrance
+        self._session = session
+        self._meter = meter
+        self._peers: Peers | None = None
+        self._opener: Opener | None = None
+        session.on_membership(self._membership_changed)
+
+    def form(self, options: CommunicationOptions, device: torch.device, timeout_s: float) -> Communicator:
+        """Meets the other workers, opens lanes and returns the communicator.
+
+        Args:
+            options: the same on every worker.
+            device: where this worker computes.
+            timeout_s: seconds for all of it.
+
+        Raises:
+            ConfigurationError: workers want different things, or a lane that cannot be had.
+            ClusterTimeoutError: somebody does not come.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._session.wait_ready(max(1.0, deadline - time.monotonic()))
+            members = members_of(self._session.membership)
+            if all(rank.address for rank in members.ranks):
+                self._peers = Peers(self._session, members)
+                try:
+                    return self._form(self._peers, options, device, deadline)
+                except MembersChangedError:
+                    self._peers.close()
+            self._session.raise_if_stopped()
+            self._session.wait_stopped(0.1)
+
+    def leave(self) -> None:
+        """Waits for the others at the end of the script, so that nobody's last collective breaks."""
+        communicator = self.entrance.communicator
+        if communicator is not None:
+            try:
+                communicator.barrier()
+            except CollectiveError as error:
+                logger.warning("left the ring out of step: %s", error)
+
+    def close(self, reason: str) -> None:
+        """Frees lanes, threads and memory."""
+        if self.entrance.communicator is not None:
+            self.entrance.communicator.close(reason)
+        if self._opener is not None:
+            self._opener.undo.close()
+        self.entrance.close()
+        if self._peers is not None:
+            self._peers.close()
+
+    def _form(self, peers: Peers, options: CommunicationOptions, device: torch.device, deadline: float) -> Communicator:
+        me = worker_pb2.Description(
+            task=self._session.task,
+            place=place_of_this_process(),
+            cuda=device.type == "cuda",
+            options={field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)},
+            store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
+        )
+        said = peers.meet(1, me, deadline)
+        _check_agreement(said)
+        members = [Member(one.task, one.place, one.cuda) for one in said]
+        failures: dict[str, str] = {}
+        meeting = 1
+        while True:
+            plan = plan_lanes(members, options, failures)
+            meeting += 1
+            group, failed = self._try(plan, peers, options, device, said[0].store_address, meeting)
+            replies = peers.meet(meeting, worker_pb2.Description(task=me.task, failures=failed), deadline)
+            new = {lane: f"{one.task}: {why}" for one in replies for lane, why in one.failures.items()}
+            if not new and group is not None:
+                break
+            if group is not None:
+                group.close("another rank could not open its lanes")
+            if not new.keys() - failures.keys():
+                raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
+            failures |= new
+        return self._start(group, plan, peers, options)
+
+    def _try(
+        self,
+        plan: LanePlan,
+        peers: Peers,
+        options: CommunicationOptions,
+        device: torch.device,
+        store_address: str,
+        meeting: int,
+    ) -> tuple[Group | None, Mapping[str, str]]:
+        opener = Opener(self.entrance, peers, self._meter, time.monotonic() + OPEN_S)
+        try:
+            group = _build(plan, peers, opener, options, device, store_address, f"round {meeting}")
+        except _LaneFailedError as error:
+            opener.undo.close()
+            return None, {error.lane: str(error)}
+        self._opener = opener
+        return group, {}
+
+    def _start(self, group: Group, plan: LanePlan, peers: Peers, options: CommunicationOptions) -> Communicator:
+        breakage = Breakage(self._session, peers, group.close)
+        communicator = Communicator(group, breakage.explain)
+        self.entrance.breakage, self.entrance.communicator = breakage, communicator
+        self._membership_changed(self._session.membership)
+        chunk_bytes = options.chunk_bytes
+        ring = group.ring if isinstance(group, TwoLevelGroup) else group
+        if isinstance(group, RingGroup) and group.size > 1 and not chunk_bytes:
+            chunk_bytes = choose_chunk_bytes(communicator, group)
+        chunks = f", chunks of {chunk_bytes or DEFAULT_BYTES:,} bytes" if isinstance(ring, RingGroup) else ""
+        logger.info("rank %d of %d: %s, because %s%s", group.rank, group.size, group.name, plan.reason, chunks)
+        return communicator
+
+    def _membership_changed(self, membership: chief_pb2.Membership) -> None:
+        if self.entrance.breakage is not None:
+            self.entrance.breakage.membership_changed(membership)
+
+
+def _build(
+    plan: LanePlan,
+    peers: Peers,
+    opener: Opener,
+    options: CommunicationOptions,
+    device: torch.device,
+    store_address: str,
+    purpose: str,
+) -> Group:
+    """The group of a plan, tried once.
+
+    Raises:
+        _LaneFailedError: a lane cannot be opened.
+    """
+    ranks, rank = range(len(peers.members.ranks)), peers.rank
+    timeout_s = options.timeout_seconds or DEFAULT_TIMEOUT_S
+    if plan.nccl:
+        return TorchGroup(rank, len(ranks), "nccl", store_address, timeout_s, device)
+    made: list[Group] = []
+
+    def ring(members: Sequence[int], name: str) -> RingGroup:
+        assert plan.ring is not None
+        right, left = opener.ring(members, plan.ring, f"{name}, {purpose}", options.stripes)
+        group = RingGroup(
+            members.index(rank),
+            len(members),
+            right,
+            left,
+            chunk_bytes=options.chunk_bytes or DEFAULT_BYTES,
+            wire_dtype=None if options.wire_dtype == "float32" else getattr(torch, options.wire_dtype),
+            timeout_s=timeout_s,
+        )
+        made.append(group)
+        return group
+
+    try:
+        flat = ring(ranks, "ring") if plan.ring is not None else None
+        if flat is not None and plan.flat:
+            flat.barrier(PROBE)
+            return flat
+        host_ranks = plan.host_of(rank)
+        leaders = ring(plan.leaders, "hosts") if plan.ring is not None and rank == host_ranks[0] else None
+    except (PeerUnavailableError, CollectiveError) as error:
+        _close_all(made)
+        raise _LaneFailedError(plan.ring or "shm", error) from None
+    try:
+        links = opener.links(host_ranks, f"links, {purpose}")
+        host = HostGroup(host_ranks.index(rank), len(host_ranks), links, timeout_s=timeout_s)
+        made.append(host)
+        host.barrier(PROBE)
+    except (PeerUnavailableError, CollectiveError, SegmentError) as error:
+        _close_all(made)
+        raise _LaneFailedError("shm", error) from None
+    return (
+        host if flat is None else TwoLevelGroup(host, leaders, flat, host_ranks=host_ranks, leader_ranks=plan.leaders)
+    )
+
+
+def _close_all(groups: Sequence[Group]) -> None:
+    for group in groups:
+        group.close("the ring did not form")
+
+
+def _check_agreement(said: Sequence[worker_pb2.Description]) -> None:
+    for one in said[1:]:
+        for name, value in said[0].options.items():
+            if one.options[name] != value:
+                raise ConfigurationError(
+                    f"{name} is {value} on {said[0].task} and {one.options[name]} on {one.task}; it has to be the same "
+                    "on every worker"
+                )

@@ -1,0 +1,130 @@
+"""Who sends what to whom, in which order: pure functions of (ranks, rank, elements).
+
+The ring: rank r receives from r-1 and sends to r+1. A flat tensor is cut into one slice for each rank. In the
+*reduce-scatter* the partial result of a slice starts at the rank after its owner and goes once around; each rank
+reduces it with its own elements, and it is complete when it reaches its owner. In the *all-gather* each complete slice
+starts at its owner and goes once around. Both take N-1 hops, and a rank sends (N-1)/N of the elements in each
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+
+Slices travel in chunks, and a chunk is sent on as soon as it has come, while the next one is still on its way. Each
+rank's schedule lists receives in the order in which its left neighbour's schedule lists the sends, so messages
+need no search and no sorting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+from collections.abc import Sequence
+
+
+class Action(enum.Enum):
+    """What a rank does with one chunk."""
+
+    SEND_OWN = "send own"
+    """Send this rank's own elements, with which nothing has been reduced yet."""
+    SEND = "send"
+    """Send what this rank has reduced or received, or its own slice in an all-gather."""
+    REDUCE = "reduce"
+    """Receive, and reduce with this rank's own elements."""
+    STORE = "store"
+    """Receive: the elements are final."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One action on the elements from ``start`` to ``stop`` of the flat tensor; never empty."""
+
+    action: Action
+    slice: int
+    """Owner of the elements."""
+    hop: int
+    """1 … N-1: how many ranks away from its start the chunk is, in its phase, when this message has been received."""
+    start: int
+    stop: int
+
+
+Schedule = tuple[Step, ...]
+
+
+def cut(num_elements: int, num_parts: int) -> list[tuple[int, int]]:
+    """Cuts a flat tensor into contiguous slices, as even as can be; the first ones have one element more.
+
+    Returns:
+        (start, stop) of each part; parts may be empty.
+    """
+    base, extra = divmod(num_elements, num_parts)
+    starts = [part * base + min(part, extra) for part in range(num_parts + 1)]
+    return list(itertools.pairwise(starts))
+
+
+@functools.lru_cache(maxsize=1024)
+def chunks(start: int, stop: int, chunk_elements: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of the fewest equal chunks of at most ``chunk_elements``; none for no elements."""
+    num_chunks = -(-(stop - start) // chunk_elements)
+    return tuple((start + a, start + b) for a, b in cut(stop - start, num_chunks)) if num_chunks else ()
+
+
+@functools.lru_cache(maxsize=64)
+def reduce_scatter_schedule(size: int, rank: int, num_elements: int, chunk_elements: int) -> Schedule:
+    """Steps after which ``rank`` has its slice (:func:`cut`) of the reduction."""
+    slices = cut(num_elements, size)
+    received = _reduced(size, rank)
+    return tuple(_relay(slices, chunk_elements, (Action.SEND_OWN, (rank - 1) % size), received))
+
+
+@functools.lru_cache(maxsize=64)
+def all_gather_schedule(size: int, rank: int, num_elements: int, chunk_elements: int) -> Schedule:
+    """Steps after which ``rank``, which begins with its slice (:func:`cut`), has all of them."""
+    return gather_slices(tuple(cut(num_elements, size)), rank, chunk_elements)
+
+
+@functools.lru_cache(maxsize=64)
+def gather_slices(slices: tuple[tuple[int, int], ...], rank: int, chunk_elements: int) -> Schedule:
+    """The same for slices of any lengths: ``slices[r]`` is (start, stop) of what rank r begins with."""
+    size = len(slices)
+    return tuple(_relay(slices, chunk_elements, (Action.SEND, rank), _gathered(size, rank)))
+
+
+@functools.lru_cache(maxsize=64)
+def all_reduce_schedule(size: int, rank: int, num_elements: int, chunk_elements: int) -> Schedule:
+    """Reduce-scatter and all-gather in one: a chunk starts its second round as soon as its first one is complete."""
+    slices = cut(num_elements, size)
+    received = [*_reduced(size, rank), *_gathered(size, rank)]
+    return tuple(_relay(slices, chunk_elements, (Action.SEND_OWN, (rank - 1) % size), received))
+
+
+def _reduced(size: int, rank: int) -> list[tuple[Action, int, int]]:
+    return [(Action.REDUCE, (rank - 1 - hop) % size, hop) for hop in range(1, size)]
+
+
+def _gathered(size: int, rank: int) -> list[tuple[Action, int, int]]:
+    return [(Action.STORE, (rank - hop) % size, hop) for hop in range(1, size)]
+
+
+def _relay(
+    slices: Sequence[tuple[int, int]],
+    chunk_elements: int,
+    first: tuple[Action, int],
+    received: Sequence[tuple[Action, int, int]],
+) -> list[Step]:
+    """Sends the first slice, then receives one slice after the other and sends each on, except the last.
+
+    Args:
+        first: how and which slice is sent first.
+        received: (action, slice, hop) in the order in which they come.
+    """
+    if not received:
+        return []
+    action, index = first
+    steps = [Step(action, index, 1, *chunk) for chunk in chunks(*slices[index], chunk_elements)]
+    for position, (action, index, hop) in enumerate(received, 1):
+        # The hop after the last one of a reduce-scatter is the first one of the all-gather.
+        next_hop = received[position][2] if position < len(received) else 0
+        for chunk in chunks(*slices[index], chunk_elements):
+            steps.append(Step(action, index, hop, *chunk))
+            if next_hop:
+                steps.append(Step(Action.SEND, index, next_hop, *chunk))
+    return steps

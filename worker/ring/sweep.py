@@ -1,0 +1,49 @@
+"""Chooses the chunk size of a ring by trying it: what is best depends on the link, the cores and the lane."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.worker.ring.communicator import Communicator
+
+CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
+"""Bytes; 64 KiB to 8 MiB were tried on several lanes, the best one always lay in here."""
+DEFAULT_BYTES = 1 << 20
+TRIAL_BYTES = 8 << 20
+ROUNDS = 2
+SLOW_S = 0.1
+"""A first trial that takes longer means a slow link: there the chunk size matters little, and trying costs."""
+
+
+class Chunked(Protocol):
+    """A group that moves tensors in chunks."""
+
+    def set_chunk_bytes(self, chunk_bytes: int) -> None: ...
+
+
+def choose_chunk_bytes(communicator: Communicator, ring: Chunked) -> int:
+    """Tries and sets the best; every rank gets the same answer."""
+    tensor = torch.ones(TRIAL_BYTES // 4)
+    out = torch.empty_like(tensor)
+    best, best_s = DEFAULT_BYTES, float("inf")
+    ring.set_chunk_bytes(DEFAULT_BYTES)
+    if _slowest(communicator, tensor[: tensor.numel() // 8], out[: tensor.numel() // 8]) > SLOW_S:
+        return best
+    for candidate in CANDIDATES:
+        ring.set_chunk_bytes(candidate)
+        taken_s = min(_slowest(communicator, tensor, out) for _ in range(ROUNDS))
+        if taken_s < best_s:
+            best, best_s = candidate, taken_s
+    ring.set_chunk_bytes(best)
+    return best
+
+
+def _slowest(communicator: Communicator, tensor: torch.Tensor, out: torch.Tensor) -> float:
+    start = time.perf_counter()
+    communicator.all_reduce(tensor, out=out)
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    return float(communicator.all_reduce(taken, ReduceOp.MAX))

@@ -1,0 +1,265 @@
+"""NCCL, through ``torch.distributed``: for workers that all compute on CUDA devices."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.schedule import cut
+
+_OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+_EAGER_POLLS = 200
+"""How often a collective is asked whether it is done, before the caller sleeps between the questions."""
+_LONGEST_SLEEP_S = 0.001
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+def free_store_address(host: str) -> str:
+    """ "host:port" at which rank 0's store can listen; another process might take the port before it does."""
+    with socket.create_server((host, 0)) as listener:
+        return f"{host}:{listener.getsockname()[1]}"
+
+
+class TorchGroup:
+    """Implements :class:`stratagem.worker.ring.group.Group` by a process group of its own.
+
+    NCCL is what this class is for. With gloo it runs on a CPU, so that it can be tested without a GPU; lanes of our
+    own are faster there. The group is private: ``torch.distributed``'s default group, if the script has made one, is
+    neither used nor touched. Tensors may be on the CPU or on the group's device, and travel from the device.
+
+    What NCCL does not do, this class cannot promise: it never says which rank it waits for, so errors name none. The
+    tags are compared in :meth:`barrier` and :meth:`arena` only: in every call that would be one more collective,
+    about as long as a small all-reduce itself. In between, ranks in different collectives are found by the timeout, if
+    their messages do not fit together, and by the next barrier otherwise. Partial sums of float16 and bfloat16 are
+    rounded as NCCL does.
+
+    Args:
+        rank: this rank.
+        size: ranks in the group.
+        backend: "nccl", or "gloo" for tests.
+        store_address: "host:port"; rank 0 listens there, at that host's address only.
+        timeout_s: seconds a collective may take.
+        device: where collectives run; a CUDA device for NCCL.
+
+    Raises:
+        CollectiveError: the ranks did not find each other in time.
+        ConfigurationError: this torch has no such backend.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        backend: Literal["nccl", "gloo"],
+        store_address: str,
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        self.name: str = backend
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._timeout_s = timeout_s
+        self._error: CollectiveError | None = None
+        self._breaking = threading.Lock()
+        self._store: TCPStore | None = None
+        self._group: Any = None
+        if failure := self._connect(store_address):
+            raise self._break(CollectiveError(f"the ranks did not find each other: {backend}: {failure}"))
+
+    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        """Memory on the group's device."""
+        self._compare(tag)
+        source, result = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        return Arena(source, result)
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        self._check()
+        total = self._own(out) if source.data_ptr() == out.data_ptr() else self._own(out).copy_(source)
+        self._reduce(total, op, tag)
+        _fill(out, total)
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """An all-reduce of which every rank keeps its slice: slices differ in length, which NCCL cannot scatter."""
+        self._check()
+        total = source.to(self._device, copy=True)
+        self._reduce(total, op, tag)
+        start, stop = cut(source.numel(), self.size)[self.rank]
+        out.copy_(total[start:stop])
+
+    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        """Shorter tensors are padded on their way: NCCL gathers equal lengths."""
+        self._check()
+        longest = max(out.numel() for out in outs)
+        if not longest:
+            return
+        padded = torch.zeros(longest, dtype=source.dtype, device=self._device)
+        padded[: source.numel()].copy_(source)
+        rows = [torch.empty_like(padded) for _ in outs]
+        self._run(lambda group: group.allgather([rows], [padded]), tag)
+        for out, row in zip(outs, rows, strict=True):
+            out.copy_(row[: out.numel()])
+
+    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
+        self._check()
+        if not buffer.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        moved = self._own(buffer)
+        self._run(lambda group: group.broadcast([moved], options), tag)
+        _fill(buffer, moved)
+
+    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        self._check()
+        sent = torch.cat([source.to(self._device) for source in sources])
+        out_lengths, lengths = [out.numel() for out in outs], [source.numel() for source in sources]
+        received = torch.empty(sum(out_lengths), dtype=sent.dtype, device=self._device)
+        self._run(lambda group: group.alltoall_base(received, sent, out_lengths, lengths), tag)
+        for out, part in zip(outs, received.split(out_lengths), strict=True):
+            out.copy_(part)
+
+    def barrier(self, tag: Tag) -> None:
+        """Also tells when the ranks are not in the same collective."""
+        self._compare(tag)
+
+    def waiting_on(self) -> int | None:
+        """None: NCCL does not say."""
+        return None
+
+    def close(self, reason: str) -> None:
+        self._break(CollectiveError(reason))
+
+    def _compare(self, tag: Tag) -> None:
+        """Every rank's tag to every rank."""
+        self._check()
+        mine = torch.tensor([tag.ordinal, tag.fingerprint], dtype=torch.int64)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        self.all_gather(mine, every, tag)
+        for rank, theirs in enumerate(every):
+            if not torch.equal(mine, theirs):
+                ordinal, fingerprint = theirs.tolist()
+                expected = f"in collective {tag.ordinal} (fingerprint {tag.fingerprint:08x})"
+                got = f"in {ordinal} (fingerprint {fingerprint:08x})"
+                raise self._break(CollectiveError(f"expected rank {rank} {expected}, it is {got}", rank))
+
+    def _reduce(self, total: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        if not total.numel():
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        self._run(lambda group: group.allreduce([total], options), tag)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the group's device: itself, or a copy."""
+        return tensor.to(self._device)
+
+    def _run(self, start: Callable[[Any], Any], tag: Tag) -> None:
+        """Starts a collective and waits until its outputs are complete."""
+        if failure := self._attempt(start):
+            raise self._break(CollectiveError(f"collective {tag.ordinal} failed: {self.name}: {failure}"))
+
+    # These two return errors as texts: the traceback of an error would keep the process group and its connections.
+
+    def _connect(self, store_address: str) -> str:
+        try:
+            self._store = _store(self.rank, self.size, store_address, self._timeout_s)
+            self._group = _process_group(self.rank, self.size, self.name, self._store, self._timeout_s)
+        except (RuntimeError, OSError) as error:
+            return _first_line(error)
+        return ""
+
+    def _attempt(self, start: Callable[[Any], Any]) -> str:
+        deadline = time.monotonic() + self._timeout_s
+        group = self._group
+        if group is None:  # closed by another thread
+            return "closed"
+        try:
+            work = start(group)
+            polls = 0
+            while not work.is_completed():
+                if self._error is not None:
+                    return "closed"
+                polls += 1
+                if polls > _EAGER_POLLS:
+                    if time.monotonic() > deadline:
+                        return f"not every rank took part within {self._timeout_s:g} s"
+                    time.sleep(min(_LONGEST_SLEEP_S, polls * 1e-7))
+            work.wait()  # raises what went wrong
+        except (RuntimeError, OSError) as error:
+            return _first_line(error)
+        return ""
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _break(self, error: CollectiveError) -> CollectiveError:
+        """Aborts what runs, frees connections and threads; returns the first error of all."""
+        with self._breaking:
+            if self._error is not None:
+                return self._error
+            self._error = error
+        if self._group is not None:
+            self._group.abort()
+            self._group.shutdown()
+        self._group = self._store = None
+        return error
+
+
+def _store(rank: int, size: int, address: str, timeout_s: float) -> TCPStore:
+    """Rank 0 gives the store a socket bound to its own address; by itself it would listen on every one."""
+    host, port = address.rsplit(":", 1)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if rank != 0:
+        return TCPStore(host, int(port), size, False, timeout, wait_for_workers=False)
+    listener = socket.create_server((host, int(port)))
+    return TCPStore(host, int(port), size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _process_group(rank: int, size: int, backend: str, store: TCPStore, timeout_s: float) -> Any:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    if not dist.is_nccl_available():
+        raise ConfigurationError("this torch was built without NCCL; take --transport auto, tcp or shm")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout * 2  # this class's own timeout comes first
+    # Read once, by the constructor. NCCL's own thread would end the process at an error; here the caller raises it.
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        return nccl(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _fill(out: torch.Tensor, values: torch.Tensor) -> None:
+    if out is not values:
+        out.copy_(values)

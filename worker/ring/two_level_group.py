@@ -1,0 +1,134 @@
+"""Several hosts: ranks of a host reduce in shared memory, one of them joins the ring of hosts, the result spreads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import CollectiveError
+from stratagem.worker.ring.group import Arena, Group, Tag
+from stratagem.worker.ring.ring_group import RingGroup
+
+
+class ReducingGroup(Group, Protocol):
+    """What is needed of the group inside a host."""
+
+    def reduce(self, source: torch.Tensor, out: torch.Tensor | None, root: int, op: ReduceOp, tag: Tag) -> None:
+        """``out`` of rank ``root`` = op over ranks of ``source``; the other ranks give None."""
+
+
+class TwoLevelGroup:
+    """Implements :class:`stratagem.worker.ring.group.Group` with two groups for all_reduce, and a third for the rest.
+
+    An element crosses the network once for each host, not once for each rank. Every rank of a host gets what its
+    leader has, so all ranks end with identical bits as the ring's do.
+
+    Args:
+        host: the ranks of this host; its rank 0 is the leader. This object owns all three groups.
+        ring: the leaders; None on every other rank.
+        flat: all ranks; gathers, scatters, broadcasts and barriers go over it.
+        host_ranks: global rank of each rank of ``host``.
+        leader_ranks: global rank of each rank of ``ring``.
+    """
+
+    def __init__(
+        self,
+        host: ReducingGroup,
+        ring: RingGroup | None,
+        flat: RingGroup,
+        *,
+        host_ranks: Sequence[int],
+        leader_ranks: Sequence[int],
+    ) -> None:
+        self.name = f"{host.name} inside hosts, {flat.name} between them"
+        self.rank = flat.rank
+        self.size = flat.size
+        self.host = host
+        self.ring = ring
+        self.flat = flat
+        self._host_ranks = tuple(host_ranks)
+        self._leader_ranks = tuple(leader_ranks)
+        self._error: CollectiveError | None = None
+        self._breaking = threading.Lock()
+
+    def set_chunk_bytes(self, chunk_bytes: int) -> None:
+        """See :meth:`RingGroup.set_chunk_bytes`; holds for both rings."""
+        for ring in (self.ring, self.flat):
+            if ring is not None:
+                ring.set_chunk_bytes(chunk_bytes)
+
+    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        """The host's: the ranks of a host reduce in it, and its leader's ring sends from it."""
+        with self._inside(self._host_ranks):
+            return self.host.arena(num_bytes, tag)
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        with self._inside(self._host_ranks):
+            self.host.reduce(source, out if self.host.rank == 0 else None, 0, op, tag)
+        if self.ring is not None:
+            with self._inside(self._leader_ranks):
+                self.ring.all_reduce(out, out, op, tag)
+        with self._inside(self._host_ranks):
+            self.host.broadcast(out, 0, tag)
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        with self._inside(range(self.size)):
+            self.flat.reduce_scatter(source, out, op, tag)
+
+    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        with self._inside(range(self.size)):
+            self.flat.all_gather(source, outs, tag)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
+        with self._inside(range(self.size)):
+            self.flat.broadcast(buffer, root, tag)
+
+    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        with self._inside(range(self.size)):
+            self.flat.all_to_all(sources, outs, tag)
+
+    def barrier(self, tag: Tag) -> None:
+        with self._inside(range(self.size)):
+            self.flat.barrier(tag)
+
+    def waiting_on(self) -> int | None:
+        if (flat := self.flat.waiting_on()) is not None:
+            return flat
+        if self.ring is not None and (leader := self.ring.waiting_on()) is not None:
+            return self._leader_ranks[leader]
+        mate = self.host.waiting_on()
+        return None if mate is None else self._host_ranks[mate]
+
+    def close(self, reason: str) -> None:
+        self._break(CollectiveError(reason))
+
+    @contextlib.contextmanager
+    def _inside(self, ranks: Sequence[int]) -> Iterator[None]:
+        """An error of one inner group breaks all of them, and names a global rank.
+
+        Args:
+            ranks: global rank of each rank of the inner group.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            yield
+        except CollectiveError as error:
+            rank = None if error.rank is None else ranks[error.rank]
+            where = "" if len(ranks) == self.size else f" (counted from 0 among the ranks {', '.join(map(str, ranks))})"
+            raise self._break(CollectiveError(f"{error}{where}", rank)) from None
+
+    def _break(self, error: CollectiveError) -> CollectiveError:
+        with self._breaking:
+            if self._error is not None:
+                return self._error
+            self._error = error
+        for group in (self.flat, self.ring, self.host):
+            if group is not None:
+                group.close(str(error))
+        return error
