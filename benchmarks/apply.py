@@ -46,7 +46,7 @@ def _case(optimizer: str, num_parameters: int) -> Case:
         "parameters": num_parameters,
         "threads": 1,
     }
-    return Case(identity, lambda: (_measure(optimizer, num_parameters), machine.library_versions()))
+    return Case.of_one_row(identity, lambda: (_measure(optimizer, num_parameters), machine.library_versions()))
 
 
 def _measure(optimizer: str, num_parameters: int) -> Sample:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from benchmarks import machine
+from benchmarks.jobs import Task, run_job, stratagem_run
 from benchmarks.runner import Case, Sample, Value
-from benchmarks.training import jobs
 from benchmarks.training.workloads import Workload
 
 NUM_PS = 2
+LANE = "grpc"
+"""Where bytes cost most, and where they can be counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +42,18 @@ def pull_cases(workload: Workload) -> list[Case]:
         "benchmark": "pull",
         "system": "stratagem",
         "workload": workload.name,
-        "lane": "grpc",
+        "lane": LANE,
         "workers": 1,
         "ps": NUM_PS,
     }
 
+    options = ["--workers", "1", "--ps", str(NUM_PS), "--strategy", "ps", "--transport", LANE]
+
     def measure() -> tuple[Sample, Mapping[str, str]]:
-        text = jobs.run_script("pull_job.py", [workload.name], num_workers=1, num_ps=NUM_PS)
+        text = run_job([Task(stratagem_run("pull_job.py", [workload.name], *options))], Path.read_text)
         return to_sample(PullResult(**json.loads(text)), workload), machine.library_versions()
 
-    return [Case(identity, measure)]
+    return [Case.of_one_row(identity, measure)]
 
 
 def to_sample(result: PullResult, workload: Workload) -> Sample:

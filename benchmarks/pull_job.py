@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import stratagem as sg
+from benchmarks.job_files import result_path
 from benchmarks.pull import PullResult
-from benchmarks.training.result import RESULT_VARIABLE
 from benchmarks.training.torch_models import make_model
 from benchmarks.training.workloads import SEED, WORKLOADS
 from benchmarks.window import loopback_bytes
@@ -50,7 +48,7 @@ def main() -> None:
     variables.pull()
     unchanged_s, unchanged_bytes = _time(variables.pull, [variables.pull] * NUM_UNCHANGED)
     result = PullResult(cold_s, unchanged_s, cold_bytes, unchanged_bytes, equal)
-    Path(os.environ[RESULT_VARIABLE]).write_text(json.dumps(dataclasses.asdict(result)))
+    result_path().write_text(json.dumps(dataclasses.asdict(result)))
 
 
 def _halves(weights: list[torch.Tensor], num_ps: int) -> Layout:

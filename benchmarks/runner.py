@@ -7,30 +7,43 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 Value = str | int | float | None
+Identity = Mapping[str, Value]
+"""The columns that name a row: benchmark, system, workload, …"""
 Sample = Mapping[str, float | None]
-"""One measurement: metric name to value; None where a system does not tell."""
+"""One measurement of one row: metric name to value; None where a system does not tell."""
+Versions = Mapping[str, str]
+"""Library to version."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One system on one workload: one row."""
+    """One system under one load. A measurement gives one sample for each of its rows."""
 
-    identity: Mapping[str, Value]
-    """The columns that name the row: benchmark, system, workload, …"""
-    measure: Callable[[], tuple[Sample, Mapping[str, str]]]
-    """Takes one sample; returns it with the versions of the libraries used. Raises when what was computed is wrong."""
+    identities: Sequence[Identity]
+    measure: Callable[[], tuple[Sequence[Sample], Versions]]
+    """Measures once: a sample for each identity, in order. Raises when what was computed is wrong."""
+
+    @classmethod
+    def of_one_row(cls, identity: Identity, measure: Callable[[], tuple[Sample, Versions]]) -> Case:
+        """A case whose measurement gives a single sample."""
+
+        def measure_all() -> tuple[Sequence[Sample], Versions]:
+            sample, versions = measure()
+            return [sample], versions
+
+        return cls([identity], measure_all)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The outcome of one case."""
+    """The samples of one identity, summed up."""
 
-    identity: Mapping[str, Value]
+    identity: Identity
     medians: Mapping[str, float | None]
     spreads: Mapping[str, tuple[float, float] | None]
     """Lowest and highest sample of each metric."""
     num_blocks: int
-    versions: Mapping[str, str]
+    versions: Versions
 
     def as_json(self) -> dict[str, object]:
         """One flat object, spreads and versions apart."""
@@ -51,26 +64,33 @@ def turns(num_cases: int, num_blocks: int) -> list[int]:
 
 
 def run_cases(
-    cases: Sequence[Case], num_blocks: int, on_sample: Callable[[Case, Sample], None] = lambda case, sample: None
+    cases: Sequence[Case],
+    num_blocks: int,
+    on_sample: Callable[[Identity, Sample], None] = lambda identity, sample: None,
 ) -> list[Row]:
-    """Samples every case ``num_blocks`` times, interleaved, and sums up.
+    """Measures every case ``num_blocks`` times, interleaved, and sums up.
 
     Raises:
-        ValueError: ``num_blocks`` is below 1.
+        ValueError: ``num_blocks`` is below 1, or a case gives another number of samples than it has rows.
     """
     if num_blocks < 1:
         raise ValueError(f"expected at least one block, got {num_blocks}")
-    samples: list[list[Sample]] = [[] for _ in cases]
+    measured: list[list[Sequence[Sample]]] = [[] for _ in cases]
     versions: list[dict[str, str]] = [{} for _ in cases]
     for index in turns(len(cases), num_blocks):
-        sample, used = cases[index].measure()
-        samples[index].append(sample)
+        samples, used = cases[index].measure()
+        for identity, sample in zip(cases[index].identities, samples, strict=True):
+            on_sample(identity, sample)
+        measured[index].append(samples)
         versions[index] |= used
-        on_sample(cases[index], sample)
-    return [sum_up(case, taken, used) for case, taken, used in zip(cases, samples, versions, strict=True)]
+    return [
+        sum_up(identity, taken, used)
+        for case, blocks, used in zip(cases, measured, versions, strict=True)
+        for identity, *taken in zip(case.identities, *blocks, strict=True)
+    ]
 
 
-def sum_up(case: Case, samples: Sequence[Sample], versions: Mapping[str, str]) -> Row:
+def sum_up(identity: Identity, samples: Sequence[Sample], versions: Versions) -> Row:
     """Median and spread of each metric; a metric that any sample lacks has neither."""
     medians: dict[str, float | None] = {}
     spreads: dict[str, tuple[float, float] | None] = {}
@@ -79,4 +99,4 @@ def sum_up(case: Case, samples: Sequence[Sample], versions: Mapping[str, str]) -
         complete = len(values) == len(samples)
         medians[name] = statistics.median(values) if complete else None
         spreads[name] = (min(values), max(values)) if complete else None
-    return Row(case.identity, medians, spreads, len(samples), versions)
+    return Row(identity, medians, spreads, len(samples), versions)

@@ -6,7 +6,8 @@ import sys
 
 import torch
 
-from benchmarks.training.result import root_pid, write_result, write_steps
+from benchmarks.job_files import root_pid
+from benchmarks.training.result import write_result, write_steps
 from benchmarks.training.torch_models import make_loader, make_model, make_step, weights_finite
 from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS
 from benchmarks.window import between, read_counters

@@ -1,34 +1,72 @@
-"""The ``ps`` benchmark: parameter-server training of two models by three systems."""
+"""The training benchmarks: ``ps`` with parameter servers, ``train`` with an all-reduce. Same models, other systems."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
-from benchmarks.training.workloads import Workload
+from benchmarks.training.workloads import CLASSIFIERS, Workload
 
 NUM_WORKERS = 2
 NUM_PS = 2
+LANES = ("shm", "tcp")
+"""Of ``train``, unless it is told others."""
+
+Measure = Callable[[], JobResult]
 
 
-def ps_cases(workload: Workload, tf_python: str | None) -> list[Case]:
-    """The systems that take turns on one workload.
+def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None) -> list[Case]:
+    """The systems that take turns on one workload with parameter servers.
 
     Args:
         workload: what to train.
+        lanes: lanes of ours.
         tf_python: interpreter of an environment with TensorFlow; None leaves the peer out.
     """
-    ours = functools.partial(jobs.run_stratagem, workload, NUM_WORKERS, NUM_PS)
-    cases = [_case("stratagem", "grpc", workload, NUM_WORKERS, NUM_PS, ours)]
-    if tf_python is not None:
-        peer = functools.partial(jobs.run_tensorflow, workload, NUM_WORKERS, NUM_PS, tf_python)
-        cases.append(_case("tensorflow", "grpc", workload, NUM_WORKERS, NUM_PS, peer))
-    alone = functools.partial(jobs.run_alone, workload)
-    return [*cases, _case("torch alone", None, workload, 1, 0, alone)]
+    case = functools.partial(_case, "ps", workload)
+    cases = [
+        case(
+            "stratagem", lane, NUM_WORKERS, NUM_PS, functools.partial(jobs.run_ps, workload, NUM_WORKERS, NUM_PS, lane)
+        )
+        for lane in lanes
+    ]
+    if tf_python is not None and workload.name in CLASSIFIERS:
+        peer = functools.partial(jobs.run_tensorflow_ps, workload, NUM_WORKERS, NUM_PS, tf_python)
+        cases.append(case("tensorflow", "grpc", NUM_WORKERS, NUM_PS, peer))
+    return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
+
+
+def train_cases(
+    workload: Workload, num_workers: int, lanes: Sequence[str], *, ddp: bool, tf_python: str | None
+) -> list[Case]:
+    """The systems that take turns on one workload with an all-reduce, and one process alone.
+
+    Args:
+        workload: what to train; its steps are divided among the workers.
+        num_workers: processes.
+        lanes: lanes of ours.
+        ddp: whether torch's DistributedDataParallel over gloo takes part.
+        tf_python: interpreter of an environment with TensorFlow; None leaves the peer out.
+
+    Raises:
+        ValueError: the workload's steps cannot be divided among the workers.
+    """
+    workload.of_all(num_workers)
+    case = functools.partial(_case, "train", workload)
+    cases = [
+        case("stratagem", lane, num_workers, 0, functools.partial(jobs.run_ring, workload, num_workers, lane))
+        for lane in lanes
+    ]
+    if ddp:
+        cases.append(case("ddp", "gloo", num_workers, 0, functools.partial(jobs.run_ddp, workload, num_workers)))
+    if tf_python is not None and workload.name in CLASSIFIERS:
+        peer = functools.partial(jobs.run_tensorflow_ring, workload, num_workers, tf_python)
+        cases.append(case("tensorflow", "grpc", num_workers, 0, peer))
+    return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
 
 
 def to_sample(result: JobResult, workload: Workload) -> Sample:
@@ -44,10 +82,10 @@ def to_sample(result: JobResult, workload: Workload) -> Sample:
 
 
 def _case(
-    system: str, lane: str | None, workload: Workload, num_workers: int, num_ps: int, run: Callable[[], JobResult]
+    benchmark: str, workload: Workload, system: str, lane: str | None, num_workers: int, num_ps: int, run: Measure
 ) -> Case:
     identity: dict[str, Value] = {
-        "benchmark": "ps",
+        "benchmark": benchmark,
         "system": system,
         "workload": workload.name,
         "lane": lane,
@@ -61,4 +99,4 @@ def _case(
         own = {} if system == "tensorflow" else machine.library_versions()
         return to_sample(result, workload), {**own, **result.versions}
 
-    return Case(identity, measure)
+    return Case.of_one_row(identity, measure)

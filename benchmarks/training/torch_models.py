@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks.training.workloads import NUM_CLASSES, Workload, make_examples
+from benchmarks.training.workloads import NUM_CLASSES, SEED, Workload, make_examples
+from examples.charlm import GPT, Windows, read_source_text
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+GPT_WIDTH = 128
+GPT_LAYERS = 3
+TEXT_BYTES = 4_000_000
 
 
 def make_model(workload: Workload) -> nn.Module:
@@ -21,6 +27,8 @@ def make_model(workload: Workload) -> nn.Module:
             nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(5408, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES),
         )  # fmt: skip
+    if workload.name == "charlm":
+        return GPT(workload.example_shape[0], GPT_WIDTH, GPT_LAYERS)
     return nn.Sequential(
         nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(),
         nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, NUM_CLASSES),
@@ -33,12 +41,22 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[B
     def train_step(batch: Batch) -> float:
         inputs, labels = batch
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
         loss.backward()
         optimizer.step()
         return loss.item()
 
     return train_step
+
+
+def make_tensors(workload: Workload, num_examples: int) -> Batch:
+    """Seeded inputs and labels of ``num_examples`` examples."""
+    if workload.name == "charlm":
+        windows = Windows(read_source_text(TEXT_BYTES), num_examples, workload.example_shape[0], SEED)
+        pairs = [windows[index] for index in range(num_examples)]
+        return torch.stack([text for text, _ in pairs]), torch.stack([following for _, following in pairs])
+    inputs, labels = make_examples(workload, num_examples)
+    return torch.from_numpy(inputs), torch.from_numpy(labels)
 
 
 class MemoryExamples(Dataset[Batch]):
@@ -49,8 +67,7 @@ class MemoryExamples(Dataset[Batch]):
     def __init__(self, workload: Workload, num_steps: int) -> None:
         self._length = num_steps * workload.batch_size
         self._kept = self.NUM_BATCHES_KEPT * workload.batch_size
-        inputs, labels = make_examples(workload, self._kept)
-        self._inputs, self._labels = torch.from_numpy(inputs), torch.from_numpy(labels)
+        self._inputs, self._labels = make_tensors(workload, self._kept)
 
     def __len__(self) -> int:
         return self._length
@@ -68,12 +85,30 @@ def take_as_is(batch: Any) -> Any:
     return batch
 
 
-def make_loader(workload: Workload, num_steps: int) -> DataLoader[Batch]:
-    """``num_steps`` batches of the workload, drawn without replacement."""
+def make_loader(workload: Workload, num_steps: int, rank: int = 0, num_ranks: int = 1) -> DataLoader[Batch]:
+    """Batches of the workload, drawn without replacement.
+
+    Args:
+        workload: what to draw from.
+        num_steps: batches, of all ranks together.
+        rank: whose part, by torch's own DistributedSampler.
+        num_ranks: 1: this process gets all of them.
+    """
     examples = MemoryExamples(workload, num_steps)
-    return DataLoader(examples, batch_size=workload.batch_size, shuffle=True, collate_fn=take_as_is)
+    if num_ranks == 1:
+        return DataLoader(examples, batch_size=workload.batch_size, shuffle=True, collate_fn=take_as_is)
+    sampler: DistributedSampler[Batch] = DistributedSampler(examples, num_ranks, rank, seed=SEED)
+    return DataLoader(examples, batch_size=workload.batch_size, sampler=sampler, collate_fn=take_as_is)
 
 
 def weights_finite(model: nn.Module) -> bool:
     """Whether no weight is NaN or Inf."""
     return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def weights_checksum(model: nn.Module) -> int:
+    """32 bits over the bits of all weights; equal on replicas that are equal."""
+    found = 0
+    for parameter in model.parameters():
+        found = zlib.crc32(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+    return found

@@ -27,20 +27,43 @@ class Workload:
     timed_steps: int
     """Worker-steps, summed over the workers, in the timed window."""
 
+    def of_all(self, num_workers: int) -> Workload:
+        """The same work as one process would see it: batches of all workers joined, and so many times fewer steps.
+
+        Raises:
+            ValueError: the steps cannot be divided among the workers.
+        """
+        if self.warmup_steps % num_workers or self.timed_steps % num_workers:
+            raise ValueError(
+                f"expected a number of workers that divides {self.warmup_steps} and {self.timed_steps} steps, "
+                f"got {num_workers}"
+            )
+        return dataclasses.replace(
+            self,
+            batch_size=self.batch_size * num_workers,
+            warmup_steps=self.warmup_steps // num_workers,
+            timed_steps=self.timed_steps // num_workers,
+        )
+
 
 WORKLOADS = {
     "cnn": Workload("cnn", (1, 28, 28), 64, 347_146, warmup_steps=64, timed_steps=800),
     "dense": Workload("dense", (1024,), 32, 25_185_290, warmup_steps=8, timed_steps=64),
+    "charlm": Workload("charlm", (64,), 32, 669_056, warmup_steps=8, timed_steps=64),
 }
-"""cnn: conv 32 3x3, pool 2, dense 64, 10 classes. dense: MLP 1024-4096-4096-1024-10. ReLU between layers."""
+"""cnn: conv 32 3x3, pool 2, dense 64, 10 classes. dense: MLP 1024-4096-4096-1024-10. ReLU between layers.
+charlm: the GPT of ``examples/charlm.py``, windows of 64 bytes of the standard library's source. All steps are
+multiples of 8, so that 2, 4 or 8 workers divide them."""
 
+CLASSIFIERS = ("cnn", "dense")
+"""Workloads whose examples :func:`make_examples` makes; the peers in other environments know these alone."""
 NUM_CLASSES = 10
 
 Arrays = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 def make_examples(workload: Workload, num_examples: int) -> Arrays:
-    """Seeded examples that can be learned: one random pattern a class, plus noise of the same size.
+    """Seeded examples of a classifier that can be learned: one random pattern a class, plus noise of the same size.
 
     Returns:
         Inputs ``(num_examples, *example_shape)`` float32 and labels ``(num_examples,)`` int64.

@@ -1,6 +1,6 @@
 """The peer: TensorFlow's ParameterServerStrategy. Runs in TensorFlow's own environment, one process a role.
 
-``python -m benchmarks.training.tensorflow_job WORKLOAD WARMUP_STEPS TIMED_STEPS`` with TF_CONFIG in the environment.
+``python -m benchmarks.training.tensorflow_ps_job WORKLOAD WARMUP_STEPS TIMED_STEPS`` with TF_CONFIG in the environment.
 """
 
 from __future__ import annotations
@@ -13,51 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.training.result import root_pid, write_result, write_steps
-from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS, Workload, make_examples
+from benchmarks.job_files import root_pid
+from benchmarks.training.result import write_result, write_steps
+from benchmarks.training.tensorflow_models import make_dataset, make_variables, mean_loss
+from benchmarks.training.workloads import LEARNING_RATE, WORKLOADS, Workload
 from benchmarks.window import between, read_counters
 
 tf: Any = importlib.import_module("tensorflow")
 
-LAYERS = {
-    "cnn": [(3, 3, 1, 32), (32,), (5408, 64), (64,), (64, 10), (10,)],
-    "dense": [(1024, 4096), (4096,), (4096, 4096), (4096,), (4096, 1024), (1024,), (1024, 10), (10,)],
-}
 STEPS_PER_CALL = {"cnn": 16, "dense": 4}
 """Steps in one scheduled function, like Keras' steps_per_execution; these were measured best."""
-
-
-def make_variables(workload: Workload) -> list[Any]:
-    """Weights and biases, drawn as torch draws them: uniform within 1 / sqrt(fan in)."""
-    random = np.random.default_rng(SEED)
-    variables, bound = [], 1.0
-    for shape in LAYERS[workload.name]:
-        if len(shape) > 1:
-            bound = float(np.prod(shape[:-1])) ** -0.5
-        value = random.uniform(-bound, bound, shape).astype(np.float32)
-        variables.append(tf.Variable(value))
-    return variables
-
-
-def forward(workload: Workload, variables: list[Any], inputs: Any) -> Any:
-    """Logits of a batch, ``(batch, 10)``."""
-    weights = [tf.convert_to_tensor(variable) for variable in variables]
-    if workload.name == "cnn":
-        inputs = tf.nn.relu(tf.nn.conv2d(inputs, weights[0], 1, "VALID") + weights[1])
-        inputs = tf.reshape(tf.nn.max_pool2d(inputs, 2, 2, "VALID"), (-1, 5408))
-        weights = weights[2:]
-    for layer in range(0, len(weights) - 2, 2):
-        inputs = tf.nn.relu(tf.linalg.matmul(inputs, weights[layer]) + weights[layer + 1])
-    return tf.linalg.matmul(inputs, weights[-2]) + weights[-1]
-
-
-def make_dataset(workload: Workload) -> Any:
-    """Endless batches from memory, in TensorFlow's image layout."""
-    inputs, labels = make_examples(workload, 32 * workload.batch_size)
-    if workload.name == "cnn":
-        inputs = inputs.transpose(0, 2, 3, 1)
-    data = tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(workload.batch_size, drop_remainder=True)
-    return data.cache().repeat().prefetch(2)
 
 
 def coordinate(workload: Workload, warmup_steps: int, timed_steps: int, resolver: Any) -> None:
@@ -73,8 +38,7 @@ def coordinate(workload: Workload, warmup_steps: int, timed_steps: int, resolver
 
     def one_step(inputs: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
-            logits = forward(workload, variables, inputs)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+            loss = mean_loss(workload, variables, inputs, labels)
         for part, gradient in zip(parts, tape.gradient(loss, parts), strict=True):
             tf.raw_ops.ResourceApplyGradientDescent(var=part.handle, alpha=LEARNING_RATE, delta=gradient)
         return loss

@@ -1,0 +1,174 @@
+"""The benchmarks by name: each command turns its options into cases and reports them."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from benchmarks import apply, pull
+from benchmarks.collectives.cases import LANES as ALL_LANES
+from benchmarks.collectives.cases import allreduce_cases
+from benchmarks.collectives.sizes import DEFAULT_SIZES
+from benchmarks.hosts import why_unavailable
+from benchmarks.links.cases import LANES as LINK_LANES
+from benchmarks.links.cases import WIRES, link_cases
+from benchmarks.options import (
+    blocks_option,
+    json_option,
+    lane_option,
+    peer_option,
+    report,
+    sizes_option,
+    takes_part,
+    tensorflow_python,
+    tf_python_option,
+    workers_option,
+    workload_option,
+)
+from benchmarks.training.cases import LANES as TRAIN_LANES
+from benchmarks.training.cases import ps_cases, train_cases
+from benchmarks.training.workloads import CLASSIFIERS, WORKLOADS
+
+LINK_SIZES = "4MB,16MB"
+
+
+@click.command("allreduce")
+@lane_option(ALL_LANES, ALL_LANES)
+@sizes_option(DEFAULT_SIZES)
+@workers_option
+@click.option(
+    "--wire", type=click.Choice(WIRES), default="float32", show_default=True, help="Of our tcp and grpc lanes."
+)
+@click.option("--tls", is_flag=True, help="Measure our tcp lane under TLS 1.3 too.")
+@peer_option("gloo", "tf")
+@tf_python_option
+@blocks_option
+@json_option
+def allreduce_command(
+    lanes: tuple[str, ...],
+    sizes: list[int],
+    num_workers: int,
+    wire: str,
+    tls: bool,
+    peers: tuple[str, ...],
+    tf_python: str | None,
+    blocks: int,
+    as_json: bool,
+) -> None:
+    """All-reduce on this machine, a lane each, beside gloo and TensorFlow's RING."""
+    python = tensorflow_python(peers, tf_python)
+    gloo = takes_part("gloo", peers)
+    cases = allreduce_cases(num_workers, sizes, lanes, wire, tls=tls, gloo=gloo, tf_python=python)
+    report([cases], blocks, as_json)
+
+
+@click.command("train")
+@workload_option()
+@lane_option(ALL_LANES, TRAIN_LANES)
+@workers_option
+@peer_option("ddp", "tf")
+@tf_python_option
+@blocks_option
+@json_option
+def train_command(
+    workloads: tuple[str, ...],
+    lanes: tuple[str, ...],
+    num_workers: int,
+    peers: tuple[str, ...],
+    tf_python: str | None,
+    blocks: int,
+    as_json: bool,
+) -> None:
+    """Synchronous training with an all-reduce, beside DistributedDataParallel and TensorFlow's RING."""
+    python = tensorflow_python(peers, tf_python)
+    chosen = [WORKLOADS[name] for name in workloads or WORKLOADS]
+    try:
+        groups = [
+            train_cases(workload, num_workers, lanes, ddp=takes_part("ddp", peers), tf_python=python)
+            for workload in chosen
+        ]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    report(groups, blocks, as_json)
+
+
+@click.command("links")
+@click.option("--rates", default="100mbit,1gbit", show_default=True, callback=lambda *given: parse_rates(given[2]))
+@lane_option(LINK_LANES, LINK_LANES)
+@click.option("--wire", "wires", type=click.Choice(WIRES), multiple=True, default=list(WIRES), show_default=True)
+@sizes_option(LINK_SIZES)
+@workers_option
+@peer_option("gloo")
+@blocks_option
+@json_option
+def links_command(
+    rates: list[int],
+    lanes: tuple[str, ...],
+    wires: tuple[str, ...],
+    sizes: list[int],
+    num_workers: int,
+    peers: tuple[str, ...],
+    blocks: int,
+    as_json: bool,
+) -> None:
+    """All-reduce between network namespaces whose links have these rates; needs root, ip and tc."""
+    if missing := why_unavailable():
+        raise click.ClickException(missing)
+    gloo = takes_part("gloo", peers)
+    report([link_cases(rate, num_workers, sizes, lanes, wires, gloo=gloo) for rate in rates], blocks, as_json)
+
+
+@click.command("ps")
+@workload_option(CLASSIFIERS)
+@lane_option(ALL_LANES, ALL_LANES)
+@peer_option("tf")
+@tf_python_option
+@blocks_option
+@json_option
+def ps_command(
+    workloads: tuple[str, ...],
+    lanes: tuple[str, ...],
+    peers: tuple[str, ...],
+    tf_python: str | None,
+    blocks: int,
+    as_json: bool,
+) -> None:
+    """Training with parameter servers, beside TensorFlow's."""
+    python = tensorflow_python(peers, tf_python)
+    report([ps_cases(WORKLOADS[name], lanes, python) for name in workloads or CLASSIFIERS], blocks, as_json)
+
+
+@click.command("pull")
+@workload_option(CLASSIFIERS)
+@blocks_option
+@json_option
+def pull_command(workloads: tuple[str, ...], blocks: int, as_json: bool) -> None:
+    """What it costs to ask for weights that have not changed."""
+    report([pull.pull_cases(WORKLOADS[name]) for name in workloads or CLASSIFIERS], blocks, as_json)
+
+
+@click.command("apply")
+@blocks_option
+@json_option
+def apply_command(blocks: int, as_json: bool) -> None:
+    """One server-side optimizer update, against what the memory can do."""
+    report([apply.apply_cases()], blocks, as_json)
+
+
+def parse_rates(text: str) -> list[int]:
+    """Mbit/s of each rate of a list like "100mbit,1gbit"; for an option's callback.
+
+    Raises:
+        click.BadParameter: a rate is none.
+    """
+    rates = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([1-9]\d*)\s*(mbit|gbit)\s*", part, re.IGNORECASE)
+        if match is None:
+            raise click.BadParameter(f"expected rates like 100mbit,1gbit, got {part!r}")
+        rates.append(int(match[1]) * (1000 if match[2].lower() == "gbit" else 1))
+    return rates
+
+
+COMMANDS = (allreduce_command, train_command, links_command, ps_command, pull_command, apply_command)

@@ -1,0 +1,1 @@
+"""All-reduce between hosts whose links have a known rate: how much of the link is used."""
