@@ -20,7 +20,7 @@ import torch
 from stratagem.errors import FrameError, LimitError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.codec import Frame, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.lane import BytesMeter, Pieces
-from stratagem.rpc.segment import Segment
+from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.rpc.slots import Slot, SlotPool
 
 _FRAME, _SEGMENT = b"SGFR", b"SGSG"
@@ -263,7 +263,7 @@ class ShmReceiver:
             if self._error is not None:
                 raise self._error
             try:
-                part, descriptors, _, _ = socket.recv_fds(self._sock, _MESSAGE.size - len(message), 1)
+                part, came = receive_descriptor(self._sock, _MESSAGE.size - len(message))
             except (BlockingIOError, TimeoutError):
                 if time.monotonic() > deadline:
                     self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
@@ -274,10 +274,9 @@ class ShmReceiver:
             if not part:
                 raise self._error or PeerUnavailableError(f"{self._peer} closed the lane")
             message += part
-            for other in descriptors:
-                if descriptor is not None:
-                    os.close(descriptor)
-                descriptor = other
+            if came is not None and descriptor is not None:
+                os.close(descriptor)
+            descriptor = came if came is not None else descriptor
         return message, descriptor
 
     def released(self, slot: int) -> None:

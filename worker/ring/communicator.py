@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import threading
 import zlib
@@ -13,9 +14,11 @@ from typing import TypeVar
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.errors import CollectiveError, ConfigurationError, SegmentError
 from stratagem.worker.ring.group import Arena, Group, Tag
 from stratagem.worker.ring.schedule import cut
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -75,8 +78,13 @@ class Communicator:
         return self.group.size
 
     def arena(self, num_bytes: int) -> Arena:
-        """Memory in which :meth:`all_reduce` copies nothing; kept until the end of the job."""
-        return self._collective(f"arena of {num_bytes:,} bytes", lambda tag: self.group.arena(num_bytes, tag))
+        """Memory in which :meth:`all_reduce` copies nothing, kept until the end of the job; where there is not enough
+        shared memory, memory of this process, and reducing it costs copies."""
+        try:
+            return self._collective(f"arena of {num_bytes:,} bytes", lambda tag: self.group.arena(num_bytes, tag))
+        except SegmentError as error:  # on every rank alike
+            logger.warning("reducing with copies: %s", error)
+            return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, out: torch.Tensor | None = None

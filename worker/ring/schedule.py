@@ -60,6 +60,12 @@ def cut(num_elements: int, num_parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
+AHEAD = 0
+"""Beats that a rank's sends are ahead of its receives."""
+STRIDE = AHEAD + 1
+"""Beats between a chunk's arrival and its departure to the next rank; it has to be received before it can be sent."""
+
+
 @functools.lru_cache(maxsize=1024)
 def chunks(start: int, stop: int, chunk_elements: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of the fewest equal chunks of at most ``chunk_elements``; none for no elements."""
@@ -112,19 +118,21 @@ def _relay(
 ) -> list[Step]:
     """Sends the first slice, then receives one slice after the other and sends each on, except the last.
 
+    The slices follow each other as waves: at beat ``c + STRIDE * place`` a rank sends chunk c of the slice that is its
+    place-th to send, and :data:`AHEAD` beats later it receives what its left neighbour sent at that beat. So every rank
+    has about as much under way as the next one takes, and the bytes are still in the caches when they are read.
+
     Args:
         first: how and which slice is sent first.
-        received: (action, slice, hop) in the order in which they come.
+        received: (action, slice, hop) in the order in which they begin to come.
     """
-    if not received:
-        return []
-    action, index = first
-    steps = [Step(action, index, 1, *chunk) for chunk in chunks(*slices[index], chunk_elements)]
-    for position, (action, index, hop) in enumerate(received, 1):
-        # The hop after the last one of a reduce-scatter is the first one of the all-gather.
-        next_hop = received[position][2] if position < len(received) else 0
-        for chunk in chunks(*slices[index], chunk_elements):
-            steps.append(Step(action, index, hop, *chunk))
-            if next_hop:
-                steps.append(Step(Action.SEND, index, next_hop, *chunk))
-    return steps
+    parts = [chunks(*bounds, chunk_elements) for bounds in slices]
+    events: list[tuple[int, int, int, Step]] = []
+    for place, (action, index, hop) in enumerate(received):
+        sent_action, sent = first if place == 0 else (Action.SEND, received[place - 1][1])
+        for number, chunk in enumerate(parts[sent]):
+            events.append((number + STRIDE * place, 0, place, Step(sent_action, sent, hop, *chunk)))
+        for number, chunk in enumerate(parts[index]):
+            events.append((number + STRIDE * place + AHEAD, 1, place, Step(action, index, hop, *chunk)))
+    events.sort(key=lambda event: event[:3])
+    return [step for *_, step in events]

@@ -12,7 +12,7 @@ from stratagem.worker.ring.communicator import Communicator
 
 CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 """Bytes; 64 KiB to 8 MiB were tried on several lanes, the best one always lay in here."""
-DEFAULT_BYTES = 1 << 20
+DEFAULT_BYTES = 512 << 10
 TRIAL_BYTES = 8 << 20
 ROUNDS = 2
 SLOW_S = 0.1

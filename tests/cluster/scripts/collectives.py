@@ -1,7 +1,8 @@
 """All-reduces in a ring of real processes: many of them, or one that a death or a stop interrupts.
 
 soak NUM SEED: random sizes with random delays; resources are counted after a warm-up and at the end.
-break BYTES ACTION: rank 1 kills or stops itself in the middle of an all-reduce; the others write what they got.
+break BYTES ACTION: rank 1 kills itself, stops itself or takes its network down in the middle of an all-reduce; the
+others write what they got.
 leave: rank 1 makes fewer collectives than the others.
 """
 
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -63,14 +65,16 @@ def break_off(strategy: sg.MultiWorkerMirroredStrategy, num_bytes: int, action: 
     source.fill_(1.0)
     begun = communicator.position.ordinal
     if communicator.rank == 1:
-        signum = signal.SIGKILL if action == "kill" else signal.SIGSTOP
 
         def die() -> None:
             while communicator.position.ordinal < begun + 4:
                 time.sleep(0)
             time.sleep(0.002)  # well inside: the whole all-reduce takes ten times as long
             Path(f"{out}.fault").write_text(json.dumps({"at": time.time(), "position": str(communicator.position)}))
-            os.kill(os.getpid(), signum)
+            if action == "dark":  # the link of this host's namespace
+                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
         threading.Thread(target=die, daemon=True).start()
     num_done = 0

@@ -188,13 +188,23 @@ def test_hops_and_volume(size: int) -> None:
     assert hops == {(element, hop): 2 for element in range(length) for hop in range(1, size)}
 
 
-def test_a_reduced_chunk_is_sent_on_before_the_next_is_received() -> None:
-    steps = all_reduce_schedule(4, 1, 64, 4)
-    last = max(index for index, step in enumerate(steps) if step.action is Action.STORE and step.hop == 2)
-    for index, step in enumerate(steps[: last + 1]):
-        if step.action in (Action.REDUCE, Action.STORE) and not (step.action is Action.STORE and step.hop == 3):
-            following = steps[index + 1]
-            assert (following.action, following.start, following.stop) == (Action.SEND, step.start, step.stop)
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_little_is_under_way_and_a_chunk_is_sent_on_before_the_next_of_its_slice_is_received(size: int) -> None:
+    steps = all_reduce_schedule(size, 1, 64 * size, 4)
+    sending = (Action.SEND_OWN, Action.SEND)
+    num_ahead = 0
+    for index, step in enumerate(steps):
+        num_ahead += 1 if step.action in sending else -1
+        assert 0 <= num_ahead <= 2 * (size - 1)  # one chunk of each slice that travels
+        if step.action in sending or (step.action is Action.STORE and step.hop == size - 1):
+            continue
+        rest = steps[index + 1 :]
+        departs = next(i for i, one in enumerate(rest) if one.action is Action.SEND and one.start == step.start)
+        same = [
+            i for i, one in enumerate(rest) if (one.action, one.slice, one.hop) == (step.action, step.slice, step.hop)
+        ]
+        arrives = min(same, default=len(steps))
+        assert departs < arrives
 
 
 @settings(max_examples=100, deadline=None)
