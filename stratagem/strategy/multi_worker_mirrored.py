@@ -24,11 +24,11 @@ from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.guard import guard
 from stratagem.strategy.ring_units import RingUnits, Share
 from stratagem.strategy.values import PerReplica, local_values
+from stratagem.worker.reduction.batch_norm import SyncBatchNorm, convert_batch_norm
+from stratagem.worker.reduction.compression import GradientCompression, compression_named
+from stratagem.worker.reduction.reducer import GradientReducer, Weight
 from stratagem.worker.ring.agreement import agree, same_everywhere
-from stratagem.worker.ring.batch_norm import SyncBatchNorm, convert_batch_norm
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compression import GradientCompression, compression_named
-from stratagem.worker.ring.reducer import GradientReducer, Weight
 from stratagem.worker.runtime import WorkerRuntime
 
 BUCKET_BYTES = 25 << 20

@@ -1,1 +1,1 @@
-"""Collective communication among workers: schedules, groups, the reduction of gradients during backward."""
+"""Collective communication among workers: forming a ring, the groups that move tensors, positions and blame."""

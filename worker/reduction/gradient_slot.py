@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.gradient_weight import Weight
+from stratagem.worker.reduction.gradient_weight import Weight
 
 
 class Slot:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stratagem.worker.ring.communicator import Communicator
-from tests.unit.ring.reducing import assert_same, batch, build, gradients, mean_loss, reducing, share_of, weight_of
+from tests.unit.reduction.reducing import assert_same, batch, build, gradients, mean_loss, reducing, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks
 
 pytestmark = [

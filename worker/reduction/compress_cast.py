@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from stratagem.worker.reduction.compress_interface import BucketPart, GradientCompression
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compress_interface import BucketPart, GradientCompression
 from stratagem.worker.ring.group import Arena
 
 

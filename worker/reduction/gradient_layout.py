@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.buckets import ALIGNMENT, ParameterSize, cut_buckets
+from stratagem.worker.reduction.buckets import ALIGNMENT, ParameterSize, cut_buckets
+from stratagem.worker.reduction.compress_interface import BucketPart
+from stratagem.worker.reduction.gradient_areas import Area, CudaArea, HostArea, page_locked
+from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compress_interface import BucketPart
-from stratagem.worker.ring.gradient_areas import Area, CudaArea, HostArea, page_locked
-from stratagem.worker.ring.gradient_slot import DenseSlot, Slot, SparseSlot
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -10,11 +10,11 @@ import torch
 
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.compress_cast import CastCompression
-from stratagem.worker.ring.compress_int8 import Int8Compression
-from stratagem.worker.ring.compress_interface import BucketPart, GradientCompression
-from stratagem.worker.ring.compress_powersgd import PowerSGDCompression
-from stratagem.worker.ring.compress_topk import TopKCompression
+from stratagem.worker.reduction.compress_cast import CastCompression
+from stratagem.worker.reduction.compress_int8 import Int8Compression
+from stratagem.worker.reduction.compress_interface import BucketPart, GradientCompression
+from stratagem.worker.reduction.compress_powersgd import PowerSGDCompression
+from stratagem.worker.reduction.compress_topk import TopKCompression
 
 __all__ = ["BucketPart", "GradientCompression", "compression_named"]
 

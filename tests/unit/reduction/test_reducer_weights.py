@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.gradient_weight import WeightSum
+from stratagem.worker.reduction.reducer import Weight
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.gradient_weight import WeightSum
-from stratagem.worker.ring.reducer import Weight
-from tests.unit.ring.reducing import (
+from tests.unit.reduction.reducing import (
     assert_bit_identical,
     assert_same,
     batch,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.compress_interface import BucketPart, Committed, ErrorFeedback
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compress_interface import BucketPart, Committed, ErrorFeedback
 
 
 class PowerSGDCompression(ErrorFeedback):

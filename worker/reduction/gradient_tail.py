@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.worker.ring.gradient_weight import WeightSum
+from stratagem.worker.reduction.gradient_weight import WeightSum
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.compress_int8 import Int8Compression
+from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback
+from stratagem.worker.reduction.compress_powersgd import PowerSGDCompression, orthogonal
+from stratagem.worker.reduction.compression import GradientCompression, compression_named
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compress_int8 import Int8Compression
-from stratagem.worker.ring.compress_interface import BucketPart, ErrorFeedback
-from stratagem.worker.ring.compress_powersgd import PowerSGDCompression, orthogonal
-from stratagem.worker.ring.compression import GradientCompression, compression_named
-from tests.unit.ring.reducing import assert_bit_identical, batch, build, mean_loss, reducing, share_of, weight_of
+from tests.unit.reduction.reducing import assert_bit_identical, batch, build, mean_loss, reducing, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks
 
 ARGUMENTS: dict[str, dict[str, Any]] = {

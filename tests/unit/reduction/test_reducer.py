@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.reducer import Weight
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.reducer import Weight
-from tests.unit.ring.reducing import (
+from tests.unit.reduction.reducing import (
     SHARES,
     Net,
     assert_bit_identical,

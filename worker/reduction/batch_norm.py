@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.gradient_weight import Weight
 
 
 @dataclasses.dataclass(frozen=True)

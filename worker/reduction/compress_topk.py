@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compress_interface import BucketPart, ErrorFeedback
 
 
 class TopKCompression(ErrorFeedback):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stratagem.errors import CollectiveError
+from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.reducer import GradientReducer
-from tests.unit.ring.reducing import (
+from tests.unit.reduction.reducing import (
     assert_bit_identical,
     assert_same,
     batch,

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.worker.ring.buckets import ALIGNMENT, ParameterSize, aligned, cut_buckets
+from stratagem.worker.reduction.buckets import ALIGNMENT, ParameterSize, aligned, cut_buckets
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,18 @@ from torch import nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
+from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
+from stratagem.worker.reduction.reducer import Weight
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.reducer import Weight
-from tests.unit.ring.reducing import assert_bit_identical, assert_same, build, gradients, reducing, share_of, weight_of
+from tests.unit.reduction.reducing import (
+    assert_bit_identical,
+    assert_same,
+    build,
+    gradients,
+    reducing,
+    share_of,
+    weight_of,
+)
 from tests.unit.ring.thread_group import run_ranks
 
 SHARES = [[4, 4], [7, 1], [8, 0], [3, 0, 5]]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from stratagem.worker.reduction.reducer import GradientReducer, Weight
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.reducer import GradientReducer, Weight
 from stratagem.worker.step_meter import StepMeter
 
 _BUILDING = threading.Lock()  # the global generator is one for all threads

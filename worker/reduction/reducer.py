@@ -19,13 +19,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.buckets import BUCKET_BYTES, FIRST_BYTES
+from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
+from stratagem.worker.reduction.compress_interface import GradientCompression
+from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
+from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot
+from stratagem.worker.reduction.gradient_tail import MergedTail, Tail
+from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.compress_interface import GradientCompression
-from stratagem.worker.ring.gradient_layout import GradientLayout, PlacedBucket, check_reducible
-from stratagem.worker.ring.gradient_slot import DenseSlot, Slot, SparseSlot
-from stratagem.worker.ring.gradient_tail import MergedTail, Tail
-from stratagem.worker.ring.gradient_weight import Weight, WeightSum
 from stratagem.worker.step_meter import StepMeter
 
 __all__ = ["GradientReducer", "Weight"]

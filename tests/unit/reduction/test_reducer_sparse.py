@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.reducer import Weight
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.reducer import Weight
-from tests.unit.ring.reducing import assert_same, build, reducing, weight_of
+from tests.unit.reduction.reducing import assert_same, build, reducing, weight_of
 from tests.unit.ring.thread_group import run_ranks
 
 ROWS = 50
