@@ -30,7 +30,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 demo: $(STAMP)
 	$(BIN)/stratagem run --workers 2 --ps 2 examples/digits.py --min-accuracy 0.97

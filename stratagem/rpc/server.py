@@ -23,6 +23,10 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+STOP_S = 5.0
+"""Seconds beyond the grace that stopping a server may take."""
+
+
 @dataclasses.dataclass
 class RunningServer:
     """A sync server that listens."""
@@ -42,7 +46,8 @@ class RunningServer:
     def stop(self, grace_s: float = 1.0) -> None:
         """Refuses new calls, ends the running ones after ``grace_s`` seconds, frees the port."""
         self.health.enter_graceful_shutdown()
-        self.server.stop(grace_s).wait()
+        # A call that came when the pool was closed already has killed gRPC's serving thread: it would never end.
+        self.server.stop(grace_s).wait(grace_s + STOP_S)
         self.pool.shutdown(wait=False)
 
 

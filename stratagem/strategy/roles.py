@@ -6,6 +6,8 @@ import atexit
 import logging
 import os
 import sys
+import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import cast
 
@@ -94,4 +96,14 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
         previous(cls, error, traceback)
 
     sys.excepthook = on_exception
-    atexit.register(lambda: runtime.goodbye(1 if failure else 0, failure[0] if failure else ""))
+    _before_pools_close(lambda: runtime.goodbye(1 if failure else 0, failure[0] if failure else ""))
+
+
+def _before_pools_close(work: Callable[[], None]) -> None:
+    """Runs ``work`` at the end of this process, while gRPC's server can still answer.
+
+    ``atexit`` is too late: before it, ``concurrent.futures`` stops every pool, a call that comes after that kills the
+    server's thread, and stopping the server waits for that thread. ``concurrent.futures`` itself uses this function.
+    """
+    register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
+    register(work)

@@ -53,11 +53,10 @@ def test_digits_and_charlm_equal_one_process(
             torch.testing.assert_close(ring["state"][name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_uneven_and_empty_shares_clipping_and_a_schedule(cluster: Start, tmp_path: Path, optimizer: str) -> None:
+def test_uneven_and_empty_shares_clipping_and_a_schedule(cluster: Start, tmp_path: Path) -> None:
     # 50 examples in batches of 12: slices of 4, and a last batch of 2 in which the third worker has nothing.
     out = tmp_path / "ring.pt"
-    arguments = ["--optimizer", optimizer, "--clip-norm", 0.05, "--decay"]
+    arguments = ["--optimizer", "momentum", "--clip-norm", 0.05, "--decay"]
     job = cluster(3, 0, "train_small.py", *arguments, "--out", out)
     expected = one_process(tmp_path, *arguments)
     done = job.finish()

@@ -108,7 +108,7 @@ def test_strategy_chosen(name: str, num_workers: int, num_ps: int, chosen: str) 
         ("ps", 2, 0, "at least one ps and one worker, got 0 ps and 2 workers"),
         ("one", 1, 1, "the cluster has 1 ps"),
         ("one", 2, 0, "the cluster has 2 workers"),
-        ("auto", 2, 0, "the cluster has 2 workers"),
+        ("ring", 2, 1, "without parameter servers, but the cluster has 1 ps"),
     ],
 )
 def test_strategy_refused(name: str, num_workers: int, num_ps: int, words: str) -> None:
