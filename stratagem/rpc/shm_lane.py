@@ -19,6 +19,7 @@ import torch
 
 from stratagem.errors import FrameError, LimitError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.codec import Frame, from_wire_dtype, to_wire_dtype
+from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import BytesMeter, Pieces
 from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.rpc.slots import Slot, SlotPool
@@ -68,6 +69,7 @@ class ShmSender:
         self._num_announced = 0
         self._unread: dict[int, list[Slot]] = {}
         self._unread_bytes = 0
+        close_in_children(sock)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(POLL_S * 1e6)))
         self.pool.take(1)  # finds out here and now whether there is shared memory
@@ -192,6 +194,7 @@ class ShmReceiver:
     name = "shm"
 
     def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter) -> None:
+        close_in_children(sock)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(POLL_S * 1e6)))
         self._sock = sock

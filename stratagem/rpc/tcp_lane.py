@@ -19,6 +19,7 @@ import torch
 
 from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, byte_view, from_wire_dtype, to_wire_dtype
+from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import BytesMeter, Pieces
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
@@ -54,6 +55,7 @@ class TcpSender:
     name = "tcp"
 
     def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter) -> None:
+        close_in_children(sock)
         sock.settimeout(None)
         self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
@@ -173,6 +175,7 @@ class TcpReceiver:
     name = "tcp"
 
     def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter) -> None:
+        close_in_children(sock)
         self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
         if self._secure:

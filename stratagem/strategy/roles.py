@@ -104,6 +104,13 @@ def _before_pools_close(work: Callable[[], None]) -> None:
 
     ``atexit`` is too late: before it, ``concurrent.futures`` stops every pool, a call that comes after that kills the
     server's thread, and stopping the server waits for that thread. ``concurrent.futures`` itself uses this function.
+    The end of a forked child (a DataLoader's worker) comes by here too; it has nothing to say.
     """
+    process = os.getpid()
+
+    def run_here() -> None:
+        if os.getpid() == process:
+            work()
+
     register: Callable[[Callable[[], None]], object] = getattr(threading, "_register_atexit", atexit.register)
-    register(work)
+    register(run_here)

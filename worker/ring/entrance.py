@@ -149,8 +149,10 @@ class Entrance:
                 lane.close("this worker has ended")
 
     def _check(self, sender: common_pb2.Sender) -> None:
-        known = {info.task: info for info in self._membership().tasks}.get(sender.task)
-        if known is None or sender.incarnation < known.incarnation:
+        # What the chief said last; it may tell the caller of a change before it tells this worker.
+        lives = {info.task: info for info in self._membership().tasks}
+        known = lives.get(sender.task)
+        if lives and (known is None or sender.incarnation < known.incarnation):
             raise FencedError(f"{sender.task} (life {sender.incarnation}) is no live member of this cluster")
-        if not known.live or sender.incarnation > known.incarnation:
+        if known is None or not known.live or sender.incarnation > known.incarnation:
             raise PeerUnavailableError(f"{sender.task} (life {sender.incarnation}) is not known here yet; ask again")

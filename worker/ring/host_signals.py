@@ -14,13 +14,13 @@ import select
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Mapping
 from types import TracebackType
 
 import torch
 
 from stratagem.errors import CollectiveError, SegmentError
+from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.worker.ring.group import Tag
 
@@ -34,17 +34,6 @@ _NOBODY = 2**32 - 1
 _MAX_TEXT_BYTES = 1000
 _LONGEST_WAIT_S = 2_000_000.0
 """poll counts milliseconds in 31 bits."""
-
-_open_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close_links_in_child() -> None:
-    """A forked child (a DataLoader's worker) holds no socket of its parent: else nobody sees the parent die."""
-    for link in list(_open_links):
-        link.close()
-
-
-os.register_at_fork(after_in_child=_close_links_in_child)
 
 
 class Signals:
@@ -76,7 +65,7 @@ class Signals:
             link.setblocking(True)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
-            _open_links.add(link)
+            close_in_children(link)
         self._watches = {
             (more, peer): self._watch(peer, more) if self._others(peer, more) else None
             for more in (False, True)

@@ -22,8 +22,9 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, SegmentError
+from stratagem.rpc import forks
 from stratagem.rpc.segment import Segment
-from stratagem.worker.ring import host_group, host_signals
+from stratagem.worker.ring import host_group
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.host_reduction import Reduction
@@ -692,4 +693,4 @@ def test_a_timeout_may_be_without_end() -> None:
 def test_open_links_are_forgotten_when_they_close() -> None:
     with connected(2) as groups:
         links = {link for group in groups for link in group._signals._links.values()}
-        assert links <= set(host_signals._open_links)
+        assert links <= set(forks._sockets)

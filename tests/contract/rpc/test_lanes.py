@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -301,3 +305,11 @@ def test_an_impatient_sender_gives_up_a_reader_that_holds_everything() -> None:
     assert len(kept) >= 8
     sender.close("done")
     receiver.close("done")
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_forked_children_neither_hold_a_lane_open_nor_speak_on_it(kind: str) -> None:
+    script = Path(__file__).with_name("forked.py")
+    environment = {**os.environ, "PYTHONPATH": str(script.parents[3])}
+    done = subprocess.run([sys.executable, script, kind], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
