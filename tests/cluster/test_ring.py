@@ -152,7 +152,7 @@ def test_ranks_that_part_are_both_named(cluster: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_many_all_reduces_leave_nothing_behind(cluster: Start, tmp_path: Path, transport: str) -> None:
-    num = int(os.environ.get("STRATAGEM_SOAK", "1000"))
+    num = int(os.environ.get("TEST_SOAK", "1000"))
     out = tmp_path / "news"
     job = cluster(2, 0, "collectives.py", "soak", num, 5, "--out", out, flags=lane(transport, "--chunk-bytes", 65536))
     done = job.finish(timeout_s=110 + num / 20)

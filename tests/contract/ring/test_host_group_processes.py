@@ -201,9 +201,10 @@ def test_nothing_grows_and_nothing_stays() -> None:
     for settled, late, closed in reports:
         assert late["descriptors"] == settled["descriptors"]
         assert late["mappings"] == settled["mappings"] == 4  # scratch and arena of both ranks
-        assert late["memory"] - settled["memory"] < 4 << 20
         assert closed["mappings"] == 0
         assert closed["descriptors"] == late["descriptors"] - 1
+    settled, late, _ = reports[1]  # of the process that does nothing else: the other one runs the tests
+    assert late["memory"] - settled["memory"] < 4 << 20
     wait_until(lambda: counts()["descriptors"] == before["descriptors"])
 
 
