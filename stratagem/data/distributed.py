@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Plan, Unit
-from stratagem.data.loaders import Batches, empty_like, rebuild, to_device
+from stratagem.data.loaders import Batches, rebuild
+from stratagem.data.nested import empty_like, to_device
 from stratagem.data.order import epoch_order
 from stratagem.worker.leases import Grant
 from stratagem.worker.step_meter import StepMeter

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError
@@ -46,7 +53,7 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
         raise ConfigurationError(
             "distribute_dataset plans the batches itself: give the DataLoader batch_size=, not its own batch_sampler"
         )
-    if not _is_plain(sampler):
+    if not is_plain(sampler):
         raise ConfigurationError(
             f"distribute_dataset expects shuffle=True or shuffle=False, got the sampler {type(sampler).__name__}; "
             "draw its indices once and wrap the dataset in torch.utils.data.Subset(dataset, indices)"
@@ -61,50 +68,70 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     )
 
 
-def _is_plain(sampler: Any) -> bool:
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the loader was given a ``batch_sampler``; its ``sampler`` then says nothing."""
+    return loader.batch_sampler is not None and loader.batch_size is None
+
+
+def is_plain(sampler: Any) -> bool:
+    """Whether a plan can stand for the sampler: it says all examples once, in order or shuffled."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler
 
 
-def rebuild(loader: DataLoader[Any], batches: Sampler[list[int]]) -> DataLoader[Any]:
-    """A DataLoader like ``loader`` that reads ``batches``."""
+def rebuild(loader: DataLoader[Any], batches: Sampler[Any], persistent: bool = False) -> DataLoader[Any]:
+    """A DataLoader like ``loader`` that reads ``batches``.
+
+    Args:
+        persistent: keep its worker processes between epochs if ``loader`` does.
+    """
+    return DataLoader(loader.dataset, batch_sampler=batches, **_carried(loader, persistent))
+
+
+def rebuild_items(loader: DataLoader[Any], indices: Sampler[Any]) -> DataLoader[Any]:
+    """A DataLoader like ``loader``, whose items are batches already, that reads the items ``indices``."""
+    return DataLoader(loader.dataset, batch_size=None, sampler=indices, **_carried(loader, persistent=True))
+
+
+def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
+    """A DataLoader like ``loader`` over another dataset of its kind.
+
+    Raises:
+        ConfigurationError: the loader's sampler knows the numbers of the old dataset's examples.
+    """
+    sampling: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(dataset, IterableDataset):
+        if has_own_batches(loader) or not is_plain(loader.sampler):
+            raise ConfigurationError(
+                "AutoShardPolicy.FILE gives each worker other examples, for which the DataLoader's own sampler has no "
+                "numbers: use shuffle=True or shuffle=False, or AutoShardPolicy.DATA"
+            )
+        sampling["shuffle"] = isinstance(loader.sampler, RandomSampler)
+    return DataLoader(dataset, **sampling, **_carried(loader, persistent=True))
+
+
+def _carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
     arguments = {name: getattr(loader, name) for name in _CARRIED if hasattr(loader, name)}
     if not arguments["num_workers"]:
         arguments.pop("prefetch_factor")
         arguments.pop("multiprocessing_context")
     if not arguments.get("pin_memory_device"):
         arguments.pop("pin_memory_device", None)
-    return DataLoader(loader.dataset, batch_sampler=batches, **arguments)
+    if persistent:
+        arguments["persistent_workers"] = loader.persistent_workers
+    return arguments
 
 
-class Batches(Sampler[list[int]]):
-    """A batch sampler over an iterator of index lists."""
+class Batches(Sampler[Any]):
+    """A sampler over an iterator of indices, or of lists of them.
 
-    def __init__(self, indices: Iterator[list[int]]) -> None:
-        self._indices = indices
+    Args:
+        indices: may be exchanged before each epoch.
+    """
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices
+    def __init__(self, indices: Iterator[Any]) -> None:
+        self.indices = indices
 
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it on ``device``; lists, tuples and dicts are walked through."""
-    return _each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
-
-
-def empty_like(batch: Any) -> Any:
-    """``batch`` with no examples left in any of its tensors."""
-    return _each_tensor(batch, lambda tensor: tensor[:0])
-
-
-def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: _each_tensor(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_each_tensor(item, change) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_each_tensor(item, change) for item in batch)
-    return batch
+    def __iter__(self) -> Iterator[Any]:
+        return self.indices

@@ -1,0 +1,164 @@
+"""The two ways in: a source of global batches, and a function that makes batches for single replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from stratagem.cluster.units import Plan
+from stratagem.data.dealing import Dealing
+from stratagem.data.files import file_based, own_files
+from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
+from stratagem.data.loaders import has_own_batches, is_plain, plan_of
+from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
+from stratagem.data.placement import Listener, Placement
+from stratagem.data.readers import IndexReader, ItemBatches, PerReplicaReader, Reader, Reopened, StreamReader
+from stratagem.data.split_dataset import SplitDataset
+from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.communicator import Communicator
+
+
+def distribute(
+    source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+    *,
+    placement: Placement,
+    ordinal: int = 1,
+    batch_size: int | None = None,
+    options: DistributeOptions | None = None,
+    listener: Listener | None = None,
+) -> SplitDataset:
+    """This worker's part of a source of GLOBAL batches. Every worker has to call it, in the same order.
+
+    Args:
+        source: a DataLoader, an iterable of batches, or (with ``batch_size``) a Dataset.
+        placement: where this worker stands.
+        ordinal: ordinal of the dataset in the script, starting at 1.
+        batch_size: examples in a global batch of a Dataset.
+        options: None: the defaults.
+        listener: hears of each step.
+
+    Raises:
+        ConfigurationError: the source cannot be shared out like that; says why, and what can be done.
+    """
+    options = options or DistributeOptions()
+    listener = listener or Listener()
+    batched = _with_batches(source, batch_size)
+    policy = _choose(options.auto_shard_policy, batched)
+    alone = policy is not AutoShardPolicy.DATA and placement.num_workers > 1
+    common: str | None = ""
+    if policy is AutoShardPolicy.FILE:
+        batched, common = own_files(batched, placement.num_workers, placement.worker)
+    elif policy is AutoShardPolicy.DATA and placement.num_workers > 1:
+        common = None
+    dealing = Dealing(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
+    plan: Plan | None = None
+    reader: Reader
+    if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
+        stream = Reopened(batched)
+        reader = StreamReader(stream.open, stream.num_batches, dealing, common)
+    else:
+        _refuse_distributed_sampler(batched)
+        # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
+        shift, communicator = (placement.worker, None) if alone else (0, placement.communicator)
+        batches = _index_batches(batched, ordinal, shift, communicator)
+        if batched.batch_sampler is None:
+            items = ItemBatches(batched, batches)
+            reader = StreamReader(items.open, items.num_batches, dealing, common or "")
+        else:
+            reader = IndexReader(batched, batches, dealing, common or "")
+            plan = _plan(batched, placement.num_replicas) if not alone else None
+    return SplitDataset(
+        reader, placement, options, seed=placement.seed(plan), listener=listener, policy=policy, plan=plan
+    )
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Iterable[Any]],
+    *,
+    placement: Placement,
+    options: DistributeOptions | None = None,
+    listener: Listener | None = None,
+) -> SplitDataset:
+    """This worker's batches, each for ONE replica, from what ``dataset_fn`` returns; it is called once, here.
+
+    Args:
+        dataset_fn: is told its place and returns an iterable of batches of one replica; it shards the data itself.
+        placement: where this worker stands.
+        options: ``auto_shard_policy`` has to be AUTO or OFF: nothing is sharded here.
+        listener: hears of each step.
+
+    Raises:
+        ConfigurationError: ``dataset_fn`` returns something else, or ``options`` ask for sharding.
+    """
+    options = options or DistributeOptions()
+    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
+        raise ConfigurationError(
+            f"AutoShardPolicy.{options.auto_shard_policy.name} is for distribute_dataset; a dataset function shards by "
+            "context.num_input_pipelines and context.input_pipeline_id itself"
+        )
+    source = dataset_fn(placement.input_context)
+    if not isinstance(source, IterableDataset):
+        source = _with_batches(source, None)
+    reader = PerReplicaReader(source, placement.num_local_replicas)
+    return SplitDataset(
+        reader, placement, options, seed=placement.seed(None), listener=listener or Listener(), policy=None
+    )
+
+
+def _with_batches(source: Any, batch_size: int | None) -> Any:
+    if isinstance(source, Dataset):
+        if batch_size is None:
+            raise ConfigurationError(
+                f"{type(source).__name__} gives single examples: add batch_size=, or wrap it in a DataLoader "
+                "(DataLoader(dataset, batch_size=None) if its items are batches)"
+            )
+        return DataLoader(source, batch_size=batch_size)
+    if batch_size is not None:
+        raise ConfigurationError(f"batch_size is for a Dataset; a {type(source).__name__} has batches of its own")
+    if isinstance(source, str | bytes) or not hasattr(source, "__iter__"):
+        raise ConfigurationError(
+            f"expected a DataLoader, a Dataset with batch_size=, or an iterable of batches, got {type(source).__name__}"
+        )
+    return source
+
+
+def _choose(policy: AutoShardPolicy, source: Any) -> AutoShardPolicy:
+    if policy is AutoShardPolicy.LEASE:
+        raise ConfigurationError(
+            "AutoShardPolicy.LEASE lends units to workers that come and go, under ParameterServerStrategy; workers "
+            "that run in step share each batch: use AutoShardPolicy.DATA"
+        )
+    if policy is not AutoShardPolicy.AUTO:
+        return policy
+    return AutoShardPolicy.DATA if file_based(source) is None else AutoShardPolicy.FILE
+
+
+def _plan(loader: DataLoader[Any], num_slices: int) -> Plan | None:
+    """None: a sampler of the user's has to be asked."""
+    if has_own_batches(loader) or not is_plain(loader.sampler):
+        return None
+    if loader.batch_sampler is None:  # each item is a batch
+        loader = DataLoader(loader.dataset, batch_size=1, sampler=loader.sampler)
+    return plan_of(loader, num_slices, staleness=0)
+
+
+def _index_batches(
+    loader: DataLoader[Any], ordinal: int, shift: int, communicator: Communicator | None
+) -> IndexBatches:
+    plan = _plan(loader, num_slices=1)
+    if plan is not None:
+        return PlannedBatches(plan, ordinal, shift)
+    sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return DrawnBatches(sampler, ordinal, shift, communicator)
+
+
+def _refuse_distributed_sampler(loader: DataLoader[Any]) -> None:
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise ConfigurationError(
+                "a DistributedSampler leaves each worker a part of the examples, and distribute_dataset would share "
+                "out that part again: leave the sampler out, or return the DataLoader from a function given to "
+                "distribute_datasets_from_function"
+            )

@@ -1,0 +1,139 @@
+"""The global batches of a map-style dataset, as indices: the same on every worker (PROTOCOL.md 27)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+
+from stratagem.cluster.units import Plan
+from stratagem.data.order import epoch_order
+from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.communicator import Communicator
+
+
+class IndexBatches(Protocol):
+    """Where the indices of global batches come from."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Global batches in an epoch, where that is known."""
+
+    def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
+        """The batches of an epoch from number ``first`` on."""
+
+
+class PlannedBatches:
+    """Batches that follow from a plan: nothing has to be drawn or sent.
+
+    Args:
+        plan: its seed does not matter.
+        ordinal: ordinal of the dataset in the script.
+        shift: added to the seed, for an order of this worker's own.
+    """
+
+    def __init__(self, plan: Plan, ordinal: int, shift: int) -> None:
+        self._plan = plan
+        self._ordinal = ordinal
+        self._shift = shift
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._plan.num_batches
+
+    def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
+        plan = self._plan
+        order = epoch_order(plan.num_examples, plan.shuffle, seed + self._shift, self._ordinal, epoch)
+        for start in range(first * plan.batch_size, plan.num_batches * plan.batch_size, plan.batch_size):
+            yield order[start : start + plan.batch_size].tolist()
+
+
+class DrawnBatches:
+    """What a sampler of the user's says.
+
+    One that has a length is drawn as a whole when an epoch starts, by worker 0 for all, with torch's random numbers
+    seeded by (seed, dataset, epoch): a resumed job draws the same.
+
+    Args:
+        sampler: gives indices, or lists of them.
+        ordinal: ordinal of the dataset in the script.
+        shift: added to the seed, for an order of this worker's own.
+        communicator: among the workers that have to draw the same; None: this one alone.
+    """
+
+    def __init__(self, sampler: Iterable[Any], ordinal: int, shift: int, communicator: Communicator | None) -> None:
+        self._sampler = sampler
+        self._ordinal = ordinal
+        self._shift = shift
+        self._communicator = communicator
+        if communicator is not None and self.num_batches is None:
+            raise ConfigurationError(
+                f"worker 0 draws all indices of an epoch for everybody, but {type(sampler).__name__} does not say how "
+                "many there are: give it a __len__, or use distribute_datasets_from_function"
+            )
+
+    @property
+    def num_batches(self) -> int | None:
+        try:
+            return len(self._sampler)  # type: ignore[arg-type]
+        except TypeError:  # also what a BatchSampler says over a sampler without a length
+            return None
+
+    def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
+        if self.num_batches is None:
+            batches: Iterable[Any] = self._sampler
+        elif self._communicator is None:
+            batches = self._draw(epoch, seed)
+        else:
+            batches = _shared(
+                self._draw(epoch, seed) if self._communicator.rank == 0 else [], self._communicator, self._sampler
+            )
+        return (_as_list(batch) for batch in islice(batches, first, None))
+
+    def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
+        digest = hashlib.sha256(f"{seed + self._shift}/{self._ordinal}/{epoch}/sampler".encode()).digest()
+        with _seeded(int.from_bytes(digest[:8], "little", signed=True), _generators(self._sampler)):
+            return [_as_list(batch) for batch in self._sampler]
+
+
+def _as_list(batch: Any) -> list[Any]:
+    if isinstance(batch, torch.Tensor):
+        return batch.reshape(-1).tolist()
+    return list(batch) if isinstance(batch, list | tuple | range) else [batch]
+
+
+def _generators(sampler: Any) -> list[torch.Generator]:
+    found = [getattr(sampler, "generator", None), getattr(getattr(sampler, "sampler", None), "generator", None)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Seeds torch's global CPU generator and ``generators``; afterwards they are where they were."""
+    every = [torch.default_generator, *generators]
+    states = [generator.get_state() for generator in every]
+    for generator in every:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(every, states, strict=True):
+            generator.set_state(state)
+
+
+def _shared(batches: list[list[Any]], communicator: Communicator, sampler: Iterable[Any]) -> list[list[int]]:
+    """Worker 0's batches, on every worker."""
+    for index in (index for batch in batches for index in batch):
+        if not isinstance(index, int):
+            raise ConfigurationError(
+                f"expected indices that are whole numbers, got {index!r} from {type(sampler).__name__}; several "
+                "workers cannot share others"
+            )
+    sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
+    indices = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+    sizes, indices = communicator.all_gather(sizes)[0], communicator.all_gather(indices)[0]
+    return [part.tolist() for part in indices.split(sizes.tolist())]

@@ -1,0 +1,153 @@
+"""Batches as people write them: tensors in lists, tuples, named tuples, mappings and dataclasses, any depth.
+
+The examples of a batch lie along the first dimension of its tensors and numpy arrays. A list of plain values (names,
+say) that is as long as the batch has one for each example. Everything else belongs to the batch as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from stratagem.errors import ConfigurationError
+
+
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """``batch`` with every leaf changed. A leaf is what is no container; a list or tuple of plain values is one."""
+    if is_mapping(batch):
+        items = {key: map_leaves(value, change) for key, value in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return items
+        clone = copy.copy(batch)
+        clone.update(items)
+        return clone
+    if is_named_tuple(batch):
+        return type(batch)(*(map_leaves(item, change) for item in batch))
+    if is_record(batch):
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: map_leaves(getattr(batch, name), change) for name in names})
+    if is_sequence(batch):
+        return type(batch)(map_leaves(item, change) for item in batch)
+    return change(batch)
+
+
+def is_mapping(batch: Any) -> bool:
+    """A dict or the like."""
+    return isinstance(batch, Mapping)
+
+
+def is_named_tuple(batch: Any) -> bool:
+    """A named tuple; one that can move itself to a device (PackedSequence) is a leaf."""
+    return isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "to")
+
+
+def is_record(batch: Any) -> bool:
+    """A dataclass object; one that can move itself to a device is a leaf."""
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type) and not hasattr(batch, "to")
+
+
+def is_sequence(batch: Any) -> bool:
+    """A list or tuple that holds more than plain values."""
+    return isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and any(map(_is_more, batch))
+
+
+def _is_more(item: Any) -> bool:
+    return isinstance(item, torch.Tensor | np.ndarray | Mapping | list | tuple) or is_record(item) or has_to(item)
+
+
+def is_rows(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or an array with a first dimension."""
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
+
+
+def has_to(leaf: Any) -> bool:
+    """Whether a leaf is an object that can move itself to a device."""
+    return callable(getattr(leaf, "to", None)) and not isinstance(leaf, torch.Tensor | type)
+
+
+def leaves(batch: Any) -> list[Any]:
+    """All leaves, in order."""
+    found: list[Any] = []
+    map_leaves(batch, found.append)
+    return found
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors, in order."""
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def num_examples(batch: Any) -> int:
+    """Examples in ``batch``.
+
+    Raises:
+        ConfigurationError: there is no telling.
+    """
+    found = leaves(batch)
+    rows = [leaf for leaf in found if is_rows(leaf)]
+    counts = {len(leaf) for leaf in rows or found if rows or isinstance(leaf, list | tuple)}
+    if len(counts) == 1:
+        return counts.pop()
+    if counts:
+        shapes = ", ".join(str(list(leaf.shape)) if is_rows(leaf) else f"{len(leaf)} values" for leaf in rows or found)
+        raise ConfigurationError(
+            f"expected a batch whose tensors have one first dimension, the examples, got {shapes}; "
+            "distribute_datasets_from_function takes batches of any form"
+        )
+    raise ConfigurationError(
+        f"expected a batch with tensors or arrays in lists, tuples, dicts or dataclasses, got {type(batch).__name__}; "
+        "their first dimension says how many examples there are"
+    )
+
+
+def part_of(batch: Any, start: int, stop: int) -> Any:
+    """Examples ``start`` … ``stop``-1 of ``batch``; tensors and arrays are views.
+
+    Raises:
+        ConfigurationError: ``batch`` has no examples to tell apart, or a part that cannot be cut.
+    """
+    count = num_examples(batch)
+    has_rows = any(map(is_rows, leaves(batch)))
+
+    def cut(leaf: Any) -> Any:
+        if is_rows(leaf):
+            return leaf[start:stop]
+        if has_to(leaf):
+            raise ConfigurationError(
+                f"a batch with a {type(leaf).__name__} cannot be cut into the replicas' parts; let "
+                "distribute_datasets_from_function make a batch for each replica, or use a map-style dataset"
+            )
+        per_example = isinstance(leaf, list) or (isinstance(leaf, tuple) and not has_rows)
+        return leaf[start:stop] if per_example and len(leaf) == count else leaf
+
+    return map_leaves(batch, cut)
+
+
+def empty_like(batch: Any) -> Any:
+    """``batch`` with no examples left in any of its tensors, arrays and lists of values."""
+    counts = {len(leaf) for leaf in leaves(batch) if is_rows(leaf)}
+
+    def emptied(leaf: Any) -> Any:
+        if is_rows(leaf):
+            return leaf[:0]
+        if isinstance(leaf, list):
+            return leaf[:0] if not counts or len(leaf) in counts else leaf
+        return () if isinstance(leaf, tuple) and not counts else leaf
+
+    return map_leaves(batch, emptied)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it, and every object that can move itself, on ``device``."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if has_to(leaf) else leaf
+
+    return map_leaves(batch, moved)

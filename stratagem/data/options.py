@@ -1,0 +1,76 @@
+"""What a script can say about how its data reaches the replicas, by the names of ``tf.distribute``."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+from stratagem.errors import ConfigurationError
+
+
+class AutoShardPolicy(enum.Enum):
+    """Which part of a source each worker gets."""
+
+    AUTO = "auto"
+    """LEASE under ParameterServerStrategy; else FILE for sources made of files, DATA for all others."""
+    FILE = "file"
+    """Each worker reads its own files: every ``num_workers``-th of them."""
+    DATA = "data"
+    """Every worker knows the same global batches and takes its rows of each."""
+    OFF = "off"
+    """Every worker goes through all of the source, in an order of its own where it is shuffled."""
+    LEASE = "lease"
+    """The chief lends units; each example is accepted exactly once an epoch, whatever dies. ParameterServerStrategy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributeOptions:
+    """Choices for one distributed dataset.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    prefetch: int | None = None
+    """Steps read ahead and copied to the devices while the script computes. None: the number of local replicas where
+    one of them is not a CPU, else 0, because nothing has to be copied."""
+    on_empty: Literal["call", "skip"] = "call"
+    """A step in which a replica has no examples. call: it gets a batch of size 0. skip: the step is left out, on every
+    worker, and so are its examples."""
+
+    def __post_init__(self) -> None:
+        policy: object = self.auto_shard_policy
+        if not isinstance(policy, AutoShardPolicy):
+            names = ", ".join(f"AutoShardPolicy.{one.name}" for one in AutoShardPolicy)
+            raise ConfigurationError(f"expected one of {names}, got {policy!r}")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ConfigurationError(f"expected prefetch of at least 0 or None, got {self.prefetch}")
+        if self.on_empty not in ("call", "skip"):
+            raise ConfigurationError(f"expected on_empty='call' or 'skip', got {self.on_empty!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """What a function given to ``distribute_datasets_from_function`` is told about its place."""
+
+    num_input_pipelines: int = 1
+    """Workers, each of which calls the function once."""
+    input_pipeline_id: int = 0
+    """This worker, 0 … num_input_pipelines-1."""
+    num_replicas_in_sync: int = 1
+    """Replicas of all workers."""
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Examples of each replica in a global batch.
+
+        Raises:
+            ConfigurationError: the batch does not divide evenly.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise ConfigurationError(
+                f"expected a global batch size divisible by the {self.num_replicas_in_sync} replicas, "
+                f"got {global_batch_size}"
+            )
+        return global_batch_size // self.num_replicas_in_sync

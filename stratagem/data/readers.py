@@ -1,0 +1,243 @@
+"""From a source to this worker's parts, step by step: by index, by cutting, or as they come."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from stratagem.data.dealing import Dealing, cut
+from stratagem.data.form import fingerprint
+from stratagem.data.index_batches import IndexBatches
+from stratagem.data.loaders import Batches, rebuild, rebuild_items
+from stratagem.data.nested import empty_like, num_examples, part_of
+from stratagem.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """A step over all workers."""
+
+    num_examples: int
+    num_empty: int
+    """Replicas without examples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What the local replicas get in a step."""
+
+    batches: tuple[Any, ...]
+    """One for each; those without examples have size 0."""
+    num_examples: tuple[int, ...]
+    totals: Totals | None = None
+    """Where every worker knows them without asking."""
+
+
+class Reader(Protocol):
+    """Reads this worker's parts."""
+
+    knows_totals: bool
+    """Whether :class:`Parts` say their totals, and all workers have equally many of them."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps in an epoch, where that is known."""
+
+    @property
+    def common(self) -> str:
+        """What all workers that have read something must have in common, in short; empty: nothing."""
+
+    def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
+        """The steps of an epoch from number ``first`` on."""
+
+
+class IndexReader:
+    """Reads each replica's examples by their indices, each replica's as a batch of its own: any collate_fn will do.
+
+    Args:
+        loader: the loader of global batches.
+        batches: their indices.
+        dealing: which of them are whose.
+        common: see :class:`Reader`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], batches: IndexBatches, dealing: Dealing, common: str = "") -> None:
+        self.knows_totals = not dealing.alone
+        self.common = common
+        self._batches = batches
+        self._dealing = dealing
+        self._sampler = Batches(iter(()))
+        self._loader = rebuild(loader, self._sampler, persistent=True)
+
+    @property
+    def num_steps(self) -> int | None:
+        return self._batches.num_batches if self._dealing.steps_per_batch == 1 else None
+
+    def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
+        reading: collections.deque[tuple[tuple[int, ...], Totals | None]] = collections.deque()
+        first_batch, skip = divmod(first, self._dealing.steps_per_batch)
+
+        def index_lists() -> Iterator[list[Any]]:
+            first_step = skip
+            for indices in self._batches.of_epoch(epoch, first_batch, seed):
+                for step in self._dealing.steps(len(indices))[first_step:]:
+                    totals = _totals(len(indices), self._dealing) if self.knows_totals else None
+                    reading.append((tuple(map(len, step)), totals))
+                    for rows in step:
+                        # A share of size 0 has the form of a batch: one example is read, and cut off again.
+                        yield list(indices[rows.start : rows.stop] if rows else indices[:1])
+                first_step = 0
+
+        _tell_epoch(self._loader.dataset, epoch)
+        self._sampler.indices = index_lists()
+        loaded = iter(self._loader)
+        while batches := list(islice(loaded, self._dealing.num_local_replicas)):
+            counts, totals = reading.popleft()
+            parts = (batch if count else empty_like(batch) for batch, count in zip(batches, counts, strict=True))
+            yield Parts(tuple(parts), counts, totals)
+
+
+class StreamReader:
+    """Cuts the global batches of an iterable into the replicas' parts.
+
+    Args:
+        open_epoch: gives the global batches of an epoch, by (epoch, number of the first one, seed).
+        num_batches: how many there are in an epoch, where that is known.
+        dealing: which rows are whose.
+        common: see :class:`Reader`; None: the first global batch.
+    """
+
+    def __init__(
+        self,
+        open_epoch: Callable[[int, int, int], Iterator[Any]],
+        num_batches: Callable[[], int | None],
+        dealing: Dealing,
+        common: str | None = "",
+    ) -> None:
+        self.knows_totals = False
+        self.common = common or ""
+        self._takes_fingerprint = common is None
+        self._open = open_epoch
+        self._num_batches = num_batches
+        self._dealing = dealing
+
+    @property
+    def num_steps(self) -> int | None:
+        return self._num_batches() if self._dealing.steps_per_batch == 1 else None
+
+    def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
+        first_batch, first_step = divmod(first, self._dealing.steps_per_batch)
+        for batch in self._open(epoch, first_batch, seed):
+            if self._takes_fingerprint:
+                self.common, self._takes_fingerprint = f"first batch {fingerprint(batch):08x}", False
+            for step in self._dealing.steps(num_examples(batch))[first_step:]:
+                yield Parts(tuple(part_of(batch, rows.start, rows.stop) for rows in step), tuple(map(len, step)))
+            first_step = 0
+
+
+class PerReplicaReader:
+    """Hands out the batches of an iterable one replica after the other, as they come.
+
+    Args:
+        source: batches, each for one replica.
+        num_local_replicas: how many make a step.
+    """
+
+    common = ""
+    knows_totals = False
+
+    def __init__(self, source: Iterable[Any], num_local_replicas: int) -> None:
+        self._source = Reopened(source)
+        self._num_local_replicas = num_local_replicas
+
+    @property
+    def num_steps(self) -> int | None:
+        num_batches = self._source.num_batches()
+        return None if num_batches is None else -(-num_batches // self._num_local_replicas)
+
+    def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
+        size = self._num_local_replicas
+        source = self._source.open(epoch, first * size, seed)
+        while batches := list(islice(source, size)):
+            missing = size - len(batches)
+            counts = (*map(num_examples, batches), *[0] * missing)
+            yield Parts((*batches, *(empty_like(batches[0]) for _ in range(missing))), counts)
+
+
+class Reopened:
+    """An iterable that is gone through once an epoch. What was before the first wanted batch is read and dropped.
+
+    Args:
+        source: an iterator lasts one epoch.
+    """
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = source
+        self._is_spent = False
+
+    def num_batches(self) -> int | None:
+        """What the source says about it."""
+        try:
+            return len(self._source)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
+        """The batches of an epoch from number ``first`` on."""
+        if isinstance(self._source, Iterator):
+            if self._is_spent:
+                raise ConfigurationError(
+                    f"a {type(self._source).__name__} gives its batches once, and this is the second pass: distribute "
+                    "something that starts anew with each iter(), such as a DataLoader, a list, or a class with "
+                    "__iter__"
+                )
+            self._is_spent = True
+        for part in ("dataset", "sampler", "batch_sampler"):
+            _tell_epoch(getattr(self._source, part, None), epoch)
+        _tell_epoch(self._source, epoch)
+        return islice(iter(self._source), first, None)
+
+
+class ItemBatches:
+    """A map-style dataset whose items are global batches: a DataLoader with ``batch_size=None``.
+
+    Args:
+        loader: the DataLoader.
+        indices: which items, as batches of one index.
+    """
+
+    def __init__(self, loader: DataLoader[Any], indices: IndexBatches) -> None:
+        self._indices = indices
+        self._sampler = Batches(iter(()))
+        self._loader = rebuild_items(loader, self._sampler)
+
+    def num_batches(self) -> int | None:
+        """How many items there are in an epoch."""
+        return self._indices.num_batches
+
+    def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
+        """The items of an epoch from number ``first`` on."""
+        _tell_epoch(self._loader.dataset, epoch)
+        self._sampler.indices = (index for (index,) in self._indices.of_epoch(epoch, first, seed))
+        return iter(self._loader)
+
+
+def common_of(names: Iterable[str]) -> str:
+    """Something short that is equal for equal lists of names."""
+    return f"list of files {zlib.crc32(chr(0).join(names).encode()):08x}"
+
+
+def _totals(num_examples: int, dealing: Dealing) -> Totals:
+    return Totals(num_examples, sum(not rows for rows in cut(num_examples, dealing.num_replicas)))
+
+
+def _tell_epoch(target: Any, epoch: int) -> None:
+    """What samplers and datasets that shuffle by themselves go by."""
+    if callable(tell := getattr(target, "set_epoch", None)):
+        tell(epoch)

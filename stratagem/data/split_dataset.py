@@ -1,0 +1,159 @@
+"""This worker's part of a source of global batches, as an iterable for the script."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stratagem.cluster.units import Plan
+from stratagem.data.agreement import Agreement
+from stratagem.data.device_copies import DeviceCopies
+from stratagem.data.options import AutoShardPolicy, DistributeOptions
+from stratagem.data.placement import Listener, Placement, StepShare
+from stratagem.data.readers import Parts, Reader
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.values import PerReplica
+
+
+class SplitDataset:
+    """Batches of the local replicas, step by step. Each ``iter()`` is the next epoch.
+
+    With one local replica an item is its batch, else :class:`PerReplica` of all their batches, on their devices.
+    Replicas without examples get batches of size 0.
+
+    Args:
+        reader: reads this worker's parts.
+        placement: where this worker stands.
+        options: what the script asked for.
+        seed: of the order of the examples.
+        listener: hears of each step.
+        policy: how the source is shared out; None: it gives batches of single replicas.
+        plan: how epochs are cut, if they follow from a plan on all workers.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        placement: Placement,
+        options: DistributeOptions,
+        *,
+        seed: int,
+        listener: Listener,
+        policy: AutoShardPolicy | None,
+        plan: Plan | None = None,
+    ) -> None:
+        self._reader = reader
+        self._placement = placement
+        self._skips_empty = options.on_empty == "skip"
+        self._listener = listener
+        self._policy = policy
+        self._plan = plan
+        self._seed = seed
+        self._agreement = Agreement(placement.communicator, placement.num_local_replicas, not reader.knows_totals)
+        copying = any(device.type != "cpu" for device in placement.devices)
+        ahead = placement.num_local_replicas if copying else 0
+        self._copies = DeviceCopies(placement.devices, ahead if options.prefetch is None else options.prefetch)
+        self._epoch = 0
+        self._step = 0
+        self._pass: object | None = None
+        """Whoever goes through the current epoch, or did and left."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """How every epoch is cut into units; None: by no plan."""
+        return None if self._plan is None else dataclasses.replace(self._plan, seed=self._seed)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the position: passes completed, or left."""
+        return self._epoch
+
+    def __len__(self) -> int:
+        """Steps in an epoch.
+
+        Raises:
+            TypeError: the source does not say, or the workers read different things.
+        """
+        steps, plan = self._reader.num_steps, self._plan
+        is_open = self._policy is None and self._placement.num_workers > 1
+        if steps is None or is_open or (self._skips_empty and plan is None):
+            raise TypeError("this distributed dataset does not know how many steps an epoch has")
+        if self._skips_empty and plan is not None:
+            return sum(len(plan.units_of(step)) == plan.num_slices for step in range(steps))
+        return steps
+
+    def __iter__(self) -> Iterator[Any]:
+        this_pass = object()
+        if self._pass is not None:  # the script left the pass before this one
+            self._epoch, self._step = self._epoch + 1, 0
+        self._pass = this_pass
+        epoch, number = self._epoch, self._step
+        self._agreement.start(epoch, number, self._seed, self._plan.num_examples if self._plan else 0)
+        self._listener.start_epoch(epoch)
+        complete = False
+        try:
+            steps = self._copies.of(self._reader.read(epoch, number, self._seed))
+            while (settled := self._agreement.settle(next(steps, None), self._reader.common)) is not None:
+                parts, totals = settled
+                if self._pass is not this_pass:
+                    raise ConfigurationError("a newer iter() of this distributed dataset goes on with the next epoch")
+                self._step = number + 1
+                if totals.num_examples and not (self._skips_empty and totals.num_empty):
+                    share = StepShare(epoch, number, parts.num_examples, totals.num_examples)
+                    batch = _as_item(parts)
+                    self._listener.begin(share, batch)
+                    yield batch
+                    self._listener.done(share)
+                number += 1
+            complete = True
+            if self._pass is this_pass:
+                self._pass, self._epoch, self._step = None, epoch + 1, 0
+        finally:
+            self._listener.end_epoch(complete)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the batches that the script has got so far count as seen. Plain values, fit for JSON.
+
+        A script that saves inside its loop does so after the step. Under DATA the position does not depend on the
+        number of workers and replicas.
+        """
+        state = {"epoch": self._epoch, "step": self._step, "seed": self._seed, **self._dealt_as()}
+        if self._plan is not None:
+            state |= {"num_examples": self._plan.num_examples, "batch_size": self._plan.batch_size}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next ``iter()`` goes on where ``state`` was saved; every worker has to load the same.
+
+        A DataLoader over a map-style dataset goes there at once; of an iterable, what lies before is read and dropped.
+
+        Raises:
+            ConfigurationError: the state belongs to data that is shared out in another way.
+        """
+        for name, here in self.state_dict().items():
+            if name not in state:
+                raise ConfigurationError(f"expected the state of a distributed dataset, got one without {name!r}")
+            if name not in ("epoch", "step", "seed") and state[name] != here:
+                raise ConfigurationError(
+                    f"the state was saved with {name}={state[name]!r}, but here it is {here!r}: a position counts "
+                    "steps, and these are other steps"
+                )
+        self._epoch, self._step, self._seed = int(state["epoch"]), int(state["step"]), int(state["seed"])
+        self._pass = None
+
+    def _dealt_as(self) -> dict[str, Any]:
+        if self._policy is AutoShardPolicy.DATA:
+            return {"policy": self._policy.value}
+        policy = "function" if self._policy is None else self._policy.value
+        return {
+            "policy": policy,
+            "num_workers": self._placement.num_workers,
+            "num_local_replicas": self._placement.num_local_replicas,
+        }
+
+
+def _as_item(parts: Parts) -> Any:
+    if len(parts.batches) == 1:
+        return parts.batches[0]
+    return PerReplica(parts.batches, tuple(map(float, parts.num_examples)))

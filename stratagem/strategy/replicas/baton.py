@@ -1,0 +1,94 @@
+"""Whose turn it is among replicas that share the CPU, and which random numbers each of them draws."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+import torch
+
+CALLER = -1
+"""Stands for the thread that lets the replicas run; it has the baton when none of them does."""
+
+
+class Baton:
+    """One of several threads has it; each finds torch's CPU generator as it left it, whoever drew in between.
+
+    The caller and replica 0 draw from one stream: what replica 0 draws moves the caller's generator on, as a step of
+    one process does. The streams of the others are seeded from the state of the caller's generator, again whenever
+    the caller has seeded or used it between two runs. So ``torch.manual_seed`` before a run determines all of them.
+
+    Args:
+        changed: guards the baton, and wakes those who wait for it.
+        takers: replicas that take turns; for all others every call does nothing.
+    """
+
+    def __init__(self, changed: threading.Condition, takers: Collection[int]) -> None:
+        self._changed = changed
+        self._takers = frozenset({CALLER, *takers} if takers else ())
+        self._holder: int | None = CALLER
+        self._wanting = set[int]()
+        self._states: dict[int, torch.Tensor] = {}
+        self._stream = 0
+        """Whose stream is in the generator now."""
+        self._left: torch.Tensor | None = None
+        """The generator as it was when the caller got the baton back."""
+
+    def start(self) -> None:
+        """The caller lends it to the replicas, for a run."""
+        if not self._takers:
+            return
+        now = torch.get_rng_state()
+        if self._left is None or not torch.equal(now, self._left):
+            self._seed(now)
+        self.lend()
+
+    def lend(self) -> None:
+        """The caller gives it to the first replica; all will want it, in their order."""
+        with self._changed:
+            self._wanting |= self._takers - {CALLER}
+            self.release(CALLER)
+
+    def finish(self) -> None:
+        """The caller takes it back, when no replica runs any more."""
+        if not self._takers:
+            return
+        with self._changed:
+            self.take(CALLER)
+        self._left = torch.get_rng_state()
+
+    def take(self, who: int) -> None:
+        """Returns when nobody else has it. The lowest of those who want it comes first."""
+        if who not in self._takers:
+            return
+        with self._changed:
+            self._wanting.add(who)
+            try:
+                self._changed.wait_for(
+                    lambda: self._holder == who or (self._holder is None and min(self._wanting) == who)
+                )
+                self._holder = who
+            finally:
+                self._wanting.discard(who)
+                self._changed.notify_all()
+            self._draw_from(max(who, 0))
+
+    def release(self, who: int) -> None:
+        """Lets the next one have it, if ``who`` has it."""
+        with self._changed:
+            if self._holder == who:
+                self._holder = None
+                self._changed.notify_all()
+
+    def _seed(self, state: torch.Tensor) -> None:
+        generator = torch.Generator("cpu")
+        generator.set_state(state)
+        first = int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
+        for who in self._takers - {CALLER, 0}:
+            self._states[who] = torch.Generator("cpu").manual_seed(first + who).get_state()
+
+    def _draw_from(self, stream: int) -> None:
+        if stream != self._stream:
+            self._states[self._stream] = torch.get_rng_state()
+            torch.set_rng_state(self._states[stream])
+            self._stream = stream

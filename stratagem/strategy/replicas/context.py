@@ -1,0 +1,329 @@
+"""What a step function can ask about its replica, and how it reaches the others from inside."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.crew import Crew
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
+from stratagem.strategy.replicas.tensor_operators import TensorOperators
+from stratagem.strategy.values import PerReplica
+from stratagem.worker.ring.communicator import Communicator
+
+if TYPE_CHECKING:  # a strategy enters contexts, so its module imports this one
+    from stratagem.strategy.base import Strategy
+
+
+class _Here(enum.Enum):
+    """Where a thread is, if in no replica."""
+
+    OUTSIDE = enum.auto()
+    CROSS_REPLICA = enum.auto()
+    """In a function that runs once for all replicas of a step."""
+
+
+_here: contextvars.ContextVar[ReplicaContext | _Here] = contextvars.ContextVar("replica", default=_Here.OUTSIDE)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica whose step runs here; None in cross-replica context. Outside of any scope the only one there is.
+
+    Cross-replica context is inside ``strategy.scope()``, outside ``strategy.run``, and inside the function of
+    ``merge_call``.
+    """
+    from stratagem.strategy.base import get_strategy, has_strategy
+
+    here = _here.get()
+    if isinstance(here, ReplicaContext):
+        return here
+    if here is _Here.CROSS_REPLICA or has_strategy():
+        return None
+    return ReplicaContext(get_strategy())
+
+
+def in_cross_replica_context() -> bool:
+    """Whether code here runs for all replicas together; see :func:`get_replica_context`."""
+    return get_replica_context() is None
+
+
+class ReplicaContext:
+    """One replica of a step, as the step sees it.
+
+    What replicas do together, all replicas have to do, in the same order; if one does not, that is an error which
+    names both. Values may be tensors, numbers, and dicts, lists and tuples of them, of equal structure everywhere.
+
+    Args:
+        strategy: whose step runs.
+        crew: the replicas of this process; None: there is one, in the calling thread.
+        replica: local number of this one.
+        ops: reduces within the process; only with a crew.
+        workers: collectives with other workers; None: there are none.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        crew: Crew | None = None,
+        replica: int = 0,
+        ops: CrossDeviceOps | None = None,
+        workers: Communicator | None = None,
+    ) -> None:
+        if crew is not None and ops is None:
+            raise ValueError("expected cross-device ops with a crew, got None")
+        self._strategy = strategy
+        self._crew = crew
+        self._replica = replica
+        self._ops = ops
+        self._workers = workers
+
+    @property
+    def strategy(self) -> Strategy:
+        """Whose step runs."""
+        return self._strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Number of this replica, from 0, among those of all workers."""
+        num_local = 1 if self._crew is None else self._crew.size
+        return self._replica + (0 if self._workers is None else self._workers.rank * num_local)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of all workers."""
+        return self._strategy.num_replicas_in_sync
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this is the context, and its strategy the current one."""
+        with _in(self, self._strategy):
+            yield
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        """The reduction of all replicas' values, on every replica, as tensors.
+
+        Gradients pass through SUM and MEAN, which are reduced the same way: in the backward of each replica they are
+        the sum, or mean, of what all replicas' losses say. Other reductions carry no gradient.
+
+        Raises:
+            ConfigurationError: values that cannot be reduced, or of different shapes.
+            CollectiveError: another replica is somewhere else, or has failed.
+        """
+        value = map_leaves(_as_tensor, value)
+        if self._is_alone:
+            return value
+        what = f"all_reduce {op.value} of {outline(value)}"
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            results = _AllReduce.apply(self, op, what, *leaves(value))  # type: ignore[no-untyped-call]
+        else:
+            results = self._reduce(op, what, [leaf.detach() for leaf in leaves(value)])
+        following = iter(results)
+        return map_leaves(lambda _: next(following), value)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """The concatenation of all replicas' tensors along ``axis``, in replica order, on every replica.
+
+        Lengths along the axis may differ. Gradients pass: each replica gets those of its own part, summed over all.
+
+        Raises:
+            ConfigurationError: a number or a tensor without that axis, or shapes that differ elsewhere.
+            CollectiveError: another replica is somewhere else, or has failed.
+        """
+        value = map_leaves(_as_tensor, value)
+        for leaf in leaves(value):
+            if not -leaf.dim() <= axis < leaf.dim():
+                raise ConfigurationError(f"all_gather along axis {axis} expects tensors that have it, got {leaf.shape}")
+        if self._is_alone:
+            return value
+        what = f"all_gather along axis {axis} of {outline(value)}"
+        results = _AllGather.apply(self, axis, what, *leaves(value))  # type: ignore[no-untyped-call]
+        following = iter(results)
+        return map_leaves(lambda _: next(following), value)
+
+    def merge_call(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """All replicas of the process meet, and ``fn(strategy, *args, **kwargs)`` runs once, in cross-replica context.
+
+        Args:
+            fn: gets each argument as a :class:`PerReplica` of what the replicas gave.
+            args: this replica's.
+            kwargs: this replica's.
+
+        Returns:
+            what ``fn`` returned, with each :class:`PerReplica` in it replaced by this replica's value.
+
+        Raises:
+            CollectiveError: another replica is somewhere else, or has failed.
+        """
+        kwargs = kwargs or {}
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        what = f"merge_call of {name} with {len(args)} arguments" + "".join(f", {key}" for key in kwargs)
+
+        def decide(values: list[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
+            merged = [PerReplica(column) for column in zip(*(its for its, _ in values), strict=True)]
+            named = {key: PerReplica(tuple(its[key] for _, its in values)) for key in kwargs}
+            result = fn(self._strategy, *merged, **named)
+            return [map_leaves(functools.partial(_part, replica), result) for replica in range(len(values))]
+
+        return self._merge(what, (tuple(args), kwargs), decide)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._crew is None and self._workers is None
+
+    def _merge(self, what: str, value: Any, decide: Callable[[list[Any]], list[Any]]) -> Any:
+        """``decide`` runs once, in cross-replica context: from the local replicas' values to one result each."""
+
+        def cross(values: list[Any]) -> list[Any]:
+            with _in(_Here.CROSS_REPLICA, self._strategy):
+                return decide(values)
+
+        if self._crew is not None:
+            return self._crew.meet(what, value, cross)
+        return cross([value])[0]
+
+    def _reduce(self, op: ReduceOp, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        def decide(values: list[Sequence[torch.Tensor]]) -> list[Any]:
+            columns = [list(column) for column in zip(*values, strict=True)]
+            local = ReduceOp.SUM if op is ReduceOp.MEAN and self._workers is not None else op
+            if self._ops is not None:
+                columns = self._ops.all_reduce_many(local, columns)
+            if self._workers is not None:
+                columns = [self._between_workers(op, column) for column in columns]
+            return list(zip(*columns, strict=True)) if columns else [()] * len(values)
+
+        return cast(Sequence[torch.Tensor], self._merge(what, tensors, decide))
+
+    def _between_workers(self, op: ReduceOp, column: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One tensor of all local replicas, which have the same values; of MEAN only the sums."""
+        workers = cast(Communicator, self._workers)
+        total = workers.all_reduce(column[0], op)
+        if op is ReduceOp.MEAN:
+            total.div_(len(column))
+        return [total if replica == 0 else total.to(each.device, copy=True) for replica, each in enumerate(column)]
+
+    def _gather(
+        self, axis: int, what: str, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[int]]:
+        """Each tensor of all replicas in one, and where in it this replica's own begins."""
+
+        def decide(values: list[Sequence[torch.Tensor]]) -> list[Any]:
+            columns = list(zip(*values, strict=True))
+            for column in columns:
+                _check_gatherable(column, axis)
+            wholes = [self._concatenated(column, axis) for column in columns]
+            results = []
+            for replica, own in enumerate(values):
+                copies = [whole.to(one.device, copy=True) for (whole, _), one in zip(wholes, own, strict=True)]
+                before = [sum(one.shape[axis] for one in column[:replica]) for column in columns]
+                starts = [first + length for (_, first), length in zip(wholes, before, strict=True)]
+                results.append((copies, starts))
+            return results
+
+        return cast("tuple[Sequence[torch.Tensor], Sequence[int]]", self._merge(what, tensors, decide))
+
+    def _concatenated(self, column: Sequence[torch.Tensor], axis: int) -> tuple[torch.Tensor, int]:
+        """The tensors of all replicas of all workers in one, and where those of this worker begin."""
+        local = torch.cat([tensor.to(column[0].device) for tensor in column], axis)
+        if self._workers is None:
+            return local, 0
+        parts = self._workers.all_gather(local.movedim(axis, 0))
+        return torch.cat(parts).movedim(0, axis), sum(part.shape[0] for part in parts[: self._workers.rank])
+
+
+class _AllReduce(torch.autograd.Function):
+    """The loss of the job is the sum of all replicas' losses, so the gradient of a sum is the sum of the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context: ReplicaContext, op: ReduceOp, what: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.context, ctx.op, ctx.what = context, op, what
+        results = tuple(context._reduce(op, what, [tensor.detach() for tensor in tensors]))
+        ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        at = [number for number, gradient in enumerate(gradients) if _is_differentiable(gradient)]
+        results = ctx.context._reduce(ctx.op, f"gradient of {ctx.what}", [gradients[number] for number in at])
+        every: list[torch.Tensor | None] = [None] * len(gradients)
+        for number, result in zip(at, results, strict=True):
+            every[number] = result
+        return None, None, None, *every
+
+
+class _AllGather(torch.autograd.Function):
+    """Every replica's loss depends on every replica's part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, context: ReplicaContext, axis: int, what: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        results, starts = context._gather(axis, what, [tensor.detach() for tensor in tensors])
+        ctx.context, ctx.axis, ctx.what = context, axis, what
+        ctx.parts = [(start, tensor.shape[axis]) for start, tensor in zip(starts, tensors, strict=True)]
+        ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        at = [number for number, gradient in enumerate(gradients) if _is_differentiable(gradient)]
+        results = ctx.context._reduce(
+            ReduceOp.SUM, f"gradient of {ctx.what}", [gradients[number].contiguous() for number in at]
+        )
+        every: list[torch.Tensor | None] = [None] * len(gradients)
+        for number, result in zip(at, results, strict=True):
+            every[number] = result.narrow(ctx.axis, *ctx.parts[number])
+        return None, None, None, *every
+
+
+@contextlib.contextmanager
+def _in(here: ReplicaContext | _Here, strategy: Strategy) -> Iterator[None]:
+    from stratagem.strategy.base import get_strategy
+
+    with contextlib.ExitStack() as stack:
+        if get_strategy() is not strategy:
+            stack.enter_context(strategy.scope())
+        token = _here.set(here)
+        stack.callback(_here.reset, token)
+        yield
+
+
+def _part(replica: int, value: Any) -> Any:
+    return value.values[replica] if isinstance(value, PerReplica) else value
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    return value.value() if isinstance(value, TensorOperators) else torch.as_tensor(value)
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _check_gatherable(column: Sequence[torch.Tensor], axis: int) -> None:
+    axis %= column[0].dim()
+    for replica, tensor in enumerate(column):
+        same = tensor.dtype == column[0].dtype and tensor.dim() == column[0].dim()
+        if not same or any(
+            a != b for at, (a, b) in enumerate(zip(tensor.shape, column[0].shape, strict=True)) if at != axis
+        ):
+            raise ConfigurationError(
+                f"all_gather along axis {axis} expects tensors of one dtype that differ along that axis alone, but "
+                f"replica 0 has {list(column[0].shape)} {column[0].dtype} and replica {replica} has "
+                f"{list(tensor.shape)} {tensor.dtype}"
+            )

@@ -1,0 +1,329 @@
+"""How the values of one process's devices become one value on each of them, by the names of ``tf.distribute``.
+
+Everything here is arithmetic and copies: the caller has brought the tensors of all replicas together. Replica i is
+whoever brought tensor i, whatever device the tensor says: torch has one CPU, so logical CPUs look the same to it.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.devices import parse_device
+from stratagem.strategy.replicas.packing import pack
+
+logger = logging.getLogger(__name__)
+
+Device = str | torch.device
+
+_HALVES = (torch.float16, torch.bfloat16)
+_NCCL_DTYPES = (
+    *_HALVES,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+# The numbers of ncclRedOp_t.
+_NCCL_OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+
+
+class CrossDeviceOps(abc.ABC):
+    """Reduces values over the replicas of one process.
+
+    Sums are formed in one order whatever the timing, and all replicas get the same bits. float16 and bfloat16 are
+    summed in float32. Results carry no graph and share no memory with the arguments or with another replica's result.
+    Work on GPUs is queued on the caller's current streams.
+
+    Raises (every method):
+        ConfigurationError: the replicas' tensors differ in shape or dtype, or ``op`` does not fit them.
+    """
+
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The reduction of one tensor a replica, on the device of each."""
+        return self.all_reduce_many(op, [tensors])[0]
+
+    def all_reduce_many(self, op: ReduceOp, per_tensor: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """As :meth:`all_reduce` for several tensors at once, which may be packed; first index the tensor, then the
+        replica."""
+        for tensors in per_tensor:
+            _check(op, tensors)
+        return self._all_reduce_many(op, per_tensor)
+
+    def reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor], destinations: Device | Sequence[Device]
+    ) -> list[torch.Tensor]:
+        """The reduction of one tensor a replica, on each of the destinations, in their order."""
+        _check(op, tensors)
+        names = _as_list(destinations)
+        if not names:
+            raise ConfigurationError("expected a device or more to reduce to, got none")
+        return self._reduce(op, tensors, names)
+
+    def broadcast(self, tensor: torch.Tensor, destinations: Device | Sequence[Device]) -> list[torch.Tensor]:
+        """A copy of ``tensor`` on each of the destinations, in their order."""
+        return _copies(tensor.detach().clone(), [_place(device) for device in _as_list(destinations)])
+
+    @abc.abstractmethod
+    def _all_reduce_many(self, op: ReduceOp, per_tensor: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """:meth:`all_reduce_many` of tensors that have been checked."""
+
+    @abc.abstractmethod
+    def _reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor], destinations: Sequence[Device]
+    ) -> list[torch.Tensor]:
+        """:meth:`reduce` of tensors that have been checked."""
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Brings all values to one device, reduces them there in replica order, and copies the result to all.
+
+    Args:
+        reduce_to_device: where; None: the first destination.
+        accumulation_fn: adds up tensors that all are on that device, for SUM and MEAN; None: in replica order.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: Device | None = None,
+        accumulation_fn: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+    ) -> None:
+        if reduce_to_device is not None:
+            _place(reduce_to_device)
+        self._reduce_to_device = reduce_to_device
+        self._accumulation_fn = accumulation_fn
+        self._has_logged = False
+
+    def _all_reduce_many(self, op: ReduceOp, per_tensor: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return [self._reduce(op, tensors, _names(tensors)) for tensors in per_tensor]
+
+    @torch.no_grad()
+    def _reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor], destinations: Sequence[Device]
+    ) -> list[torch.Tensor]:
+        root = destinations[0] if self._reduce_to_device is None else self._reduce_to_device
+        if not self._has_logged:
+            self._has_logged = True
+            logger.info("Reduce to %s then broadcast to %s", root, tuple(map(str, destinations)))
+        if any(tensor.is_sparse for tensor in tensors):
+            total = _accumulate_sparse(op, tensors, _place(root))
+        elif self._accumulation_fn is not None and op in (ReduceOp.SUM, ReduceOp.MEAN):
+            total = self._accumulation_fn([tensor.detach().to(_place(root), copy=True) for tensor in tensors])
+        else:
+            total = _accumulate(op, tensors, _place(root))
+        return _copies(_finished(op, total, tensors), [_place(device) for device in destinations])
+
+
+class _AllReduce(CrossDeviceOps):
+    """What HierarchicalCopyAllReduce and NcclAllReduce have in common: packing, and what they leave to one device."""
+
+    def __init__(self, num_packs: int) -> None:
+        if num_packs < 0:
+            raise ConfigurationError(f"expected num_packs of at least 0, got {num_packs}")
+        self._num_packs = num_packs
+        self._one_device = ReductionToOneDevice()
+
+    def _reduce(
+        self, op: ReduceOp, tensors: Sequence[torch.Tensor], destinations: Sequence[Device]
+    ) -> list[torch.Tensor]:
+        if [_place(device) for device in destinations] == [tensor.device for tensor in tensors]:
+            return self._all_reduce_many(op, [tensors])[0]
+        return self._one_device._reduce(op, tensors, destinations)
+
+    @torch.no_grad()
+    def _all_reduce_many(self, op: ReduceOp, per_tensor: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        packable = [index for index, tensors in enumerate(per_tensor) if self._takes(tensors)]
+        packed = pack([per_tensor[index] for index in packable], self._num_packs)
+        reduced = packed.unpack([self._all_reduce_pack(op, one, index) for index, one in enumerate(packed.packs)])
+        results = dict(zip(packable, reduced, strict=True))
+        others = [index for index in range(len(per_tensor)) if index not in results]
+        results.update(zip(others, self._one_device._all_reduce_many(op, [per_tensor[i] for i in others]), strict=True))
+        return [results[index] for index in range(len(per_tensor))]
+
+    def _takes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are reduced here; the rest goes to one device, unpacked."""
+        return not any(tensor.is_sparse for tensor in tensors)
+
+    @abc.abstractmethod
+    def _all_reduce_pack(self, op: ReduceOp, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
+        """Reduces one flat tensor a replica; ``index`` counts the packs of this call."""
+
+
+class HierarchicalCopyAllReduce(_AllReduce):
+    """Reduces inside two groups of replicas, then between their roots, and copies back along the same path.
+
+    Fewer copies cross the slow link between the two halves of a host. Pack i has its root at replica i mod n, so that
+    many packs keep all devices busy. With an odd number of replicas the second group has one more. Sums of floats are
+    those of :class:`ReductionToOneDevice` up to rounding: they are added in another order.
+
+    Args:
+        num_packs: into how many flat tensors the tensors of a call are packed, each dtype apart; 0: none, each goes
+            alone. Sparse tensors are reduced on one device.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        super().__init__(num_packs)
+
+    def _all_reduce_pack(self, op: ReduceOp, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
+        devices = [tensor.device for tensor in tensors]
+        route = hierarchy(len(tensors), index % len(tensors))
+        # At most two sums: the bits do not depend on which comes first, and so not on the root.
+        sums = [_accumulate(op, [tensors[i] for i in group], devices[root]) for root, group in route]
+        total = _accumulate(op, sums, devices[route[0][0]])
+        on_roots = _copies(_finished(op, total, tensors), [devices[root] for root, _ in route])
+        results: dict[int, torch.Tensor] = {}
+        for (_, group), value in zip(route, on_roots, strict=True):
+            results.update(zip(group, _copies(value, [devices[i] for i in group]), strict=True))
+        return [results[i] for i in range(len(tensors))]
+
+
+class NcclAllReduce(_AllReduce):
+    """All-reduce by NCCL among the GPUs of this process.
+
+    Tensors that NCCL cannot take (not each on a GPU of its own, sparse, of a dtype it does not know) are reduced on one
+    device. float16 and bfloat16 are summed as NCCL does it.
+
+    Args:
+        num_packs: as for :class:`HierarchicalCopyAllReduce`.
+
+    Raises:
+        ConfigurationError: there is no CUDA device, or this torch was built without NCCL.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        super().__init__(num_packs)
+        if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+            raise ConfigurationError(
+                "NcclAllReduce needs CUDA devices and a torch that was built with NCCL, and there are none here; use "
+                "ReductionToOneDevice() or HierarchicalCopyAllReduce(), or leave cross_device_ops out"
+            )
+
+    def _takes(self, tensors: Sequence[torch.Tensor]) -> bool:
+        devices = {tensor.device for tensor in tensors}
+        return (
+            super()._takes(tensors)
+            and len(devices) == len(tensors)
+            and all(device.type == "cuda" for device in devices)
+            and tensors[0].dtype in _NCCL_DTYPES
+        )
+
+    def _all_reduce_pack(self, op: ReduceOp, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
+        sources = [tensor.detach().contiguous() for tensor in tensors]
+        results = [torch.empty_like(source) for source in sources]
+        torch.cuda.nccl.all_reduce(sources, results, _NCCL_OPS[op])
+        if op is ReduceOp.MEAN:
+            for result in results:
+                result.div_(len(tensors))
+        return results
+
+
+def default_cross_device_ops(devices: Sequence[torch.device]) -> CrossDeviceOps:
+    """What a strategy uses when nobody says: NCCL where each replica has a GPU of its own, else one device."""
+    distinct = len(set(devices)) == len(devices)
+    if distinct and all(device.type == "cuda" for device in devices) and torch.distributed.is_nccl_available():
+        return NcclAllReduce()
+    return ReductionToOneDevice()
+
+
+def hierarchy(num_replicas: int, root: int) -> list[tuple[int, range]]:
+    """The two groups, each with its root; the group of ``root`` comes first. One replica is one group."""
+    half = num_replicas // 2
+    first, second = range(half), range(half, num_replicas)
+    if not first:
+        return [(root, second)]
+    if root in first:
+        return [(root, first), (second[root % len(second)], second)]
+    return [(root, second), (first[(root - half) % half], first)]
+
+
+def _check(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ConfigurationError("expected a tensor for each replica, got none")
+    for replica, tensor in enumerate(tensors):
+        if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
+            raise ConfigurationError(
+                f"replicas reduce tensors of one shape and dtype, but replica 0 has {_describe(tensors[0])} and "
+                f"replica {replica} has {_describe(tensor)}"
+            )
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            raise ConfigurationError(f"expected dense or sparse_coo tensors, got {tensor.layout} of replica {replica}")
+    if op is ReduceOp.MEAN and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+        raise ConfigurationError(f"the mean of {tensors[0].dtype} is not of that dtype: reduce with SUM and divide")
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _accumulate(op: ReduceOp, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A new tensor on ``device``: the reduction in the order given; MEAN is not divided yet, halves are float32 yet."""
+    wide = _wide(tensors[0].dtype)
+    total = tensors[0].detach().to(device, wide, copy=True, memory_format=torch.contiguous_format)
+    for tensor in tensors[1:]:
+        here = tensor.detach().to(device)
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            total.add_(here)
+        elif op is ReduceOp.PRODUCT:
+            total.mul_(here)
+        else:
+            combine = torch.minimum if op is ReduceOp.MIN else torch.maximum
+            combine(total, here.to(wide), out=total)
+    return total
+
+
+def _accumulate_sparse(op: ReduceOp, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """As :func:`_accumulate`; dense if any of the tensors is."""
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ConfigurationError(f"sparse tensors reduce with SUM and MEAN, not with {op.name}: use to_dense() first")
+    if not all(tensor.is_sparse for tensor in tensors):
+        return _accumulate(op, [tensor.to_dense() for tensor in tensors], device)
+    wide = _wide(tensors[0].dtype)
+    total = tensors[0].detach().to(device, wide, copy=True)
+    for tensor in tensors[1:]:
+        total = total + tensor.detach().to(device, wide)
+    return total.coalesce()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def _finished(op: ReduceOp, total: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if op is ReduceOp.MEAN:
+        total = total.div_(len(tensors))
+    return total.to(tensors[0].dtype)
+
+
+def _copies(value: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """``value`` on each device; the first that is its own gets it uncopied."""
+    own = next((index for index, device in enumerate(devices) if device == value.device), None)
+    return [value if index == own else value.to(device, copy=True) for index, device in enumerate(devices)]
+
+
+def _as_list(destinations: Device | Sequence[Device]) -> list[Device]:
+    return [destinations] if isinstance(destinations, str | torch.device) else list(destinations)
+
+
+def _place(device: Device) -> torch.device:
+    """Where memory for a device is, as tensors there say it."""
+    parsed = parse_device(device)
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if parsed == torch.device("cuda") else parsed
+
+
+def _names(tensors: Sequence[torch.Tensor]) -> list[Device]:
+    """The devices of one tensor a replica; those on the CPU are numbered as logical ones."""
+    names: list[Device] = []
+    num_cpus = 0
+    for tensor in tensors:
+        names.append(f"cpu:{num_cpus}" if tensor.device.type == "cpu" else str(tensor.device))
+        num_cpus += tensor.device.type == "cpu"
+    return names

@@ -1,0 +1,208 @@
+"""The replicas of one process as ranks of a group, alone or with those of other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.strategy.replicas.crew import Crew
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.meeting import Meeting
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.schedule import cut
+
+T = TypeVar("T")
+
+MEETING_TIMEOUT_S = 300.0
+"""Seconds to wait for replicas while no step runs; in a step, one that computes is waited for."""
+
+
+class LocalGroup:
+    """Implements :class:`stratagem.worker.ring.group.Group` for one replica of a crew.
+
+    All replicas of the process meet, and the last to come does the work: reduces by the cross-device ops, and, if
+    there are other workers, carries the result once between the workers. Ranks are numbered worker by worker. Tensors
+    may be on the CPU or on GPUs, there with what the calling thread has queued on its current streams.
+
+    A replica's thread lets go of the baton while it waits here. Every method may be called in another thread, on
+    behalf of the replica, as a communicator does.
+    """
+
+    def __init__(self, meeting: Meeting, local: int, ops: CrossDeviceOps, workers: Communicator | None) -> None:
+        self.meeting = meeting
+        self.local = local
+        """Number of the replica in its process."""
+        self.rank = meeting.crew.first_replica + local
+        self.size = meeting.size * (1 if workers is None else workers.size)
+        self.name = f"{meeting.size} replicas"
+        if workers is not None:
+            self.name += f" and {workers.group.name}"
+        self._ops = ops
+        self._workers = workers
+
+    @classmethod
+    def make(
+        cls,
+        crew: Crew,
+        ops: CrossDeviceOps,
+        workers: Communicator | None = None,
+        timeout_s: float = MEETING_TIMEOUT_S,
+    ) -> list[LocalGroup]:
+        """The groups of all replicas of the crew, in their order. Collective among workers.
+
+        Args:
+            crew: whose ``first_replica`` is this worker's rank times its size.
+            ops: reduces within the process.
+            workers: collectives between workers; None: there is one.
+            timeout_s: seconds to wait for replicas while no step runs.
+
+        Raises:
+            ConfigurationError: workers with different numbers of replicas.
+        """
+        if workers is not None:
+            counts = [int(count) for count in workers.all_gather(torch.tensor([crew.size]))]
+            if any(count != crew.size for count in counts):
+                raise ConfigurationError(
+                    f"every worker needs the same number of replicas, but worker {workers.rank} has {crew.size} and "
+                    f"all have, in the order of their indices, {counts}"
+                )
+            assert crew.first_replica == workers.rank * crew.size
+        meeting = Meeting(crew, timeout_s)
+        return [cls(meeting, local, ops, workers) for local in range(crew.size)]
+
+    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        """Memory of each replica's own."""
+        self.barrier(tag)
+        source, result = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+        return Arena(source, result)
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        out.copy_(self._reduce(source, op, tag))
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
+        """An all-reduce of which every rank keeps its slice."""
+        start, stop = cut(source.numel(), self.size)[self.rank]
+        out.copy_(self._reduce(source, op, tag)[start:stop])
+
+    def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        lengths = [out.numel() for out in outs]
+
+        def conclude(sources: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+            if self._workers is None:
+                parts = [each.detach().clone() for each in sources]
+            else:
+                gathered = self._workers.all_gather(_joined(sources))
+                cuts = zip(gathered, self._by_worker(lengths), strict=True)
+                parts = [part for flat, its in cuts for part in flat.split(its)]
+            return [parts] * len(sources)
+
+        for out, part in zip(outs, self._exchange(tag, [source], source, conclude), strict=True):
+            out.copy_(part)
+
+    def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
+        worker, local = divmod(root, self.meeting.size)
+
+        def conclude(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+            value = buffers[local].detach().clone()
+            if self._workers is not None:
+                self._workers.broadcast(value, worker)
+            return [value] * len(buffers)
+
+        value = self._exchange(tag, [buffer], buffer, conclude)
+        if self.rank != root:
+            buffer.copy_(value)
+
+    def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
+        def conclude(offers: list[tuple[Sequence[torch.Tensor], list[int]]]) -> list[list[torch.Tensor]]:
+            if self._workers is None:
+                return [[theirs[to].detach().clone() for theirs, _ in offers] for to in range(len(offers))]
+            by_worker = [self._by_worker(theirs) for theirs, _ in offers]
+            parcels = [_joined([part for parts in by_worker for part in parts[to]]) for to in range(self._workers.size)]
+            received: list[list[torch.Tensor]] = [[] for _ in offers]
+            for worker, parcel in enumerate(self._workers.all_to_all(parcels)):
+                lengths = [self._by_worker(its)[worker] for _, its in offers]
+                places = [(to, lengths[to][sender]) for sender in range(len(offers)) for to in range(len(offers))]
+                pieces = parcel.split([length for _, length in places])
+                for (to, _), piece in zip(places, pieces, strict=True):
+                    received[to].append(piece)
+            return received
+
+        lengths = [out.numel() for out in outs]
+        for out, part in zip(outs, self._exchange(tag, sources, (sources, lengths), conclude), strict=True):
+            out.copy_(part)
+
+    def barrier(self, tag: Tag) -> None:
+        def conclude(_: list[Any]) -> list[None]:
+            if self._workers is not None:
+                self._workers.barrier()
+            return [None] * self.meeting.size
+
+        self._exchange(tag, [], None, conclude)
+
+    def waiting_on(self) -> int | None:
+        """See :meth:`Group.waiting_on`; of another worker, its first replica."""
+        local = self.meeting.waiting_on(self.local)
+        if local is not None:
+            return self.meeting.crew.first_replica + local
+        if self._workers is None or not self.meeting.is_concluding:
+            return None
+        worker = self._workers.group.waiting_on()
+        return None if worker is None else worker * self.meeting.size
+
+    def close(self, reason: str) -> None:
+        """See :meth:`Group.close`. Breaks the group of every replica of the process."""
+        self.meeting.close(self.local, reason)
+
+    def _reduce(self, source: torch.Tensor, op: ReduceOp, tag: Tag) -> torch.Tensor:
+        def conclude(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+            totals = self._ops.all_reduce(op, sources)
+            if self._workers is None:
+                return totals
+            total = self._workers.all_reduce(totals[0], op)
+            return [total.to(each.device) for each in totals]
+
+        result = self._exchange(tag, [source], source, conclude)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _exchange(
+        self,
+        tag: Tag,
+        tensors: Sequence[torch.Tensor],
+        value: Any,
+        conclude: Callable[[list[Any]], Sequence[Any]],
+    ) -> Any:
+        """:meth:`Meeting.exchange` of a value that refers to ``tensors``."""
+
+        def settled(values: list[Any]) -> Sequence[Any]:
+            try:
+                return conclude(values)
+            except CollectiveError as error:  # it names a worker
+                rank = None if error.rank is None else error.rank * self.meeting.size
+                raise CollectiveError(str(error), rank) from None
+            finally:
+                _settle(self.meeting.crew.devices if any(tensor.is_cuda for tensor in tensors) else ())
+
+        _settle({tensor.device for tensor in tensors})
+        return self.meeting.exchange(self.local, tag, value, settled)
+
+    def _by_worker(self, of_ranks: Sequence[T]) -> list[Sequence[T]]:
+        """What belongs to all ranks, cut into what belongs to each worker's."""
+        step = self.meeting.size
+        return [of_ranks[start : start + step] for start in range(0, self.size, step)]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().to(tensors[0].device) for tensor in tensors])
+
+
+def _settle(devices: Iterable[torch.device]) -> None:
+    """Other threads may read what this one has computed on GPUs: their streams do not wait for its."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,146 @@
+"""One name for an object that every replica has a copy of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+"""What cannot be changed by whoever is given it."""
+
+
+class Home(Protocol):
+    """Where a mirrored object belongs."""
+
+    which: Callable[[], int | None]
+    """The local replica that asks; None: the code outside of replicas."""
+
+    def touch(self) -> None:
+        """Code outside of replicas got hold of something that it may change without a trace."""
+
+
+class Mirrored:
+    """Stands for its copy on the replica that asks; outside of replicas for that of replica 0, the user's own object.
+
+    To Python it is of the user's class: ``isinstance``, attributes, calls, ``len``, equality and ``repr`` are those of
+    the copy. Deep copies and pickles of it are plain objects that know nothing of replicas. ``torch.compile`` cannot
+    take it: what is compiled would be one replica's.
+    """
+
+    __slots__ = ("__weakref__", "_mirrored_copies", "_mirrored_home")
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Attributes that let code outside of replicas change nothing that is not seen elsewhere."""
+
+    _mirrored_copies: Sequence[Any]
+    _mirrored_home: Home
+
+    def __init__(self, copies: Sequence[Any], home: Home) -> None:
+        object.__setattr__(self, "_mirrored_copies", copies)
+        object.__setattr__(self, "_mirrored_home", home)
+
+    @property  # type: ignore[misc]  # isinstance asks for it; nobody sets it
+    def __class__(self) -> type:
+        return type(self._mirrored_copies[0])
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(current(self), name)
+        if name not in self.harmless and not isinstance(value, _PLAIN) and self._mirrored_home.which() is None:
+            self._mirrored_home.touch()
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        target = current(self)
+        setattr(target, name, value)
+        if isinstance(getattr(type(target), name, None), property) and self._mirrored_home.which() is None:
+            self._mirrored_home.touch()
+
+    def __delattr__(self, name: str) -> None:
+        delattr(current(self), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(current(self))
+
+    def __repr__(self) -> str:
+        return repr(current(self))
+
+    def __str__(self) -> str:
+        return str(current(self))
+
+    def __eq__(self, other: object) -> bool:
+        return original(other) is self._mirrored_copies[0]
+
+    def __hash__(self) -> int:
+        return hash(self._mirrored_copies[0])
+
+    def __copy__(self) -> Any:
+        return copy.copy(current(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(current(self), memo)
+
+    def __getstate__(self) -> Any:
+        return current(self).__getstate__()
+
+    def __reduce__(self) -> Any:
+        return current(self).__reduce__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return current(self).__reduce_ex__(protocol)
+
+
+def current(mirrored: Mirrored) -> Any:
+    """The copy on the replica that asks."""
+    replica = mirrored._mirrored_home.which()
+    return mirrored._mirrored_copies[0 if replica is None else replica]
+
+
+def copies_to_change(mirrored: Mirrored) -> Iterator[Any]:
+    """The copy on the replica that asks; outside of replicas every copy."""
+    if mirrored._mirrored_home.which() is None:
+        yield from mirrored._mirrored_copies
+    else:
+        yield current(mirrored)
+
+
+def original(item: Any) -> Any:
+    """The object that a mirrored one was made of, which is replica 0's; anything else as it is."""
+    return item._mirrored_copies[0] if isinstance(item, Mirrored) else item
+
+
+def mirrored(kind: type[Mirrored], copies: Sequence[Any], home: Home, *args: Any) -> Any:
+    """Makes the name for ``copies``: a ``kind`` that also has the special methods of their class.
+
+    Args:
+        args: what else ``kind`` takes.
+    """
+    kinds: tuple[Any, Any] = (kind, type(copies[0]))
+    return _with_special_methods(*kinds)(copies, home, *args)
+
+
+@functools.cache
+def _with_special_methods(kind: Any, wrapped: Any) -> Any:
+    """Python looks for special methods in the type alone, so they cannot be found through ``__getattr__``."""
+    body: dict[str, Any] = {"__slots__": (), "__doc__": wrapped.__doc__, "__module__": wrapped.__module__}
+    taken = {*dir(kind), "__del__", "__set_name__", "__setstate__"}
+    for name in dir(wrapped):
+        if name.startswith("__") and name.endswith("__") and name not in taken and callable(getattr(wrapped, name)):
+            body[name] = _forwarding(name)
+    body["__qualname__"] = wrapped.__qualname__
+    return type(wrapped.__name__, (kind,), body)
+
+
+def _forwarding(name: str) -> Callable[..., Any]:
+    def forward(self: Mirrored, *args: Any, **kwargs: Any) -> Any:
+        return Mirrored.__getattr__(self, name)(*args, **kwargs)
+
+    def call(self: Mirrored, *args: Any, **kwargs: Any) -> Any:
+        return current(self)(*args, **kwargs)
+
+    chosen = call if name == "__call__" else forward
+    chosen.__name__ = name
+    return chosen

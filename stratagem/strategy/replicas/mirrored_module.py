@@ -1,0 +1,99 @@
+"""A prepared model where one process has several replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.mirrored import Mirrored, copies_to_change, current
+
+
+class MirroredModule(Mirrored):
+    """Stands for a model (see :class:`Mirrored`)."""
+
+    __slots__ = ()
+
+    harmless = frozenset({"__call__", "__contains__", "__len__", "forward", "state_dict"})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """On every replica, when called outside of them."""
+        for module in copies_to_change(self):
+            module.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the mode."""
+        current(self).train(mode)
+        return self
+
+    def eval(self) -> Any:
+        """Sets the mode."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Says which parameters get gradients."""
+        current(self).requires_grad_(requires_grad)
+        return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Cannot be done any more."""
+        raise ConfigurationError("a prepared model cannot be compiled: what is compiled would be replica 0's alone")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = copy.deepcopy(current(self), memo)
+        for part in twin.modules():
+            for key in [key for key, hook in part._forward_pre_hooks.items() if _did_check(hook)]:
+                del part._forward_pre_hooks[key]
+        return twin
+
+
+def _returning_self(name: str) -> Callable[..., Any]:
+    def call(self: MirroredModule, *args: Any, **kwargs: Any) -> Any:
+        Mirrored.__getattr__(self, name)(*args, **kwargs)
+        return self
+
+    call.__name__, call.__doc__ = name, getattr(nn.Module, name).__doc__
+    return call
+
+
+for _name in ("apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "share_memory", "to", "to_empty", "type"):
+    setattr(MirroredModule, _name, _returning_self(_name))
+
+
+class OnlyReplica:
+    """Forward pre-hook that refuses a replica's module to the other replicas (PROTOCOL.md 16).
+
+    Args:
+        replica: whose module it is.
+        which: the replica that asks.
+    """
+
+    def __init__(self, replica: int, which: Callable[[], int | None]) -> None:
+        self._replica = replica
+        self._which = which
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        here = self._which()
+        if here is not None and here != self._replica:
+            raise foreign(f"called {type(module).__name__}", here, self._replica)
+
+    def __reduce__(self) -> Any:
+        # In a copy or a pickle, a hook that does nothing, and needs nothing of ours to be read.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def foreign(did: str, here: int, owner: int) -> ConfigurationError:
+    """The error for using what is another replica's."""
+    what = "the object that was given to strategy.prepare" if owner == 0 else "an object that it kept"
+    return ConfigurationError(
+        f"replica {here} {did} of replica {owner}: the step uses {what}; use what strategy.prepare returned, which is "
+        "each replica's own"
+    )
+
+
+def _did_check(hook: Any) -> bool:
+    return getattr(hook, "__func__", None) is nullcontext.__exit__

@@ -1,0 +1,36 @@
+"""A prepared scheduler where one process has several replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stratagem.strategy.replicas.mirrored import Home, Mirrored, current
+
+
+class MirroredScheduler(Mirrored):
+    """Stands for a scheduler, of which there is only one: it moves the settings of replica 0's optimizer.
+
+    The other replicas take them over in their next step, so that every step is made with the same settings everywhere.
+    """
+
+    __slots__ = ("_mirrored_optimizer",)
+
+    _mirrored_optimizer: Any
+
+    def __init__(self, copies: Sequence[Any], home: Home, optimizer: Any) -> None:
+        Mirrored.__init__(self, copies, home)
+        object.__setattr__(self, "_mirrored_optimizer", optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current(self), name)  # what a scheduler moves is carried anyway
+
+    @property
+    def optimizer(self) -> Any:
+        """The prepared optimizer."""
+        return self._mirrored_optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """In a step of several replicas, done by replica 0 alone."""
+        if not self._mirrored_home.which():
+            current(self).step(*args, **kwargs)

@@ -1,0 +1,284 @@
+"""The prepared objects of a process with several replicas (PROTOCOL.md 16 and 18)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.copies import Copies, Settings, move_original, settings_of
+from stratagem.strategy.replicas.copyable import check_module, check_optimizer
+from stratagem.strategy.replicas.mirrored import mirrored, original
+from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
+from stratagem.strategy.replicas.mirrored_optimizer import MirroredOptimizer
+from stratagem.strategy.replicas.mirrored_scaler import MirroredScaler
+from stratagem.strategy.replicas.mirrored_scheduler import MirroredScheduler
+from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerChanges
+
+_Pair = tuple[Any, list[Any]]
+"""A proxy, and what it stands for on each replica."""
+
+
+class Meet(Protocol):
+    """All replicas come together: :meth:`stratagem.strategy.replicas.crew.Crew.meet`."""
+
+    def __call__(self, what: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any: ...
+
+
+class Mirrors:
+    """Models, optimizers, schedulers and GradScalers, with a copy of each on every replica.
+
+    Replica 0 has the user's own objects. Outside of replicas there is only replica 0: the others get what was changed
+    in it when they run again. Two calls tell where that is: :meth:`synchronize` before replicas run, :meth:`settle`
+    after. Around what runs outside of replicas while they wait for it (a merge call) it is the other way round.
+
+    Inside, each replica has its own. The settings of optimizers are those of replica 0 in every step, so that all
+    replicas have to make the same steps.
+
+    Args:
+        devices: one a replica.
+        which: the local replica that asks; None: the code outside of replicas.
+        meet: brings the replicas together.
+        keep: puts into a memo of ``copy.deepcopy`` what is not to be copied, and what stands for it on a replica.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        which: Callable[[], int | None],
+        *,
+        meet: Meet,
+        keep: Callable[[int, dict[int, Any]], None] = lambda replica, memo: None,
+    ) -> None:
+        self.which = which
+        self.devices = tuple(devices)
+        self._meet = meet
+        self._copies = [
+            Copies(device, self.devices[0], functools.partial(keep, replica))
+            for replica, device in enumerate(self.devices[1:], start=1)
+        ]
+        self._touched = False
+        self._changes: list[ModelChanges | OptimizerChanges] = []
+        self._num_optimizers = 0
+        self._scalers: list[list[torch.amp.GradScaler]] = []
+        self._all: dict[int, _Pair] = {}
+        """By identity of the original, in the order of preparation."""
+
+    @property
+    def proxies(self) -> list[Any]:
+        """What the script uses: one for each object, in the order in which they were given."""
+        return [proxy for proxy, _ in self._all.values()]
+
+    @property
+    def replicas(self) -> list[list[Any]]:
+        """The objects of each replica, in the same order. A scheduler is the same object everywhere."""
+        return [[copies[replica] for _, copies in self._all.values()] for replica in range(len(self.devices))]
+
+    def add(self, objects: Sequence[Any]) -> list[Any]:
+        """Mirrors more objects, which may share parameters with those that were given before.
+
+        Call :meth:`settle` when everything that belongs to one replica alone has been attached to its objects.
+
+        Returns:
+            the proxies of ``objects``, in their order. One that was given before, or is a proxy, is not copied again.
+
+        Raises:
+            ConfigurationError: something cannot be copied, or one of ``objects`` needs another that is not prepared.
+        """
+        self.synchronize()
+        wanted = [original(item) for item in objects]
+        fresh = list({id(item): item for item in wanted if id(item) not in self._all}.values())
+        models = [item for item in fresh if isinstance(item, nn.Module)]
+        optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
+        self._check(fresh, models, optimizers)
+        copies = {id(item): [item] for item in fresh}
+        with self._opened():
+            for its in self._copies:
+                for model in models:
+                    copies[id(model)].append(its.of_module(model))
+                for optimizer in optimizers:
+                    copies[id(optimizer)].append(its.of_optimizer(optimizer))
+                for item in fresh:
+                    if isinstance(item, torch.amp.GradScaler):
+                        copies[id(item)].append(its.of_scaler(item))
+        for model in models:
+            move_original(model, self.devices[0], optimizers)
+        made: dict[int, _Pair] = {}
+        for item in (*models, *optimizers, *fresh):  # optimizers before their schedulers, whatever the order
+            if id(item) not in made:
+                made[id(item)] = self._install(item, copies[id(item)], made)
+        self._all.update((id(item), made[id(item)]) for item in fresh)
+        self.settle()
+        return [self._all[id(item)][0] for item in wanted]
+
+    def synchronize(self) -> None:
+        """Carries to the other replicas what was changed outside of them.
+
+        Raises:
+            ConfigurationError: a change that cannot be carried.
+        """
+        fully, self._touched = self._touched, False
+        try:
+            with self._opened():
+                for changes in self._changes:
+                    changes.spread(fully)
+            if fully:
+                for first, *others in self._scalers:
+                    for scaler in others:
+                        scaler.load_state_dict(first.state_dict())
+        except BaseException:
+            self._touched = fully
+            raise
+
+    def settle(self) -> None:
+        """What replicas have now is their own: no change to be carried."""
+        for changes in self._changes:
+            changes.record()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a run of the replicas."""
+        self.synchronize()
+        try:
+            yield
+        finally:
+            self.settle()
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Around what runs outside of replicas, in the middle of their run."""
+        self.settle()
+        yield
+        self.synchronize()
+
+    def touch(self) -> None:
+        """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
+        self._touched = True
+
+    def before_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
+        """Has ``callback`` called before each step, with the number of the replica and its optimizer.
+
+        Args:
+            optimizer: a proxy or an original.
+        """
+        for replica, own in enumerate(self._all[id(original(optimizer))][1]):
+            own.register_step_pre_hook(lambda own, args, kwargs, replica=replica: callback(replica, own))
+        self.settle()
+
+    def after_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
+        """As :meth:`before_step`, after each step."""
+        for replica, own in enumerate(self._all[id(original(optimizer))][1]):
+            own.register_step_post_hook(lambda own, args, kwargs, replica=replica: callback(replica, own))
+        self.settle()
+
+    # -- adding ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for its in self._copies:
+                stack.enter_context(its.opened())
+            yield
+
+    def _check(
+        self, fresh: Sequence[Any], models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        for model in models:
+            check_module(model)
+        coming = {id(parameter) for model in models for parameter in model.parameters()}
+        with self._opened():
+            for optimizer in optimizers:
+                check_optimizer(
+                    optimizer, lambda p: id(p) in coming or all(its.of(p) is not None for its in self._copies[:1])
+                )
+        for item in fresh:
+            if isinstance(item, LRScheduler):
+                optimizer = original(item.optimizer)
+                if id(optimizer) not in self._all and not any(optimizer is one for one in optimizers):
+                    raise ConfigurationError(
+                        f"{type(item).__name__} moves the settings of an optimizer that is not prepared; prepare the "
+                        "optimizer with it or before it"
+                    )
+
+    def _install(self, item: Any, copies: list[Any], others: Mapping[int, _Pair]) -> _Pair:
+        """Makes the proxy of an original that has been copied.
+
+        Args:
+            others: made before it in the same call.
+        """
+        if isinstance(item, nn.Module):
+            for replica, model in enumerate(copies):
+                for part in (model, *model.children()):
+                    part.register_forward_pre_hook(OnlyReplica(replica, self.which), prepend=True)
+            self._changes.append(ModelChanges(copies, self._copies, self.devices[0]))
+            return mirrored(MirroredModule, copies, self), copies
+        if isinstance(item, torch.optim.Optimizer):
+            name = f"step() of {type(item).__name__} {self._num_optimizers}"
+            self._num_optimizers += 1
+            for replica, optimizer in enumerate(copies):
+                optimizer.register_step_pre_hook(functools.partial(self._before_step, name, replica))
+            self._changes.append(OptimizerChanges(copies, self._copies))
+            return mirrored(MirroredOptimizer, copies, self), copies
+        if isinstance(item, torch.amp.GradScaler):
+            self._scalers.append(copies)
+            return mirrored(MirroredScaler, copies, self, self._largest, self._own), copies
+        if isinstance(item, LRScheduler):
+            optimizer, _ = {**self._all, **others}[id(original(item.optimizer))]
+            copies = [item] * len(self.devices)
+            return mirrored(MirroredScheduler, copies, self, optimizer), copies
+        raise ConfigurationError(f"expected models, optimizers, schedulers and GradScalers, got {type(item).__name__}")
+
+    # -- inside of replicas ------------------------------------------------------------------------------------
+
+    def _before_step(self, name: str, replica: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Gives a replica's optimizer the settings that replica 0 has in this very step."""
+        here = self.which()
+        if here is None:
+            self.touch()
+            return
+        if here != replica:
+            raise foreign(f"stepped the {type(optimizer).__name__}", here, replica)
+        mine = [] if replica else [_snapshot(settings_of(group)) for group in optimizer.param_groups]
+        all_settings: list[Settings] = self._meet(name, mine, lambda offers: [offers[0]] * len(offers))
+        if replica:
+            for settings, group in zip(all_settings, optimizer.param_groups, strict=True):
+                self._copies[replica - 1].take_settings(settings, group)
+
+    def _largest(self, found: torch.Tensor) -> torch.Tensor:
+        def decide(offers: list[torch.Tensor]) -> list[torch.Tensor]:
+            largest = torch.stack([offer.to(offers[0].device) for offer in offers]).amax(0)
+            return [largest] * len(offers)
+
+        largest: torch.Tensor = self._meet("step() of a GradScaler", found, decide)
+        return largest
+
+    def _own(self, optimizer: Any) -> torch.optim.Optimizer:
+        copies = self._all.get(id(original(optimizer)))
+        replica = self.which()
+        own: torch.optim.Optimizer = original(optimizer) if copies is None else copies[1][replica or 0]
+        return own
+
+
+def mirror(
+    objects: Sequence[Any],
+    devices: Sequence[torch.device],
+    which: Callable[[], int | None],
+    *,
+    meet: Meet,
+    keep: Callable[[int, dict[int, Any]], None] = lambda replica, memo: None,
+) -> Mirrors:
+    """Makes :class:`Mirrors` of ``objects``."""
+    mirrors = Mirrors(devices, which, meet=meet, keep=keep)
+    mirrors.add(objects)
+    return mirrors
+
+
+def _snapshot(settings: Settings) -> Settings:
+    """As they are now: a scheduler may write to their tensors."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in settings.items()}

@@ -1,0 +1,105 @@
+"""The collectives of a replica, as between processes; the others get their turn while it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from stratagem.errors import CollectiveError
+from stratagem.strategy.replicas.crew import Crew
+from stratagem.strategy.replicas.local_group import LocalGroup
+from stratagem.worker.ring.communicator import Communicator, Position
+from stratagem.worker.ring.group import Tag
+from stratagem.worker.step_meter import StepMeter
+
+T = TypeVar("T")
+
+
+class ReplicaCommunicator(Communicator):
+    """A communicator for one replica of a crew, with a thread of its own.
+
+    A replica that waits for the result of :meth:`submit` must do so inside ``crew.waiting()``, or in
+    :meth:`WaitingMeter.exposed`; a collective called directly sees to that itself.
+
+    Args:
+        group: the replica's.
+    """
+
+    def __init__(self, group: LocalGroup) -> None:
+        super().__init__(group, _explain)
+        self._meeting, self._local = group.meeting, group.local
+        self._meeting.positions[self._local] = lambda: str(self.position)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        self._meeting.changed_queue(self._local, 1)
+        try:
+            future = super().submit(work)
+        except BaseException:
+            self._meeting.changed_queue(self._local, -1)
+            raise
+        future.add_done_callback(lambda _: self._meeting.changed_queue(self._local, -1))
+        return future
+
+    def restart(self, ordinal: int) -> None:
+        """Forgets an error; the next collective is the one after ``ordinal``."""
+        self._error = None
+        self.position = Position(ordinal, self.step, "started again after an error")
+
+    def _collective(self, what: str, run: Callable[[Tag], T]) -> T:
+        with self._meeting.crew.waiting():
+            return super()._collective(what, run)
+
+
+def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
+    """Makes the communicators of all replicas of a process work again after a step in which one replica failed.
+
+    What was still queued fails first. The replicas may have come to different points of that step, so that their
+    weights and optimizers may differ. Other workers have to do the same, or their next collective is an error.
+    """
+    for communicator in communicators:
+        communicator.submit(lambda: None).result()
+    communicators[0]._meeting.reopen()
+    ordinal = max(communicator.position.ordinal for communicator in communicators)
+    for communicator in communicators:
+        communicator.restart(ordinal)
+
+
+class WaitingMeter(StepMeter):
+    """What reducers of a crew's replicas measure with: while one waits, the others have their turn.
+
+    Only :meth:`exposed` works. Its time counts where all replicas wait: as long as one computes, communication is
+    hidden behind that.
+
+    Args:
+        meter: of the process.
+        crew: all its replicas share this meter.
+    """
+
+    def __init__(self, meter: StepMeter, crew: Crew) -> None:
+        # Not the constructor of StepMeter, which would make this one the active meter of the process.
+        self._meter = meter
+        self._crew = crew
+        self._counting = threading.Lock()
+        self._num_inside = 0
+        self._all_wait = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def exposed(self, waiting_on: str) -> Iterator[None]:
+        with self._crew.waiting():
+            with self._counting:
+                self._num_inside += 1
+                if self._num_inside == self._crew.size:
+                    self._all_wait.enter_context(self._meter.exposed(waiting_on))
+            try:
+                yield
+            finally:
+                with self._counting:
+                    self._num_inside -= 1
+                    self._all_wait.close()
+
+
+def _explain(error: CollectiveError, position: Position) -> CollectiveError:
+    return CollectiveError(f"aborted at {position}: {error}", error.rank)

@@ -1,0 +1,344 @@
+"""A tensor with a value on every replica, and a rule for how the replicas change it and read it together."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError, VariableError
+from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
+from stratagem.strategy.replicas.tensor_operators import TensorOperators
+from stratagem.strategy.values import PerReplica, ReduceOp
+from stratagem.worker.ring.communicator import Communicator
+
+
+class VariableAggregation(enum.Enum):
+    """How the values of several replicas become one."""
+
+    NONE = "none"
+    """They do not: an error where they would have to."""
+    SUM = "sum"
+    MEAN = "mean"
+    """Floating dtypes only."""
+    ONLY_FIRST_REPLICA = "only_first_replica"
+    """That of replica 0 counts: for step counters."""
+
+
+class VariableSynchronization(enum.Enum):
+    """When the values of several replicas become one."""
+
+    ON_WRITE = "on_write"
+    """All replicas have the same value at all times; what they assign is aggregated first."""
+    ON_READ = "on_read"
+    """Each replica has a value of its own; reading outside of replicas aggregates. For metrics and statistics."""
+
+
+_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
+
+_Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Variable(TensorOperators):
+    """A named tensor that belongs to the strategy in whose scope it is created; outside any scope, a plain one.
+
+    Inside ``strategy.run`` it is the value of the replica that asks; anywhere else, of all replicas together. It takes
+    part in arithmetic and in torch's functions like the tensor that :meth:`value` gives. In a job of several workers
+    every worker has to create the same variables in the same order, and reading an ON_READ variable outside of
+    replicas is collective.
+
+    Every replica starts with the initial value, that of the lead where workers differ: an ON_READ variable that starts
+    with 1 and is summed over two replicas reads 2.
+
+    Args:
+        initial_value: a tensor, number, array or nested list, or a function that makes one.
+        aggregation: how replicas' values become one.
+        synchronization: when they do.
+        name: for messages.
+        trainable: :meth:`value` needs gradients and stays the same ``nn.Parameter``, to be given to an optimizer.
+            (TensorFlow's default is True; here the parameters of models are trained, and a variable that says so.)
+
+    Raises:
+        ConfigurationError: arguments that do not go together, or created inside a step of several replicas.
+    """
+
+    def __init__(
+        self,
+        initial_value: Any,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
+        name: str = "Variable",
+        trainable: bool = False,
+    ) -> None:
+        context = get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
+            raise ConfigurationError(
+                f"variable {name!r} was created inside strategy.run, where it would be created once a replica; "
+                "create it in strategy.scope(), before the step"
+            )
+        initial = _as_tensor(initial_value() if callable(initial_value) else initial_value).clone()
+        if trainable and synchronization is VariableSynchronization.ON_READ:
+            raise ConfigurationError(f"variable {name!r}: an ON_READ variable cannot be trainable; choose one")
+        if trainable and not (initial.is_floating_point() or initial.is_complex()):
+            raise ConfigurationError(f"variable {name!r}: only floating values are trainable, got {initial.dtype}")
+        if aggregation is VariableAggregation.MEAN and not initial.is_floating_point():
+            raise ConfigurationError(f"variable {name!r}: expected a floating dtype with MEAN, got {initial.dtype}")
+        self.name = name
+        self.aggregation = aggregation
+        self.synchronization = synchronization
+        self.trainable = trainable
+        self._strategy = get_strategy()
+        self._devices = _local_devices(self._strategy)
+        communicator = getattr(self._strategy, "communicator", None)
+        self._workers = communicator if isinstance(communicator, Communicator) else None
+        initial = self._of_the_lead(initial)
+        self._tensors = [self._hold(initial.to(device, copy=True)) for device in self._places()]
+        _variables.setdefault(self._strategy, []).append(weakref.ref(self))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the value on one replica."""
+        return self._tensors[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self._tensors[0].dtype
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def value(self) -> torch.Tensor:
+        """The value here and now; later assignments do not change it, unless it is trainable. Do not write to it.
+
+        Raises:
+            ConfigurationError: an ON_READ variable without aggregation, read outside of replicas when it has several.
+        """
+        context = self._context()
+        if context is not None:
+            replica = self._local(context)
+            return self._tensors[self._index(replica)].to(self._devices[replica])
+        if self.synchronization is VariableSynchronization.ON_WRITE:
+            return self._tensors[0]
+        return self._aggregate(PerReplica(tuple(self._tensors)), "reading")
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The value as an array of its own."""
+        return np.array(self.value().detach().cpu().numpy())
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def assign(self, value: Any) -> Variable:
+        """Sets the value.
+
+        In a replica an ON_WRITE variable takes the aggregate of what all replicas give, so all of them have to call
+        it; an ON_READ variable is set on this replica alone. Outside of replicas every replica gets ``value``, or its
+        part of a :class:`PerReplica`; an ON_READ variable that is summed gets parts that add up to it.
+
+        Returns:
+            the variable.
+
+        Raises:
+            ConfigurationError: several replicas and no aggregation.
+            VariableError: ``value`` has another shape, or a dtype that does not go into the variable's.
+        """
+        return self._change(_replace, value)
+
+    def assign_add(self, value: Any) -> Variable:
+        """Adds to the value; as :meth:`assign`, but ON_READ variables that are summed refuse it outside of replicas."""
+        return self._change(torch.add, value)
+
+    def assign_sub(self, value: Any) -> Variable:
+        """Subtracts from the value; see :meth:`assign_add`."""
+        return self._change(torch.sub, value)
+
+    def _change(self, change: _Change, value: Any) -> Variable:
+        context = self._context()
+        if context is None:
+            self._refuse_foreign_replica()
+            self._change_outside(change, value)
+        elif self.synchronization is VariableSynchronization.ON_READ or context.num_replicas_in_sync == 1:
+            self._write(self._index(self._local(context)), change, self._fit(value))
+        else:
+            fitting = self._fit(value)
+            self._check_aggregation("an assignment in a step")
+            context.merge_call(self._merging(change), args=(fitting,))
+        return self
+
+    def _merging(self, change: _Change) -> Callable[[Strategy, PerReplica[torch.Tensor]], None]:
+        def merge(strategy: Strategy, values: PerReplica[torch.Tensor]) -> None:
+            self._write_all(change, self._aggregate(values, "an assignment in a step"))
+
+        merge.__qualname__ = f"assignment to {self.name!r}"  # what is said when replicas do not meet
+        return merge
+
+    def _change_outside(self, change: _Change, value: Any) -> None:
+        if isinstance(value, PerReplica):
+            self._deal_out(change, value)
+            return
+        fitting = self._fit(value)
+        num_replicas = self._strategy.num_replicas_in_sync
+        on_read = self.synchronization is VariableSynchronization.ON_READ
+        if not on_read or self.aggregation is not VariableAggregation.SUM or num_replicas == 1:
+            self._write_all(change, fitting)
+        elif change is not _replace:
+            raise ConfigurationError(
+                f"variable {self.name!r} is the sum of what {num_replicas} replicas hold; outside of strategy.run it "
+                "can be set with assign, but not added to"
+            )
+        elif self.dtype.is_floating_point:
+            self._write_all(change, fitting / num_replicas)
+        else:
+            self._write_all(change, torch.zeros_like(fitting))
+            if self._workers is None or self._workers.rank == 0:
+                self._write(0, change, fitting)
+
+    def _deal_out(self, change: _Change, value: PerReplica[Any]) -> None:
+        parts = tuple(self._fit(part) for part in value.values)
+        if len(parts) != len(self._devices):
+            raise VariableError(
+                f"variable {self.name!r} has {len(self._devices)} local replicas, and was assigned a value for each of "
+                f"{len(parts)}"
+            )
+        if self.synchronization is VariableSynchronization.ON_READ:
+            for index, part in enumerate(parts):
+                self._write(index, change, part)
+        else:
+            self._write_all(change, self._aggregate(PerReplica(parts), "an assignment of one value a replica"))
+
+    def _write_all(self, change: _Change, value: torch.Tensor) -> None:
+        for index in range(len(self._tensors)):
+            self._write(index, change, value)
+
+    @torch.no_grad()
+    def _write(self, index: int, change: _Change, value: torch.Tensor) -> None:
+        old = self._tensors[index]
+        new = change(old.detach(), value.to(old.device)).to(old.dtype)
+        if self.trainable:
+            old.copy_(new)
+        else:
+            self._tensors[index] = new
+
+    # -- replicas ----------------------------------------------------------------------------------------------
+
+    def _context(self) -> ReplicaContext | None:
+        """The replica that asks; None: all of them together."""
+        context = get_replica_context()
+        return context if context is not None and context.strategy is self._strategy else None
+
+    def _local(self, context: ReplicaContext) -> int:
+        return context.replica_id_in_sync_group % len(self._devices)
+
+    def _index(self, replica: int) -> int:
+        """Which tensor holds the value of a local replica."""
+        return replica if len(self._tensors) > 1 else 0
+
+    def _places(self) -> tuple[torch.device, ...]:
+        central = getattr(self._strategy, "parameter_device", None)
+        if central is not None and self.synchronization is VariableSynchronization.ON_WRITE:
+            return (central,)  # one copy for all replicas
+        return self._devices
+
+    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        return nn.Parameter(tensor) if self.trainable else tensor
+
+    def _aggregate(self, values: PerReplica[torch.Tensor], doing: str) -> torch.Tensor:
+        if self._strategy.num_replicas_in_sync == 1:
+            return values.values[0]
+        self._check_aggregation(doing)
+        if self.aggregation in _OPS:
+            return self._strategy.reduce(_OPS[self.aggregation], values).to(self.dtype)
+        return self._of_the_lead(values.values[0])
+
+    def _of_the_lead(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The lead's ``tensor``, on every worker."""
+        return tensor if self._workers is None else self._workers.broadcast(tensor.detach().clone())
+
+    def _check_aggregation(self, doing: str) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ConfigurationError(
+                f"{doing} makes one value of those of {self._strategy.num_replicas_in_sync} replicas, but variable "
+                f"{self.name!r} was created without aggregation; create it with aggregation="
+                "sg.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+
+    def _refuse_foreign_replica(self) -> None:
+        context = get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
+            raise ConfigurationError(
+                f"variable {self.name!r} was created outside the scope of {type(context.strategy).__name__}, so its "
+                f"{context.num_replicas_in_sync} replicas cannot change it together; create it in strategy.scope()"
+            )
+
+    def _fit(self, value: Any) -> torch.Tensor:
+        tensor = _as_tensor(value)
+        if tensor.shape != self.shape or not torch.can_cast(tensor.dtype, self.dtype):
+            raise VariableError(
+                f"variable {self.name!r} is {list(self.shape)} {self.dtype}, and was assigned {list(tensor.shape)} "
+                f"{tensor.dtype}"
+            )
+        return tensor.to(self.dtype)
+
+    # -- copies ------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._tensors = [copy.deepcopy(tensor, memo) for tensor in self._tensors]
+        _variables.setdefault(self._strategy, []).append(weakref.ref(twin))
+        return twin
+
+    def __copy__(self) -> Variable:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        value = self.value().detach()
+        return type(self), (value, self.aggregation, self.synchronization, self.name, self.trainable)
+
+    def __repr__(self) -> str:
+        return f"<Variable {self.name!r} {list(self.shape)} {self.dtype} of {len(self._devices)} local replicas>"
+
+
+_variables: weakref.WeakKeyDictionary[Strategy, list[weakref.ref[Variable]]] = weakref.WeakKeyDictionary()
+
+
+def variables_of(strategy: Strategy) -> list[Variable]:
+    """The variables that were created in the scope of a strategy and still exist, in the order of creation."""
+    found = [reference() for reference in _variables.get(strategy, ())]
+    return [variable for variable in found if variable is not None]
+
+
+def keep_variables(strategy: Strategy, replica: int, memo: dict[int, Any]) -> None:
+    """Makes deep copies of models and optimizers for a local replica use the variables' values there.
+
+    Args:
+        strategy: whose variables.
+        replica: the local replica that the copies are for.
+        memo: what ``copy.deepcopy`` is about to be given.
+    """
+    for variable in variables_of(strategy):
+        memo[id(variable)] = variable
+        memo[id(variable._tensors[0])] = variable._tensors[variable._index(replica)]
+
+
+def _replace(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return value.clone()
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, Variable):
+        value = value.value()
+    return torch.as_tensor(value).detach()
+
+
+def _local_devices(strategy: Strategy) -> tuple[torch.device, ...]:
+    several = getattr(strategy, "local_devices", None)  # a strategy of one replica says only where that is
+    return tuple(several) if several else (getattr(strategy, "device", torch.device("cpu")),)

@@ -1,0 +1,114 @@
+"""What workers and replicas get of a source: workers are threads, values are lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from stratagem.data.distribute import distribute
+from stratagem.data.options import DistributeOptions
+from stratagem.data.placement import Listener, Placement, StepShare
+from stratagem.data.split_dataset import SplitDataset
+from stratagem.strategy.values import local_values
+from stratagem.worker.ring.communicator import Communicator
+from tests.unit.ring.thread_group import run_ranks
+
+Steps = list[list[list[int]]]
+"""For each step and local replica: its examples."""
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset[int]):
+    """0, 1, 2, …"""
+
+    def __init__(self, num_examples: int) -> None:
+        self.num_examples = num_examples
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """0, 1, 2, … with no numbers to ask for."""
+
+    def __init__(self, num_examples: int) -> None:
+        self.num_examples = num_examples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num_examples))
+
+
+class Shares(Listener):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.begun: list[StepShare] = []
+        self.events: list[str] = []
+
+    def start_epoch(self, epoch: int) -> None:
+        self.events.append(f"start {epoch}")
+
+    def begin(self, share: StepShare, batch: Any) -> None:
+        self.begun.append(share)
+        self.events.append(f"begin {share.step}")
+
+    def done(self, share: StepShare) -> None:
+        self.events.append(f"done {share.step}")
+
+    def end_epoch(self, complete: bool) -> None:
+        self.events.append("complete" if complete else "left")
+
+
+def batches(num_examples: int, size: int) -> list[torch.Tensor]:
+    """Global batches of 0, 1, 2, …"""
+    return list(torch.arange(num_examples).split(size))
+
+
+def values(item: Any) -> list[list[int]]:
+    """The examples of each local replica in one item."""
+    return [(batch[0] if isinstance(batch, list | tuple) else batch).tolist() for batch in local_values(item)]
+
+
+def steps_of(dataset: SplitDataset) -> Steps:
+    """One epoch."""
+    return [values(item) for item in dataset]
+
+
+def on_workers(
+    num_workers: int,
+    work: Callable[[Placement], Any],
+    replicas: int = 1,
+    seed: int = 0,
+) -> list[Any]:
+    """Runs ``work`` on each worker, told where it stands."""
+
+    def run(communicator: Communicator) -> Any:
+        return work(Placement((CPU,) * replicas, num_workers, communicator.rank, communicator, lambda plan: seed))
+
+    if num_workers == 1:
+        return [work(Placement((CPU,) * replicas, seed=lambda plan: seed))]
+    return run_ranks(num_workers, run)
+
+
+def epoch(
+    make_source: Callable[[], Any],
+    num_workers: int = 1,
+    replicas: int = 1,
+    options: DistributeOptions | None = None,
+    batch_size: int | None = None,
+) -> list[Steps]:
+    """What each worker gets in one epoch."""
+
+    def work(placement: Placement) -> Steps:
+        return steps_of(distribute(make_source(), placement=placement, options=options, batch_size=batch_size))
+
+    return on_workers(num_workers, work, replicas)

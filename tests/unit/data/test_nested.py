@@ -1,0 +1,123 @@
+"""Batches of any form: counted, cut, emptied, moved."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from stratagem.data.distribute import distribute
+from stratagem.data.form import decode, empty_of, encode, fingerprint, form_of
+from stratagem.data.nested import empty_like, num_examples, part_of, tensors, to_device
+from stratagem.data.placement import Placement
+from stratagem.errors import ConfigurationError
+from tests.unit.data.reading import CPU
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    names: list[str]
+    rate: float
+    size: tuple[int, int] = (28, 28)
+
+
+def batch() -> dict[str, Any]:
+    x = torch.arange(8).view(4, 2)
+    return {
+        "point": Point(x, [x + 1, np.arange(4.0)]),
+        "record": Record(x.float(), ["a", "b", "c", "d"], 0.5),
+        "tuple": (x, None, "all"),
+        "scalar": torch.tensor(3),
+        "ids": ["p", "q", "r", "s"],
+    }
+
+
+def test_a_part_keeps_the_form() -> None:
+    assert num_examples(batch()) == 4
+    part = part_of(batch(), 1, 3)
+    assert part["point"].x.tolist() == [[2, 3], [4, 5]]
+    assert isinstance(part["point"], Point) and part["point"].y[1].tolist() == [1.0, 2.0]
+    assert part["record"].names == ["b", "c"] and part["record"].rate == 0.5 and part["record"].size == (28, 28)
+    assert part["tuple"][1:] == (None, "all") and part["scalar"].item() == 3 and part["ids"] == ["q", "r"]
+
+
+def test_an_empty_one_keeps_the_form() -> None:
+    for empty in (empty_like(batch()), part_of(batch(), 4, 4)):
+        assert [list(tensor.shape) for tensor in tensors(empty)] == [[0, 2], [0, 2], [0, 2], [0, 2], []]
+        assert empty["point"].y[1].shape == (0,) and empty["ids"] == [] and empty["record"].names == []
+        assert empty["tuple"][2] == "all"
+
+
+def test_replicas_get_parts_of_nested_batches() -> None:
+    (item,) = distribute([batch()], placement=Placement((CPU,) * 3))
+    assert [part["ids"] for part in item.values] == [["p", "q"], ["r", "s"], []]
+    assert item.values[2]["record"].x.shape == (0, 2)
+
+
+def test_mappings_keep_their_type() -> None:
+    class Kind(collections.UserDict[str, torch.Tensor]):
+        pass
+
+    ordered = collections.OrderedDict(b=torch.arange(3), a=torch.arange(3))
+    default = collections.defaultdict(lambda: torch.zeros(1), x=torch.arange(3))
+    for kind in (ordered, default, Kind(x=torch.arange(3))):
+        part = part_of(kind, 0, 2)
+        assert type(part) is type(kind) and list(part) == list(kind)
+        assert all(len(value) == 2 for value in part.values()) and all(len(value) == 3 for value in kind.values())
+
+
+def test_plain_values_alone_are_examples() -> None:
+    assert num_examples([1, 2, 3]) == 3 and part_of([1, 2, 3], 1, 3) == [2, 3]
+    assert part_of((1, 2, 3), 0, 1) == (1,) and empty_like(["a"]) == []
+    assert part_of({"text": ["a", "b"], "language": "en"}, 1, 2) == {"text": ["b"], "language": "en"}
+
+
+def test_a_tuple_beside_tensors_is_no_list_of_examples() -> None:
+    assert part_of({"x": torch.arange(2), "size": (28, 28)}, 0, 1)["size"] == (28, 28)
+
+
+def test_batches_that_say_no_number_of_examples() -> None:
+    with pytest.raises(ConfigurationError, match=r"one first dimension.*\[3\], \[2, 5\]"):
+        num_examples({"x": torch.zeros(3), "y": torch.zeros(2, 5)})
+    for opaque in (object(), 3, torch.tensor(1.0), {"x": None}):
+        with pytest.raises(ConfigurationError, match="first dimension"):
+            num_examples(opaque)
+
+
+def test_objects_that_move_themselves() -> None:
+    packed = pack_sequence([torch.arange(3), torch.arange(2)])
+    with pytest.raises(ConfigurationError, match="PackedSequence"):
+        part_of([packed, torch.arange(2)], 0, 1)
+    moved = to_device([packed, torch.arange(2)], torch.device("meta"))
+    assert isinstance(moved[0], PackedSequence) and moved[0].data.is_meta and moved[1].is_meta
+    assert to_device(batch(), torch.device("meta"))["record"].x.is_meta
+
+
+def test_the_form_travels() -> None:
+    empty = empty_of(decode(encode(form_of(batch()))))
+    assert [list(tensor.shape) for tensor in tensors(empty)][:2] == [[0, 2], [0, 2]]
+    assert type(empty["point"]).__name__ == "Point" and empty["point"].y[1].dtype == np.float64
+    assert empty["record"].x.shape == (0, 2) and empty["record"].size == () and empty["record"].rate == 0.5
+    assert empty["scalar"].item() == 3 and empty["tuple"][1:] == (None, "all")
+    with pytest.raises(ConfigurationError, match="keys"):
+        form_of({(1, 2): torch.arange(2)})
+
+
+def test_fingerprints_differ_with_values_and_forms() -> None:
+    same = fingerprint(batch())
+    assert fingerprint(batch()) == same
+    others = [batch() for _ in range(4)]
+    others[0]["scalar"] += 1
+    others[1]["ids"][3] = "x"
+    others[2]["record"].x[3, 1] = 9
+    others[3]["point"].y[1][0] = 7
+    assert same not in [fingerprint(other) for other in others]
+    assert fingerprint(torch.zeros(2, dtype=torch.bfloat16)) != fingerprint(torch.zeros(2))

@@ -1,0 +1,63 @@
+"""The least strategy that has several local replicas: what variables are tested with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
+from stratagem.strategy.replicas.crew import Crew
+from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
+from stratagem.strategy.values import PerReplica, ReduceOp, local_values
+from stratagem.worker.ring.communicator import Communicator
+
+
+class CrewStrategy(Strategy):
+    """Runs a step on a crew of CPU replicas; with a communicator, on those of other workers too.
+
+    Args:
+        num_local: replicas in this process.
+        communicator: to the other workers.
+    """
+
+    def __init__(self, num_local: int, communicator: Communicator | None = None) -> None:
+        self.local_devices = (torch.device("cpu"),) * num_local
+        self.communicator = communicator
+        self.crew = Crew(self.local_devices)
+        self.num_reduced = 0
+        self._ops = ReductionToOneDevice()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return len(self.local_devices) * (1 if self.communicator is None else self.communicator.size)
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        def step(replica: int) -> Any:
+            with ReplicaContext(self, self.crew, replica, self._ops, self.communicator).entered():
+                return fn(*args, **(kwargs or {}))
+
+        work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]
+        return PerReplica(tuple(self.crew.run(work)))
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> torch.Tensor:
+        self.num_reduced += 1
+        total = super().reduce(ReduceOp.SUM, value, axis)
+        if self.communicator is not None:
+            total = self.communicator.all_reduce(total)
+        return total / self.num_replicas_in_sync if op is ReduceOp.MEAN else total
+
+
+def replica_id() -> int:
+    """Of the calling replica, in the sync group."""
+    context = get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+def values_of(result: Any) -> list[float]:
+    """The numbers that the local replicas returned."""
+    return [float(value) for value in local_values(result)]

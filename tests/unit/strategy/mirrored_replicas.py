@@ -1,0 +1,79 @@
+"""Replicas with mirrored objects: a crew, and as much of a strategy as mirrors need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from stratagem.strategy.replicas.crew import Crew, current_replica
+from stratagem.strategy.replicas.mirrors import Mirrors
+
+T = TypeVar("T")
+
+INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = INPUTS.sum(1, keepdim=True)
+
+
+class Replicas:
+    """Two replicas on the CPU, unless other devices are given."""
+
+    def __init__(self, devices: Sequence[str] = ("cpu:0", "cpu:1")) -> None:
+        self.crew = Crew([torch.device(device) for device in devices])
+        self.mirrors = Mirrors(self.crew.devices, current_replica, meet=self.crew.meet)
+
+    def prepare(self, *objects: Any) -> Any:
+        """The prepared object, or all of them."""
+        proxies = self.mirrors.add(objects)
+        return proxies[0] if len(proxies) == 1 else tuple(proxies)
+
+    def run(self, step: Callable[[int], T]) -> list[T]:
+        """Calls ``step`` in each replica, with its number."""
+        with self.mirrors.running():
+            return self.crew.run([functools.partial(step, replica) for replica in range(self.crew.size)])
+
+    def copies(self, proxy: Any) -> tuple[Any, ...]:
+        """What a proxy stands for on each replica."""
+        index = self.mirrors.proxies.index(proxy)
+        return tuple(objects[index] for objects in self.mirrors.replicas)
+
+    def average_gradients(self, model: torch.nn.Module) -> None:
+        """In a step, after backward: every replica gets the mean of all replicas' gradients."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad = self.crew.meet(f"gradient of {name}", parameter.grad, _averages)
+
+
+def _averages(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    mean = torch.stack([gradient.cpu() for gradient in gradients]).mean(0)
+    return [mean.to(gradient.device, copy=True) for gradient in gradients]
+
+
+def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two models have the same parameters, bit for bit, in memory of their own."""
+    pairs = list(zip(one.parameters(), other.parameters(), strict=True))
+    assert all(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs)
+    return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in pairs)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss_of(model: Any, part: slice = slice(None)) -> torch.Tensor:
+    loss: torch.Tensor = nn.functional.mse_loss(model(INPUTS[part]), TARGETS[part])
+    return loss
+
+
+def train_step(replicas: Replicas, model: Any, optimizer: Any, replica: int) -> float:
+    """A step on this replica's half of the batch."""
+    optimizer.zero_grad()
+    loss_of(model, slice(4 * replica, 4 * replica + 4)).backward()
+    replicas.average_gradients(model)
+    rate = float(optimizer.param_groups[0]["lr"])
+    optimizer.step()
+    return rate

@@ -1,0 +1,162 @@
+"""What cannot be copied, and what belongs to another replica, is refused by name."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from stratagem.errors import ConfigurationError
+from tests.unit.strategy.mirrored_replicas import Replicas, equal
+
+INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    made = Replicas()
+    yield made
+    made.crew.close()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("cache",)
+
+
+def _with(name: str, value: Callable[[nn.Sequential], object]) -> nn.Module:
+    model = net()
+    setattr(model[1], name, value(model))
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0\.weight of Sequential has no shape yet; call the model once"),
+    "slots": (lambda: nn.Sequential(Slotted(4, 4)), "Slotted keeps cache in __slots__"),
+    "a result": (
+        lambda: _with("norm", lambda model: next(model.parameters()).norm()),
+        r"1\.norm of Sequential is the result of a computation",
+    ),
+    "a lock": (lambda: _with("lock", lambda _: threading.Lock()), r"1\.lock of Sequential cannot be copied.*pickle"),
+    "a result in a list": (
+        lambda: _with("kept", lambda model: [next(model.parameters()) * 2]),
+        r"1\.kept of Sequential cannot be copied",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(("build", "message"), MODELS.values(), ids=MODELS)
+def test_models_that_cannot_be_copied(replicas: Replicas, build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        replicas.prepare(build())
+    assert replicas.mirrors.proxies == []
+
+
+def test_a_second_attempt(replicas: Replicas) -> None:
+    own: Any = net()
+    own[1].lock = threading.Lock()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"1\.lock"):
+            replicas.prepare(own)
+    own[1].lock = None
+    model = replicas.prepare(own)
+    assert equal(*replicas.copies(model)) and replicas.mirrors.proxies == [own]
+    replicas.run(lambda _: model(INPUTS))
+
+
+def test_optimizers_of_other_tensors(replicas: Replicas) -> None:
+    for parameters in (net().parameters(), [torch.zeros(2, requires_grad=True)]):
+        with pytest.raises(
+            ConfigurationError, match=r"group 0 of SGD has a tensor of \[.*\] that no prepared model has"
+        ):
+            replicas.prepare(net(), torch.optim.SGD(parameters, 0.1))
+
+
+def test_an_optimizer_with_a_step_of_its_own(replicas: Replicas) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = optimizer.step
+    optimizer.step = lambda *args: step(*args)  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError, match="SGD has a step of its own as an attribute"):
+        replicas.prepare(model, optimizer)
+
+
+def test_a_scheduler_of_another_optimizer(replicas: Replicas) -> None:
+    scheduler = lr_scheduler.StepLR(torch.optim.SGD(net().parameters(), 0.1), 1)
+    with pytest.raises(ConfigurationError, match="StepLR moves the settings of an optimizer that is not prepared"):
+        replicas.prepare(net(), scheduler)
+
+
+def test_what_is_neither(replicas: Replicas) -> None:
+    with pytest.raises(ConfigurationError, match="expected models, optimizers, schedulers and GradScalers, got int"):
+        replicas.prepare(3)
+
+
+def test_compiling_a_prepared_model(replicas: Replicas) -> None:
+    with pytest.raises(ConfigurationError, match="a prepared model cannot be compiled"):
+        replicas.prepare(net()).compile()
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "the model": lambda model: model(INPUTS),
+    "a layer": lambda model: model[0](INPUTS),
+    "a block": lambda model: model[1](INPUTS),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_the_original_model_in_another_replica(replicas: Replicas, use: Callable[[Any], object]) -> None:
+    own = net()
+    model = replicas.prepare(own)
+    replicas.run(lambda replica: replica or use(own))  # it is replica 0's
+    use(own)
+    with pytest.raises(ConfigurationError, match=r"replica 1 called \w+ of replica 0: .* given to strategy.prepare"):
+        replicas.run(lambda _: use(own))
+    replicas.run(lambda _: use(model))
+    with pytest.raises(ConfigurationError, match=r"replica 0 called .* of replica 1"):
+        replicas.run(lambda replica: replica or use(replicas.copies(model)[1]))
+
+
+def test_the_original_optimizer_in_another_replica(replicas: Replicas) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replicas.prepare(model, optimizer)
+    with pytest.raises(ConfigurationError, match="replica 1 stepped the SGD of replica 0"):
+        replicas.run(lambda replica: replica and optimizer.step())
+
+
+def test_weight_norm_works_in_both_kinds(replicas: Replicas) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = nn.utils.weight_norm(nn.Linear(4, 4))
+    old(INPUTS)
+    assert not old.weight.is_leaf
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    spectral = nn.utils.spectral_norm(nn.Linear(4, 4))
+    spectral(INPUTS)
+    own = nn.Sequential(old, new, spectral)
+    model, optimizer = replicas.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+    model.eval()  # spectral_norm's power iteration is a statistic of each replica
+
+    def step(replica: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        output: torch.Tensor = model(INPUTS)
+        output.square().sum().backward()
+        optimizer.step()
+        return output.detach()
+
+    before = replicas.run(step)
+    after = replicas.run(step)
+    assert torch.equal(before[0], before[1]) and torch.equal(after[0], after[1])
+    assert not torch.equal(before[1], after[1]) and equal(*replicas.copies(model))
