@@ -12,12 +12,16 @@
     │   └── LimitError                a request over a limit; names the limit
     ├── StaleStoreError               the ps went back to a checkpoint; the sender must introduce itself again
     ├── FencedError                   this process life has been declared dead; it must end
+    ├── SecurityError                 a peer is not who it must be, or may not do what it asks
+    │   ├── IdentityError             no identity, a wrong token, another one's certificate, a refused TLS handshake
+    │   └── ForbiddenError            known, but its role may not do this
     ├── PeerUnavailableError          a peer did not answer in time; names the peer
     ├── CollectiveError               a collective was aborted; names the peer and where everybody was
     ├── SegmentError                  memory shared by processes of one host cannot be had; says how much and why
     ├── ClusterTimeoutError           the cluster did not come up in time; names who is missing
     ├── JobStoppedError               the chief ended the job; carries the exit code
-    └── CheckpointError               a checkpoint cannot be written or read
+    ├── CheckpointError               a checkpoint cannot be written or read
+    └── ExportError                   a model cannot be exported, or what was exported cannot be loaded
 
 A message says what was expected, what came, and what to do next.
 """
@@ -97,6 +101,24 @@ class FencedError(StratagemError):
     reason = "FENCED"
 
 
+class SecurityError(StratagemError):
+    """A peer is not who it must be, or may not do what it asks."""
+
+    reason = "SECURITY"
+
+
+class IdentityError(SecurityError):
+    """Somebody did not prove who it is, or is somebody else."""
+
+    reason = "IDENTITY"
+
+
+class ForbiddenError(SecurityError):
+    """The caller is known, and its role may not do this."""
+
+    reason = "FORBIDDEN"
+
+
 class PeerUnavailableError(StratagemError):
     """A peer did not answer in time."""
 
@@ -158,3 +180,9 @@ class CheckpointError(StratagemError):
     """A checkpoint cannot be written or read."""
 
     reason = "CHECKPOINT"
+
+
+class ExportError(StratagemError):
+    """A model cannot be exported, or what was exported cannot be loaded; says why, and what is there instead."""
+
+    reason = "EXPORT"

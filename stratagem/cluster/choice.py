@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ClusterSpecError, ConfigurationError
 
-StrategyName = Literal["one", "ring", "ps"]
-STRATEGIES = ("auto", "one", "ring", "ps")
+StrategyName = Literal["one", "mirrored", "central", "ring", "ps"]
+STRATEGIES = ("auto", "one", "mirrored", "central", "ring", "ps")
+ONE_PROCESS: Mapping[str, StrategyName] = {"one": "one", "mirrored": "mirrored", "central": "central"}
+"""Strategies that need no cluster."""
+
+_CLASSES = {"one": "OneDeviceStrategy", "mirrored": "MirroredStrategy", "central": "CentralStorageStrategy"}
 
 
-def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
-    """The strategy to use for ``name`` (``"auto"``: what the cluster asks for).
+def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int = 1) -> StrategyName:
+    """The strategy to use for ``name`` (``"auto"``: what the cluster, or this host, asks for).
 
     Args:
-        name: ``"auto"``, ``"one"`` (OneDeviceStrategy), ``"ring"`` (MultiWorkerMirroredStrategy) or ``"ps"``
-            (ParameterServerStrategy).
+        name: ``"auto"``, ``"one"`` (OneDeviceStrategy), ``"mirrored"`` (MirroredStrategy), ``"central"``
+            (CentralStorageStrategy), ``"ring"`` (MultiWorkerMirroredStrategy) or ``"ps"`` (ParameterServerStrategy).
         num_workers: workers in the cluster; 1 without a cluster.
         num_ps: parameter servers in the cluster.
+        num_devices: accelerators of this host, or devices that were asked for.
 
     Raises:
         ConfigurationError: unknown name.
@@ -27,7 +33,7 @@ def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
     if name not in STRATEGIES:
         raise ConfigurationError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
     if name == "auto":
-        name = "ps" if num_ps else "ring" if num_workers > 1 else "one"
+        name = "ps" if num_ps else "ring" if num_workers > 1 else "mirrored" if num_devices > 1 else "one"
     if name == "ps":
         if num_ps < 1 or num_workers < 1:
             raise ClusterSpecError(
@@ -44,12 +50,12 @@ def choose_strategy(name: str, num_workers: int, num_ps: int) -> StrategyName:
         return "ring"
     if num_ps:
         raise ClusterSpecError(
-            f"OneDeviceStrategy trains in one process, but the cluster has {num_ps} ps; "
+            f"{_CLASSES[name]} trains in one process, but the cluster has {num_ps} ps; "
             "choose the strategy 'ps' or leave the ps out"
         )
     if num_workers > 1:
         raise ClusterSpecError(
-            f"OneDeviceStrategy trains in one process, but the cluster has {num_workers} workers; "
+            f"{_CLASSES[name]} trains in one process, but the cluster has {num_workers} workers; "
             "choose the strategy 'ring', add parameter servers (`--ps 1`) or use one worker"
         )
-    return "one"
+    return ONE_PROCESS[name]

@@ -24,7 +24,11 @@ class RoleConfig(pydantic.BaseModel):
     chief: str = ""
     """host:port of the chief. Empty only for the chief itself."""
     insecure: bool = False
-    """Listen and connect beyond loopback without TLS."""
+    """Listen beyond loopback without TLS, send the token in the clear, and let NCCL pass by TLS."""
+    tls: str = ""
+    """Folder with ca.crt and this task's certificate and key (`stratagem certs` makes them); empty: no TLS."""
+    token_file: str = ""
+    """File with a token that every task of the job shows its peers; empty: none."""
     num_threads: int = pydantic.Field(default=1, ge=1)
     """Intra-op threads of torch; 1 because several processes usually share a machine."""
     log_format: Literal["text", "json"] = "text"
@@ -37,7 +41,32 @@ class RoleConfig(pydantic.BaseModel):
     """Seconds to wait for the whole cluster to come up."""
 
 
-class ChiefConfig(RoleConfig):
+class ServerConfig(RoleConfig):
+    """A role that others call: what it refuses to exceed."""
+
+    max_connections: int = pydantic.Field(default=4096, ge=1)
+    """gRPC connections at once; a further one is closed. A worker has up to three."""
+    max_calls: int = pydantic.Field(default=2048, ge=1)
+    """Calls at once, a stream is one; in a worker and a ps each has a thread. A worker has two or three at a chief or
+    a ps, and one at the worker of rank 0 while a ring forms."""
+    max_calls_per_peer: int = pydantic.Field(default=64, ge=1)
+    """Calls at once of one peer: of one certificate's owner, without TLS of one connection. A worker has fewer than
+    ten."""
+    max_ids_per_request: int = pydantic.Field(default=1 << 20, ge=1)
+    """Entries of all lists of one request: units, variables, groups."""
+    checkpoint_roots: str = ""
+    """Folders, with ":" between them, in which a request may name a place for a checkpoint; checkpoint_dir is one
+    without being named. Chief and ps need the same. A worker tells the chief that it starts itself."""
+
+
+class LaneConfig(ServerConfig):
+    """A role that opens lanes for others."""
+
+    max_lanes_per_peer: int = pydantic.Field(default=128, ge=1)
+    """Lanes of one task that are asked for and not open yet. A ring needs one for each stripe, and a few."""
+
+
+class ChiefConfig(ServerConfig):
     """The chief."""
 
     task: str = "chief:0"
@@ -66,18 +95,24 @@ class ChiefConfig(RoleConfig):
     """Seed of the permutations of the data."""
 
 
-class PsConfig(RoleConfig):
+class PsConfig(LaneConfig):
     """A parameter server."""
 
     checkpoint_dir: str = ""
     """Where a restarted ps looks for the newest complete checkpoint; empty: it starts without values."""
     max_variables: int = pydantic.Field(default=100_000, ge=1)
     """Largest number of shards held."""
-    max_store_bytes: int = pydantic.Field(default=1 << 40, ge=1)
-    """Largest size of variables and slots, in bytes."""
+    max_store_bytes: int = pydantic.Field(default=0, ge=0)
+    """Largest size of variables and slots, in bytes; 0: what this machine and its control group have free when the ps
+    starts."""
+    max_peer_bytes: int = pydantic.Field(default=0, ge=0)
+    """Bytes that one worker may have staged here, and as many that may wait for it unread; 0: 64 MiB and four times
+    what is held."""
+    max_peers: int = pydantic.Field(default=4096, ge=1)
+    """Process lives of workers that this ps remembers at once; a fence makes room."""
 
 
-class WorkerConfig(RoleConfig):
+class WorkerConfig(LaneConfig):
     """A worker: the connection its script makes."""
 
     frame_bytes: int = pydantic.Field(default=4 << 20, ge=1 << 10)
@@ -85,6 +120,9 @@ class WorkerConfig(RoleConfig):
     1 MiB, 0.42 at 4 MiB; larger ones gain little and leave less to overlap."""
     strategy: str = "auto"
     """Strategy that ``strategy_from_environment`` builds."""
+    devices: str = ""
+    """Devices of the replicas of this process, for example "cuda:0,cuda:1" or (logical ones) "cpu:0,cpu:1"; empty: its
+    part of the GPUs of the host, else one CPU."""
     transport: Transport = "auto"
     """Lane between workers. auto: nccl when all have CUDA, else shm inside a host and tcp between hosts."""
     wire_dtype: WireDType = "float32"
@@ -99,6 +137,8 @@ class WorkerConfig(RoleConfig):
     """Seconds a collective may stand still before the worker that holds it up is named."""
     compression: str = ""
     """Compression of gradients in a ring: bf16, fp16, int8, powersgd or topk; empty: none."""
+    max_inbox_bytes: int = pydantic.Field(default=4 << 30, ge=1 << 20)
+    """Bytes of frames in one lane that came before they were asked for."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
 

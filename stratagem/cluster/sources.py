@@ -23,7 +23,7 @@ ROLES: dict[str, type[RoleConfig]] = {
     "evaluator": EvaluatorConfig,
 }
 ENV_PREFIX = "STRATAGEM_"
-OTHER_VARIABLES = ("STRATAGEM_REPORT_FILE", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_")
+OTHER_VARIABLES = ("STRATAGEM_REPORT_FILE", "STRATAGEM_RESUME_FILE", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_")
 """Variables (or, with "_" at the end, beginnings of variables) with our prefix that are no field of a role: where a
 worker writes its report for the launcher, and what the benchmarks use."""
 

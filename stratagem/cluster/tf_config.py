@@ -12,6 +12,8 @@ from stratagem.errors import ClusterSpecError
 
 _KEYS = ("cluster", "task", "environment", "job", "rpc_layer")
 _TASK_KEYS = ("type", "index", "trial", "cloud")
+_MAX_DIGITS = 6
+"""Of an index, a rank or a port."""
 
 
 class Placement(NamedTuple):
@@ -36,6 +38,8 @@ def parse_tf_config(text: str) -> Placement | None:
             f'expected {{"cluster": {{"worker": ["host:port"]}}, "task": {{"type": "worker", "index": 0}}}}, '
             f"got {text[:200]!r}"
         ) from None
+    except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+        raise ClusterSpecError(f"TF_CONFIG cannot be read: {error}; got {text[:200]!r}") from None
     if not isinstance(config, dict):
         raise ClusterSpecError(f"expected TF_CONFIG to be a JSON object, got {text[:200]!r}")
     for key in config:
@@ -64,8 +68,8 @@ def _parse_task(task: object) -> TaskId:
             f"unknown task type {fields['type']!r} in TF_CONFIG; {nearest(str(fields['type']), TASK_TYPES)}"
         )
     index = fields.get("index", 0)
-    if isinstance(index, bool) or not str(index).isdecimal():
-        raise ClusterSpecError(f"expected a task index like 0 in TF_CONFIG, got {index!r}")
+    if isinstance(index, bool) or not str(index).isdecimal() or len(str(index)) > _MAX_DIGITS:
+        raise ClusterSpecError(f"expected a task index like 0 in TF_CONFIG, got {repr(index)[:20]}")
     return TaskId(fields["type"], int(index))
 
 
@@ -113,8 +117,10 @@ def parse_torchrun(environ: Mapping[str, str]) -> Placement | None:
         raise ClusterSpecError(f"RANK={environ['RANK']} is set, but not {', '.join(missing)}; set them or unset RANK")
     numbers = {name: environ[name].strip() for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     for name, value in numbers.items():
-        if not (value.isascii() and value.isdigit()):
-            raise ClusterSpecError(f"expected a whole number in {name}, got {environ[name]!r}")
+        if not (value.isascii() and value.isdigit() and len(value) <= _MAX_DIGITS):
+            raise ClusterSpecError(
+                f"expected a whole number of at most {_MAX_DIGITS} digits in {name}, got {environ[name][:20]!r}"
+            )
     rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
     if rank >= world_size:
         raise ClusterSpecError(f"expected RANK below WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world_size}")

@@ -11,6 +11,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
+MAX_DELTA_BYTES = 1 << 20
+"""What may be counted (loss, states of metrics) on one unit."""
+
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class Unit:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import grpc.aio
+
+from stratagem.cluster.identity import server_name
+from stratagem.rpc.binding import check_token_path
+from stratagem.rpc.declaring import (
+    AioStreamDeclaringInterceptor,
+    AioUnaryDeclaringInterceptor,
+    DeclaringInterceptor,
+)
+from stratagem.rpc.security import OPEN, Security, channel_credentials
 
 KEEPALIVE_TIME_MS = 2000
 KEEPALIVE_TIMEOUT_MS = 1000
@@ -35,11 +46,44 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
     ]
 
 
-def connect(address: str, *, max_message_bytes: int = -1) -> grpc.Channel:
-    """A channel of its own connection to ``host:port``."""
-    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+def connect(address: str, peer: str = "", security: Security = OPEN, *, max_message_bytes: int = -1) -> grpc.Channel:
+    """A channel of its own connection to ``host:port``.
+
+    Args:
+        address: host:port.
+        peer: task id of the server; with TLS nobody else is accepted there.
+        security: of this process.
+        max_message_bytes: largest message accepted; -1 for no limit.
+
+    Raises:
+        ConfigurationError: the certificates cannot be used, or the token would travel in the clear.
+    """
+    options = channel_options(max_message_bytes)
+    if security.tls is not None:
+        options.append(("grpc.ssl_target_name_override", server_name(peer)))
+        channel = grpc.secure_channel(address, channel_credentials(security.tls), options=options)
+    else:
+        if security.token is not None:
+            check_token_path(address, security.insecure)
+        channel = grpc.insecure_channel(address, options=options)
+    if security.token is not None:
+        channel = grpc.intercept_channel(channel, DeclaringInterceptor(security))
+    return channel
 
 
-def connect_aio(address: str, *, max_message_bytes: int = -1) -> grpc.aio.Channel:
+def connect_aio(
+    address: str, peer: str = "", security: Security = OPEN, *, max_message_bytes: int = -1
+) -> grpc.aio.Channel:
     """The same for ``grpc.aio``."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = channel_options(max_message_bytes)
+    declare: list[Any] = []
+    if security.token is not None:
+        declare = [AioUnaryDeclaringInterceptor(security), AioStreamDeclaringInterceptor(security)]
+    if security.tls is not None:
+        options.append(("grpc.ssl_target_name_override", server_name(peer)))
+        return grpc.aio.secure_channel(
+            address, channel_credentials(security.tls), options=options, interceptors=declare
+        )
+    if security.token is not None:
+        check_token_path(address, security.insecure)
+    return grpc.aio.insecure_channel(address, options=options, interceptors=declare)

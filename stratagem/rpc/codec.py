@@ -20,6 +20,10 @@ from stratagem.errors import FrameError
 from stratagem.rpc.generated import frame_pb2
 
 ALIGNMENT = 64
+MAX_HEADER_BYTES = 1024
+"""Bytes before the payload, at most: whoever keeps the payload keeps the whole message."""
+MAX_RANK = 32
+"""Dimensions of a frame, at most."""
 _OFFSET_FIELD_BYTES = 5  # tag and fixed32 of payload_offset
 _PADDING_TAG = b"\x42"  # field 8, length-delimited
 _PAYLOAD_TAG = b"\x7a"  # field 15, length-delimited
@@ -125,6 +129,8 @@ def decode_frame(message: bytes) -> Frame:
     (payload_offset,) = struct.unpack_from("<I", message, 1)
     num_bytes = len(message) - payload_offset
     tag_at = payload_offset - 1 - len(_varint(max(num_bytes, 0)))
+    if payload_offset > MAX_HEADER_BYTES:
+        raise FrameError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {payload_offset}")
     if (
         num_bytes < 0
         or tag_at < _OFFSET_FIELD_BYTES
@@ -137,15 +143,20 @@ def decode_frame(message: bytes) -> Frame:
         raise FrameError(f"the header of a frame cannot be parsed: {error}") from None
     dtype = from_wire_dtype(header.dtype)
     shape = tuple(header.shape)
+    if len(shape) > MAX_RANK or any(dim >> 63 for dim in shape):
+        raise FrameError(f"expected at most {MAX_RANK} dimensions below 2^63, got shape {list(shape)}")
     num_elements = 1
     for dim in shape:
         num_elements *= dim
     if num_elements * dtype.itemsize != num_bytes:
         raise FrameError(f"expected {num_elements} elements of {dtype} for shape {list(shape)}, got {num_bytes} bytes")
-    if num_elements:
-        tensor = torch.frombuffer(message, dtype=dtype, offset=payload_offset, count=num_elements).view(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
+    try:
+        if num_elements:
+            tensor = torch.frombuffer(message, dtype=dtype, offset=payload_offset, count=num_elements).view(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as error:  # an alignment or a shape that torch does not have
+        raise FrameError(f"no tensor of {dtype} and shape {list(shape)} at byte {payload_offset}: {error}") from None
     return Frame(header.kind, header.transfer, header.group, header.offset, tensor)
 
 

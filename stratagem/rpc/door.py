@@ -18,12 +18,19 @@ import threading
 import time
 from collections.abc import Hashable
 
-from stratagem.errors import PeerUnavailableError
+from stratagem.cluster.identity import server_name
+from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError
+from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.tcp_lane import tune
+from stratagem.rpc.tls_files import Stamp, identity_of
 
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
-"""Seconds a caller may take to show its token."""
+"""Seconds a visitor may take for the TLS handshake and its token, both together."""
+MAX_VISITORS = 64
+"""Visitors being looked at, each by a thread. When one more comes, the one that has taken longest is sent away: an
+honest visitor is done within milliseconds."""
+MAX_LANES_PER_PEER = 128
 _MAX_TOKENS = 4096
 
 
@@ -38,45 +45,62 @@ class Way:
     """Name in the abstract namespace, without its leading zero byte."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Guest:
+    """Somebody who is expected."""
+
+    who: Hashable
+    task: str
+
+
 class Door:
     """Listens for one server, on TCP and on an abstract Unix socket, as soon as somebody asks for it.
 
     Args:
         host: address to listen on with TCP.
-        tls: context of the server's side; None: in the clear. Unix sockets are never encrypted: the kernel tells who
-            is at the other end.
+        security: of this server: with certificates, TCP is encrypted. Unix sockets never are: the kernel tells who is
+            at the other end.
+        max_lanes_per_peer: how many lanes of one task may be expected, or have come and wait, at once.
     """
 
-    def __init__(self, host: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, host: str, security: Security = OPEN, max_lanes_per_peer: int = MAX_LANES_PER_PEER) -> None:
         self._host = host
-        self._tls = tls
+        self._security = security
+        self._max_lanes_per_peer = max_lanes_per_peer
         self._changed = threading.Condition()
-        self._tokens: dict[bytes, Hashable] = {}
-        self._arrived: dict[Hashable, socket.socket] = {}
+        self._tokens: dict[bytes, _Guest] = {}
+        self._arrived: dict[Hashable, tuple[str, socket.socket]] = {}
+        """Task and socket of those who have come in."""
+        self._visitors: dict[threading.Thread, socket.socket] = {}
+        """Those being looked at, the oldest first."""
+        self._context: tuple[Stamp, ssl.SSLContext | None] = (), None
         self._listeners: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
-    def expect(self, who: Hashable, family: socket.AddressFamily) -> Way:
+    def expect(self, who: Hashable, family: socket.AddressFamily, task: str = "") -> Way:
         """Lets ``who`` in once.
 
         Args:
             who: identity of the visitor and its purpose; :meth:`wait` is asked for the same.
             family: ``AF_INET`` or ``AF_UNIX``.
+            task: task id of the visitor; over TLS its certificate has to say so too.
 
         Raises:
-            PeerUnavailableError: the door is closed, or too many are expected.
+            PeerUnavailableError: the door is closed.
+            LimitError: too many are expected; names the limit.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._changed:
-            if self._closed.is_set() or len(self._tokens) >= _MAX_TOKENS:
+            if self._closed.is_set():
                 raise PeerUnavailableError("this task opens no further lanes")
-            listener = self._listeners.get(family) or self._listen(family)
-            self._tokens = {known: visitor for known, visitor in self._tokens.items() if visitor != who}
-            self._tokens[token] = who
+            self._tokens = {known: guest for known, guest in self._tokens.items() if guest.who != who}
             stale = self._arrived.pop(who, None)
-        if stale is not None:
-            stale.close()
+            if stale is not None:
+                stale[1].close()
+            self._check_room(task)
+            listener = self._listeners.get(family) or self._listen(family)
+            self._tokens[token] = _Guest(who, task)
         if family == socket.AF_UNIX:
             return Way(token, socket_name=listener.getsockname()[1:].decode())
         return Way(token, port=listener.getsockname()[1])
@@ -93,32 +117,43 @@ class Door:
             )
             if who not in self._arrived:
                 raise PeerUnavailableError(f"{who} did not connect in time")
-            return self._arrived.pop(who)
+            return self._arrived.pop(who)[1]
 
     def forget(self, who: Hashable) -> None:
         """Does not let ``who`` in any more."""
         with self._changed:
-            self._tokens = {known: visitor for known, visitor in self._tokens.items() if visitor != who}
+            self._tokens = {known: guest for known, guest in self._tokens.items() if guest.who != who}
             stale = self._arrived.pop(who, None)
         if stale is not None:
-            stale.close()
+            stale[1].close()
 
     def close(self) -> None:
         """Stops listening; sockets that nobody has taken are closed."""
         with self._changed:
             self._closed.set()
             self._tokens.clear()
-            left = [*self._arrived.values()]
+            left = [sock for _, sock in self._arrived.values()]
             self._arrived.clear()
+            visitors = {**self._visitors}
             self._changed.notify_all()
         for sock in left:
             sock.close()
+        for visitor in visitors.values():
+            _send_away(visitor)
         for listener in self._listeners.values():
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-        for thread in self._threads:
+        for thread in [*self._threads, *visitors]:
             thread.join(TOKEN_TIMEOUT_S)
+
+    def _check_room(self, task: str) -> None:
+        num_lanes = sum(guest.task == task for guest in self._tokens.values())
+        num_lanes += sum(owner == task for owner, _ in self._arrived.values())
+        if num_lanes >= self._max_lanes_per_peer:
+            raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
+        if len(self._tokens) >= _MAX_TOKENS:
+            raise LimitError(f"{len(self._tokens)} lanes are expected here, and no more can be")
 
     def _listen(self, family: socket.AddressFamily) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -140,9 +175,24 @@ class Door:
             except OSError:  # closed (the loop ends), or a visitor that went away again
                 continue
             # A visitor of its own thread: one that shows nothing must not keep the others waiting.
-            threading.Thread(target=self._check, args=(visitor,), name="door-check", daemon=True).start()
+            thread = threading.Thread(target=self._attend, args=(visitor,), name="door-check", daemon=True)
+            with self._changed:
+                while len(self._visitors) >= MAX_VISITORS and not self._closed.is_set():
+                    _send_away(next(iter(self._visitors.values())))
+                    self._changed.wait(0.1)
+                self._visitors[thread] = visitor
+            thread.start()
+
+    def _attend(self, visitor: socket.socket) -> None:
+        try:
+            self._check(visitor)
+        finally:
+            with self._changed:
+                self._visitors.pop(threading.current_thread(), None)
+                self._changed.notify_all()
 
     def _check(self, visitor: socket.socket) -> None:
+        deadline = time.monotonic() + TOKEN_TIMEOUT_S
         try:
             visitor.settimeout(TOKEN_TIMEOUT_S)
             if visitor.family == socket.AF_UNIX:
@@ -150,37 +200,51 @@ class Door:
                     raise PermissionError("another user")
             else:
                 tune(visitor)
-                if self._tls is not None:
-                    visitor = self._tls.wrap_socket(visitor, server_side=True)
-            who = self._identify(_read_exactly(visitor, TOKEN_BYTES))
+                if (tls := self._server_context()) is not None:
+                    visitor = tls.wrap_socket(visitor, server_side=True, do_handshake_on_connect=False)
+                    with self._changed:  # wrapping has moved it: who sends it away must find it
+                        self._visitors[threading.current_thread()] = visitor
+                    visitor.do_handshake()
+            guest = self._identify(_read_exactly(visitor, TOKEN_BYTES, deadline))
+            if isinstance(visitor, ssl.SSLSocket) and identity_of(visitor.getpeercert()) != guest.task:
+                raise PermissionError("another task's certificate")
+            visitor.settimeout(TOKEN_TIMEOUT_S)
             visitor.sendall(b"\1")
-        except OSError:  # includes TLS errors, timeouts and wrong tokens
+        except (OSError, ConfigurationError):  # TLS errors, timeouts, wrong tokens; certificates that cannot be read
             visitor.close()
             return
         with self._changed:
             if self._closed.is_set():
                 visitor.close()
             else:
-                self._arrived[who] = visitor
+                self._arrived[guest.who] = (guest.task, visitor)
             self._changed.notify_all()
 
-    def _identify(self, shown: bytes) -> Hashable:
+    def _server_context(self) -> ssl.SSLContext | None:
+        """For TLS; None: in the clear. Made anew when the files have changed."""
+        stamp = self._security.certificates()
+        if not stamp or stamp != self._context[0]:
+            self._context = stamp, self._security.server_context()
+        return self._context[1]
+
+    def _identify(self, shown: bytes) -> _Guest:
         with self._changed:
-            for token, who in self._tokens.items():
+            for token, guest in self._tokens.items():
                 if hmac.compare_digest(token, shown):
                     del self._tokens[token]
-                    return who
+                    return guest
         raise PermissionError("unknown token")
 
 
-def knock(way: Way, host: str, deadline: float, tls: ssl.SSLContext | None = None) -> socket.socket:
+def knock(way: Way, host: str, deadline: float, peer: str = "", security: Security = OPEN) -> socket.socket:
     """Goes in at somebody's door.
 
     Args:
         way: what the owner of the door answered over gRPC.
         host: where it is; not used for a Unix socket.
         deadline: ``time.monotonic()`` seconds.
-        tls: context of the client's side; None: in the clear.
+        peer: task id of its owner; over TLS nobody else is accepted.
+        security: of the visitor.
 
     Raises:
         PeerUnavailableError: nobody is there, or it does not let us in.
@@ -194,12 +258,13 @@ def knock(way: Way, host: str, deadline: float, tls: ssl.SSLContext | None = Non
         else:
             sock = socket.create_connection((host, way.port), timeout_s)
             tune(sock)
-            if tls is not None:
-                sock = tls.wrap_socket(sock, server_hostname=host)
+            if (tls := security.client_context()) is not None:
+                sock = tls.wrap_socket(sock, server_hostname=server_name(peer))
         try:
             sock.sendall(way.token)
-            if _read_exactly(sock, 1) != b"\1":
+            if _read_exactly(sock, 1, max(deadline, time.monotonic() + 0.1)) != b"\1":
                 raise PermissionError("the token was refused")
+            sock.settimeout(timeout_s)
         except BaseException:
             sock.close()
             raise
@@ -215,9 +280,19 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+def _send_away(visitor: socket.socket) -> None:
+    """Ends what its thread waits for; the thread closes it."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(visitor, socket.SHUT_RDWR)  # of TLS sockets too: theirs is not for other threads
+
+
+def _read_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
     data = b""
     while len(data) < num_bytes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it took too long")
+        sock.settimeout(left_s)
         part = sock.recv(num_bytes - len(data))
         if not part:
             raise ConnectionError("the connection was closed")

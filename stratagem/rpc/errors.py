@@ -5,6 +5,7 @@ The reason travels as ``ErrorInfo`` (``grpcio-status``), so that a client sees t
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from stratagem import errors
+from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ _CODES: dict[type[errors.StratagemError], int] = {
     errors.SequenceError: code_pb2.FAILED_PRECONDITION,
     errors.StaleStoreError: code_pb2.FAILED_PRECONDITION,
     errors.FencedError: code_pb2.PERMISSION_DENIED,
+    errors.IdentityError: code_pb2.UNAUTHENTICATED,
+    errors.SecurityError: code_pb2.PERMISSION_DENIED,
     errors.ProtocolError: code_pb2.INVALID_ARGUMENT,
     errors.ConfigurationError: code_pb2.INVALID_ARGUMENT,
     errors.VariableError: code_pb2.INVALID_ARGUMENT,
@@ -76,7 +80,8 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         return cls(call.details())
     code = call.code()
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.LimitError(f"{peer} refused a message as too large: {call.details()}")
+        which = "message over its max_message_bytes" if "larger than max" in call.details() else "call over max_calls"
+        return errors.LimitError(f"{peer} refused a {which}: {call.details()}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return errors.PeerUnavailableError(f"{peer} cannot be reached ({code.name}: {call.details()})")
     return errors.StratagemError(f"{peer} failed ({code.name}): {call.details()}")
@@ -99,11 +104,15 @@ else:
     _AioInterceptor = grpc.aio.ServerInterceptor
 
 
-def _log(method: str, error: BaseException) -> None:
-    if isinstance(error, errors.StratagemError):
-        logger.warning("%s refused: %s", method.rpartition("/")[2], error)
-    else:
-        logger.error("%s failed", method.rpartition("/")[2], exc_info=error)
+def _log(method: str, error: errors.StratagemError) -> None:
+    name = method.rpartition("/")[2]
+    THROTTLE.log(logger, logging.WARNING, f"{name} {error.reason}", "%s refused: %s", name, error)
+
+
+def _log_failure(method: str, error: Exception) -> None:
+    """What nobody thought of: gRPC tells the caller alone."""
+    name = method.rpartition("/")[2]
+    THROTTLE.log(logger, logging.ERROR, f"{name} failed", "%s failed", name, exc_info=error)
 
 
 class ErrorInterceptor(_Interceptor):
@@ -125,6 +134,10 @@ class ErrorInterceptor(_Interceptor):
             except errors.StratagemError as error:
                 _log(method, error)
                 context.abort_with_status(status_of(error))
+            except Exception as error:
+                if context.is_active():
+                    _log_failure(method, error)
+                raise
 
         def streaming(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
@@ -132,6 +145,10 @@ class ErrorInterceptor(_Interceptor):
             except errors.StratagemError as error:
                 _log(method, error)
                 context.abort_with_status(status_of(error))
+            except Exception as error:
+                if context.is_active():
+                    _log_failure(method, error)
+                raise
 
         inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         if handler.unary_unary:
@@ -162,20 +179,30 @@ class AioErrorInterceptor(_AioInterceptor):
             except errors.StratagemError as error:
                 _log(method, error)
                 await _abort(context, error)
+            except Exception as error:
+                if not context.done():
+                    _log_failure(method, error)
+                raise
 
-        async def streaming(request: Any, context: Any) -> Any:
+        async def generating(request: Any, context: Any) -> Any:
             try:
                 async for response in inner(request, context):
                     yield response
             except errors.StratagemError as error:
                 _log(method, error)
                 await _abort(context, error)
+            except Exception as error:
+                if not context.done():
+                    _log_failure(method, error)
+                raise
 
         inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
         if handler.unary_unary:
             return handler._replace(unary_unary=unary)
         if handler.stream_unary:
             return handler._replace(stream_unary=unary)
+        # A servicer may also be a coroutine that writes to the context, as health's Watch is.
+        streaming = unary if inspect.iscoroutinefunction(inner) else generating
         if handler.unary_stream:
             return handler._replace(unary_stream=streaming)
         return handler._replace(stream_stream=streaming)

@@ -14,7 +14,7 @@ import torch
 from stratagem.errors import FencedError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, decode_frame, encode_pieces
 from stratagem.rpc.errors import error_from_rpc
-from stratagem.rpc.inbox import Inbox
+from stratagem.rpc.inbox import INBOX_BYTES, Inbox
 from stratagem.rpc.lane import BytesMeter, Pieces
 
 TRANSFER_METHOD = "/stratagem.ParameterServer/Transfer"
@@ -33,6 +33,7 @@ class GrpcLane:
         metadata: says who the caller is.
         peer: task id at the other end, for messages.
         meter: counts bytes.
+        max_inbox_bytes: frames that came before they were asked for may not take more.
     """
 
     name = "grpc"
@@ -44,11 +45,12 @@ class GrpcLane:
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
         meter: BytesMeter,
+        max_inbox_bytes: int = INBOX_BYTES,
     ) -> None:
         self._peer = peer
         self._meter = meter
         self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._inbox = Inbox(peer)
+        self._inbox = Inbox(peer, max_bytes=max_inbox_bytes)
         self._taken = threading.Condition()
         self._num_queued = 0
         self._num_taken = 0
@@ -113,6 +115,10 @@ class GrpcLane:
         except StratagemError as error:
             self._fail(error)
             self._call.cancel()
+        except Exception as error:  # whoever waits must hear that nobody reads any more
+            self._fail(PeerUnavailableError(f"the lane to {self._peer} broke: {error!r}"))
+            self._call.cancel()
+            raise
 
     def _fail(self, error: StratagemError) -> None:
         self._inbox.fail(error)

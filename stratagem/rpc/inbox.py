@@ -6,8 +6,11 @@ import collections
 import threading
 import time
 
-from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.errors import LimitError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame
+
+INBOX_BYTES = 4 << 30
+"""Bytes of frames that came before they were asked for, in one lane."""
 
 
 class Inbox:
@@ -16,11 +19,14 @@ class Inbox:
     Args:
         peer: task id at the other end, for messages.
         max_frames: the reader waits while so many frames lie here; 0: no bound.
+        max_bytes: more than that may not lie here.
     """
 
-    def __init__(self, peer: str, max_frames: int = 0) -> None:
+    def __init__(self, peer: str, max_frames: int = 0, max_bytes: int = INBOX_BYTES) -> None:
         self._peer = peer
         self._max_frames = max_frames
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._changed = threading.Condition()
         self._frames: collections.deque[Frame] = collections.deque()
         self._forgotten = 0
@@ -32,13 +38,19 @@ class Inbox:
         return self._error
 
     def put(self, frame: Frame) -> bool:
-        """Adds a frame; False when the lane is broken."""
+        """Adds a frame; False when the lane is broken.
+
+        Raises:
+            LimitError: too much lies here.
+        """
         with self._changed:
             if self._max_frames:
                 self._changed.wait_for(lambda: len(self._frames) < self._max_frames or self._error is not None)
             if self._error is not None:
                 return False
             if not frame.transfer or frame.transfer > self._forgotten:
+                self._num_bytes += frame.tensor.nbytes
+                check_inbox(self._peer, self._num_bytes, self._max_bytes)
                 self._frames.append(frame)
                 self._changed.notify_all()
             return True
@@ -50,6 +62,7 @@ class Inbox:
                 for index, frame in enumerate(self._frames):
                     if transfer in (0, frame.transfer):
                         del self._frames[index]
+                        self._num_bytes -= frame.tensor.nbytes
                         self._changed.notify_all()
                         return frame
                 if self._error is not None:
@@ -64,6 +77,7 @@ class Inbox:
         with self._changed:
             self._forgotten = max(self._forgotten, transfer)
             self._frames = collections.deque(frame for frame in self._frames if frame.transfer > self._forgotten)
+            self._num_bytes = sum(frame.tensor.nbytes for frame in self._frames)
             self._changed.notify_all()
 
     def fail(self, error: StratagemError) -> None:
@@ -72,3 +86,16 @@ class Inbox:
             if self._error is None:
                 self._error = error
             self._changed.notify_all()
+
+
+def check_inbox(peer: str, num_bytes: int, max_bytes: int) -> None:
+    """Refuses frames that nobody asked for.
+
+    Raises:
+        LimitError: names the limit.
+    """
+    if num_bytes > max_bytes:
+        raise LimitError(
+            f"{num_bytes:,} bytes of frames from {peer} wait for somebody who asks for them, over max_inbox_bytes of "
+            f"{max_bytes:,}"
+        )

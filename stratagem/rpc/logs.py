@@ -12,6 +12,11 @@ class _TextFormatter(logging.Formatter):
     def __init__(self, task: str) -> None:
         super().__init__(f"%(asctime)s %(levelname).1s {task}: %(message)s", datefmt="%H:%M:%S")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever words of others it quotes: no line of theirs looks like one of ours."""
+        record.message = _visible(record.message)
+        return super().formatMessage(record)
+
 
 class _JsonFormatter(logging.Formatter):
     def __init__(self, task: str) -> None:
@@ -29,6 +34,14 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+def _visible(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape", "backslashreplace").decode() for sign in text
+    )
 
 
 def configure_logging(task: str, log_format: Literal["text", "json"] = "text") -> None:

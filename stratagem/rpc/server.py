@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
@@ -17,12 +16,21 @@ from grpc_reflection.v1alpha import reflection
 
 from stratagem.errors import ConfigurationError
 from stratagem.rpc import channels
+from stratagem.rpc.admission import AdmissionInterceptor, AioAdmissionInterceptor
+from stratagem.rpc.authorization import AioAuthorizationInterceptor, AuthorizationInterceptor
+from stratagem.rpc.binding import check_binding
 from stratagem.rpc.errors import AioErrorInterceptor, ErrorInterceptor
+from stratagem.rpc.limits import SPARE_CALLS, ServerLimits
+from stratagem.rpc.security import OPEN, Security, server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""Until a new connection has to speak TLS and HTTP/2."""
+IDLE_MS = 600_000
+"""After which a connection without calls is closed; channels connect again by themselves."""
 STOP_S = 5.0
 """Seconds beyond the grace that stopping a server may take."""
 
@@ -77,9 +85,9 @@ def serve(
     register: Callable[[grpc.Server], None],
     *,
     services: Sequence[str],
-    max_threads: int,
-    max_message_bytes: int,
+    limits: ServerLimits,
     insecure: bool,
+    security: Security = OPEN,
 ) -> RunningServer:
     """Starts a sync server.
 
@@ -87,30 +95,28 @@ def serve(
         bind: host:port; port 0 takes a free one.
         register: adds the servicers.
         services: full names of the services, for health and reflection.
-        max_threads: threads for calls; every open stream and waiting call takes one.
-        max_message_bytes: largest message accepted.
+        limits: what to refuse; every open stream and waiting call takes a thread.
         insecure: allow other hosts than this one to connect without TLS.
+        security: whom callers meet, and what they have to prove.
 
     Raises:
-        ConfigurationError: the port is taken, or binding beyond loopback without ``insecure``.
+        ConfigurationError: the port is taken, the certificates cannot be used, or binding beyond loopback with
+            neither TLS nor ``insecure``.
     """
-    check_binding(bind, insecure)
-    pool = futures.ThreadPoolExecutor(max_threads, thread_name_prefix="rpc")
+    check_binding(bind, insecure, security.tls is not None)
+    pool = futures.ThreadPoolExecutor(limits.max_calls + SPARE_CALLS, thread_name_prefix="rpc")
+    guard = [AuthorizationInterceptor(security)] if security.asks_who_calls else []
     server = grpc.server(
         pool,
-        interceptors=[ErrorInterceptor()],
-        options=_server_options(max_message_bytes),
+        interceptors=[ErrorInterceptor(), *guard, AdmissionInterceptor(limits)],
+        options=_server_options(limits),
+        maximum_concurrent_rpcs=limits.max_calls + SPARE_CALLS,
     )
     register(server)
     servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    try:
-        port = server.add_insecure_port(bind)
-    except RuntimeError:
-        raise _port_taken(bind) from None
-    if not port:
-        raise _port_taken(bind)
+    port = _listen(server, bind, security)
     server.start()
     running = RunningServer(server, _with_port(bind, port), servicer, services, pool)
     running.set_serving(False)
@@ -122,58 +128,50 @@ async def serve_aio(
     register: Callable[[grpc.aio.Server], None],
     *,
     services: Sequence[str],
-    max_message_bytes: int,
+    limits: ServerLimits,
     insecure: bool,
+    security: Security = OPEN,
 ) -> RunningAioServer:
     """Starts a ``grpc.aio`` server; arguments and errors as :func:`serve`."""
-    check_binding(bind, insecure)
-    server = grpc.aio.server(interceptors=[AioErrorInterceptor()], options=_server_options(max_message_bytes))
+    check_binding(bind, insecure, security.tls is not None)
+    guard = [AioAuthorizationInterceptor(security)] if security.asks_who_calls else []
+    server = grpc.aio.server(
+        interceptors=[AioErrorInterceptor(), *guard, AioAdmissionInterceptor(limits)],
+        options=_server_options(limits),
+        maximum_concurrent_rpcs=limits.max_calls + SPARE_CALLS,
+    )
     register(server)
     servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    try:
-        port = server.add_insecure_port(bind)
-    except RuntimeError:
-        raise _port_taken(bind) from None
-    if not port:
-        raise _port_taken(bind)
+    port = _listen(server, bind, security)
     await server.start()
     running = RunningAioServer(server, _with_port(bind, port), servicer, services)
     await running.set_serving(False)
     return running
 
 
-def check_binding(bind: str, insecure: bool) -> None:
-    """Refuses to listen beyond loopback in the clear.
-
-    Raises:
-        ConfigurationError: with both ways out.
-    """
-    host, colon, port = bind.rpartition(":")
-    if not colon or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ConfigurationError(f"expected host:port to listen on, got {bind!r}")
-    if insecure or is_loopback(host):
-        return
-    raise ConfigurationError(
-        f"refusing to listen on {bind}: anybody who reaches that address could read and change the model. "
-        "Bind to 127.0.0.1 (one machine), or give --insecure if the network is yours alone."
-    )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a loopback address or localhost."""
-    if host == "localhost":
-        return True
+def _listen(server: grpc.Server | grpc.aio.Server, bind: str, security: Security) -> int:
+    """The port really bound."""
+    credentials = server_credentials(security.tls) if security.tls is not None else None
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+        port = server.add_insecure_port(bind) if credentials is None else server.add_secure_port(bind, credentials)
+    except RuntimeError:
+        raise _port_taken(bind) from None
+    if not port:
+        raise _port_taken(bind)
+    return port
 
 
-def _server_options(max_message_bytes: int) -> list[tuple[str, int | str]]:
+def _server_options(limits: ServerLimits) -> list[tuple[str, int | str]]:
     return [
-        *channels.channel_options(max_message_bytes),
+        *channels.channel_options(limits.max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        # Replies that nobody reads are kept for as long as their stream is open. Twice the number of calls that are
+        # served: an ordinary client holds back what is beyond this one, and would never hear of the other limit.
+        ("grpc.max_concurrent_streams", 2 * limits.max_calls_per_peer),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),

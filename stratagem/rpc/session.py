@@ -15,9 +15,11 @@ from typing import Any
 
 import grpc
 
+from stratagem.cluster.identity import CHIEF
 from stratagem.errors import (
     ClusterTimeoutError,
     FencedError,
+    IdentityError,
     JobStoppedError,
     PeerUnavailableError,
     ProtocolError,
@@ -26,10 +28,14 @@ from stratagem.errors import (
 from stratagem.rpc import channels
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
+from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.security import OPEN, Security
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_PAUSE_S = 0.2
+PREEMPTED = 143
+"""Exit code of a job that was preempted: its members leave at their own time, and nobody breaks off because of it."""
 
 
 class SessionClient:
@@ -43,6 +49,7 @@ class SessionClient:
         held: grants the task holds; asked when it joins a restarted chief.
         store_epoch: epoch of the caller's store (ps); asked when it joins.
         chief_timeout_s: seconds the chief may be away before the task gives up.
+        security: of this task.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class SessionClient:
         held: Callable[[], Sequence[chief_pb2.Grant]] = list,
         store_epoch: Callable[[], int] = lambda: 0,
         chief_timeout_s: float = 60.0,
+        security: Security = OPEN,
     ) -> None:
         self.chief_address = chief_address
         self.task = task
@@ -73,14 +81,16 @@ class SessionClient:
         self._stopped: StratagemError | None = None
         self._closing = False
         self._callbacks: list[Callable[[chief_pb2.Membership], None]] = []
-        self._channel = channels.connect(chief_address)
-        self._stub = chief_pb2_grpc.ChiefStub(self._channel)
+        self._stop_callbacks: list[Callable[[JobStoppedError], None]] = []
+        self.security = security
+        self._certificates = security.certificates()
+        self._channel = channels.connect(chief_address, CHIEF, security)
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
 
     @property
     def channel(self) -> grpc.Channel:
-        """The control connection to the chief."""
+        """The control connection to the chief; another one after this task's certificate was renewed."""
         return self._channel
 
     @property
@@ -139,6 +149,10 @@ class SessionClient:
         """Calls ``callback`` (in the session's thread) at every change of the cluster."""
         self._callbacks.append(callback)
 
+    def on_stop(self, callback: Callable[[JobStoppedError], None]) -> None:
+        """Calls ``callback`` (in the session's thread) when the chief says that the job is over."""
+        self._stop_callbacks.append(callback)
+
     def wait_membership(self, accept: Callable[[chief_pb2.Membership], bool], timeout_s: float) -> bool:
         """Waits until ``accept(membership)`` holds; False when it does not within ``timeout_s`` seconds."""
         with self._changed:
@@ -173,18 +187,20 @@ class SessionClient:
         self._channel.close()
         if self._thread.ident is not None:
             self._thread.join(5.0)
+            self._channel.close()  # the thread may have made another one meanwhile
 
     def _run(self) -> None:
         lost_since = time.monotonic()
         while not self._closing and self._stopped is None:
             try:
-                call = self._stub.Session(self._requests())
+                self._renew_channel()
+                call = chief_pb2_grpc.ChiefStub(self._channel).Session(self._requests())
                 self._call = call
                 for event in call:
                     lost_since = time.monotonic()
                     self._handle(event)
             except grpc.RpcError as error:
-                self._handle_loss(error_from_rpc(error, "chief"), time.monotonic() - lost_since)
+                self._handle_loss(self._explained(error_from_rpc(error, "chief")), time.monotonic() - lost_since)
             except ValueError:  # the channel was closed under the call
                 break
             else:
@@ -195,6 +211,13 @@ class SessionClient:
             if not self._closing and self._stopped is None:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, RECONNECT_PAUSE_S)
+
+    def _renew_channel(self) -> None:
+        """A channel keeps the certificate it was made with: when that was renewed, the next one has the new one."""
+        if (found := self.security.certificates()) != self._certificates:
+            old = self._channel
+            self._channel, self._certificates = channels.connect(self.chief_address, CHIEF, self.security), found
+            old.close()
 
     def _requests(self) -> Iterator[chief_pb2.SessionRequest]:
         yield chief_pb2.SessionRequest(
@@ -237,9 +260,20 @@ class SessionClient:
             elif kind == "stop":
                 self._stopped = JobStoppedError(event.stop.reason, event.stop.exit_code)
             self._changed.notify_all()
-        if kind == "membership":
+        stopped = self._stopped
+        if kind == "membership" and not (isinstance(stopped, JobStoppedError) and stopped.exit_code == PREEMPTED):
             for callback in self._callbacks:
                 callback(event.membership)
+        elif kind == "stop" and isinstance(stopped, JobStoppedError):
+            for tell in self._stop_callbacks:
+                tell(stopped)
+
+    def _explained(self, error: StratagemError) -> StratagemError:
+        """Before the first welcome: what lies behind a chief that seems not to be there, if it is TLS."""
+        if self._welcomed or not isinstance(error, PeerUnavailableError):
+            return error
+        reason = explain_refusal(self.chief_address, CHIEF, self.security)
+        return IdentityError(f"{self.task} cannot join: {reason}") if reason else error
 
     def _handle_loss(self, error: StratagemError, lost_s: float) -> None:
         with self._changed:
@@ -252,6 +286,7 @@ class SessionClient:
                     self._stopped = error
             elif self._welcomed and lost_s > self._chief_timeout_s:
                 self._stopped = PeerUnavailableError(
-                    f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and it did not come back"
+                    f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and it did not come back: "
+                    f"{error}"
                 )
             self._changed.notify_all()

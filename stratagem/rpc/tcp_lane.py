@@ -20,6 +20,7 @@ import torch
 from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, byte_view, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
+from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
 from stratagem.rpc.lane import BytesMeter, Pieces
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
@@ -170,12 +171,14 @@ class TcpReceiver:
         sock: connected; the lane owns it.
         peer: task id at the other end, for messages.
         meter: counts bytes.
+        max_inbox_bytes: frames that came before they were asked for may not take more.
     """
 
     name = "tcp"
 
-    def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter) -> None:
+    def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter, max_inbox_bytes: int = INBOX_BYTES) -> None:
         close_in_children(sock)
+        self._max_inbox_bytes = max_inbox_bytes
         self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
         if self._secure:
@@ -203,6 +206,7 @@ class TcpReceiver:
                     return frame
                 if frame.transfer > self._forgotten:
                     self._early.append(frame)
+                    check_inbox(self._peer, sum(each.tensor.nbytes for each in self._early), self._max_inbox_bytes)
 
     def forget(self, transfer: int) -> None:
         self._forgotten = max(self._forgotten, transfer)
@@ -262,9 +266,16 @@ class TcpReceiver:
 class TcpLane(TcpSender):
     """Implements :class:`stratagem.rpc.lane.Lane` with a socket for each direction."""
 
-    def __init__(self, outward: socket.socket, inward: socket.socket, peer: str, meter: BytesMeter) -> None:
+    def __init__(
+        self,
+        outward: socket.socket,
+        inward: socket.socket,
+        peer: str,
+        meter: BytesMeter,
+        max_inbox_bytes: int = INBOX_BYTES,
+    ) -> None:
         super().__init__(outward, peer, meter)
-        self._receiver = TcpReceiver(inward, peer, meter)
+        self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes)
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
         """See :class:`stratagem.rpc.lane.ReceivingLane`."""

@@ -466,10 +466,11 @@ class NextUnitsRequest(_message.Message):
     WANT_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
-    """Number of units wanted, at least 1; fewer may be lent."""
+    """Number of units wanted; fewer may be lent. 0: the call is only a report."""
     wait: _builtins.bool
     """Wait until a unit can be lent or the epoch is closed; false answers at once, perhaps with nothing."""
     @_builtins.property
@@ -484,6 +485,10 @@ class NextUnitsRequest(_message.Message):
         was in a reply that got lost, and is lent to the caller again.
         """
 
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
+        """What was counted on units in `accepted`, as far as somebody counts. The chief keeps the first of each unit."""
+
     def __init__(
         self,
         *,
@@ -494,10 +499,11 @@ class NextUnitsRequest(_message.Message):
         want: _builtins.int = ...,
         wait: _builtins.bool = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
+        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "epoch", b"epoch", "held", b"held", "sender", b"sender", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "held", b"held", "sender", b"sender", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,6 +584,7 @@ class StartStepRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     clock: _builtins.int
@@ -588,6 +595,10 @@ class StartStepRequest(_message.Message):
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Units accepted so far, as in NextUnits."""
 
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
+        """What was counted on units in `accepted`, as far as somebody counts. The chief keeps the first of each unit."""
+
     def __init__(
         self,
         *,
@@ -596,10 +607,11 @@ class StartStepRequest(_message.Message):
         epoch: _builtins.int = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         clock: _builtins.int = ...,
+        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "clock", b"clock", "dataset", b"dataset", "epoch", b"epoch", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "clock", b"clock", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,6 +645,7 @@ class LeaveEpochRequest(_message.Message):
     DATASET_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     @_builtins.property
@@ -641,6 +654,10 @@ class LeaveEpochRequest(_message.Message):
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Units accepted so far, as in NextUnits."""
 
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
+        """What was counted on units in `accepted`, as far as somebody counts. The chief keeps the first of each unit."""
+
     def __init__(
         self,
         *,
@@ -648,10 +665,11 @@ class LeaveEpochRequest(_message.Message):
         dataset: _builtins.int = ...,
         epoch: _builtins.int = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
+        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "epoch", b"epoch", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -671,6 +689,352 @@ class LeaveEpochReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveEpochReply: _TypeAlias = LeaveEpochReply  # noqa: Y015
+
+@_typing.final
+class TallyName(_message.Message):
+    """Names a tally: what is counted on all workers together, in an epoch of a fit, say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """"fit 1", say; the same on every worker."""
+    ordinal: _builtins.int
+    """Number within the group, starting at 0."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        ordinal: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "ordinal", b"ordinal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TallyName: _TypeAlias = TallyName  # noqa: Y015
+
+@_typing.final
+class UnitDelta(_message.Message):
+    """What was counted on one unit: loss and states of metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the unit in its epoch or evaluation."""
+    data: _builtins.bytes
+    """Named tensors as safetensors, at most 1 MiB; opaque to the chief."""
+    @_builtins.property
+    def tally(self) -> Global___TallyName:
+        """The tally it belongs to; left out where the request is about one. If it is settled, the next one of its group that is not."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        tally: Global___TallyName | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tally", b"tally"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index", "tally", b"tally"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnitDelta: _TypeAlias = UnitDelta  # noqa: Y015
+
+@_typing.final
+class NextEvaluationUnitsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    DROP_LAST_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    num_examples: _builtins.int
+    """Examples that are evaluated; every worker must say the same."""
+    batch_size: _builtins.int
+    """Examples in a unit."""
+    drop_last: _builtins.bool
+    """Leave out a last unit that is not full."""
+    attempt: _builtins.int
+    """`attempt` of the reply that lent these units; with another one than the chief's they do not count."""
+    want: _builtins.int
+    """Number of units wanted; 0: the call is only a report."""
+    wait: _builtins.bool
+    """Wait until a unit can be lent or all are counted; false answers at once, perhaps with nothing."""
+    leave: _builtins.bool
+    """The caller gives up: what is on loan to it goes to others."""
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def evaluation(self) -> Global___TallyName:
+        """The evaluation: its group names the evaluation in the script, its ordinal the pass over the data."""
+
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
+        """What was counted since the last report. Repeating a unit is harmless."""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Units on loan that the caller knows of, as in NextUnits."""
+
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        evaluation: Global___TallyName | None = ...,
+        num_examples: _builtins.int = ...,
+        batch_size: _builtins.int = ...,
+        drop_last: _builtins.bool = ...,
+        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
+        attempt: _builtins.int = ...,
+        held: _abc.Iterable[_builtins.int] | None = ...,
+        want: _builtins.int = ...,
+        wait: _builtins.bool = ...,
+        leave: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_size", b"batch_size", "deltas", b"deltas", "drop_last", b"drop_last", "evaluation", b"evaluation", "held", b"held", "leave", b"leave", "num_examples", b"num_examples", "sender", b"sender", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NextEvaluationUnitsRequest: _TypeAlias = NextEvaluationUnitsRequest  # noqa: Y015
+
+@_typing.final
+class NextEvaluationUnitsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNITS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    end: _builtins.bool
+    """Every unit is counted."""
+    attempt: _builtins.int
+    """Grows when the evaluation had to begin anew because the weights changed: pull them, and forget units lent before."""
+    @_builtins.property
+    def units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of units on loan to the caller from now on, in the order to use them."""
+
+    def __init__(
+        self,
+        *,
+        units: _abc.Iterable[_builtins.int] | None = ...,
+        end: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "units", b"units"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NextEvaluationUnitsReply: _TypeAlias = NextEvaluationUnitsReply  # noqa: Y015
+
+@_typing.final
+class GetDeltasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    ONLY_LOGS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """Number of deltas that the caller has."""
+    only_logs: _builtins.bool
+    """Answer with the numbers alone, if there are any."""
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def tally(self) -> Global___TallyName: ...
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        tally: Global___TallyName | None = ...,
+        first: _builtins.int = ...,
+        only_logs: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "only_logs", b"only_logs", "sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDeltasRequest: _TypeAlias = GetDeltasRequest  # noqa: Y015
+
+@_typing.final
+class Log(_message.Message):
+    """A named number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Log: _TypeAlias = Log  # noqa: Y015
+
+@_typing.final
+class GetDeltasReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLED_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_FIELD_NUMBER: _builtins.int
+    settled: _builtins.bool
+    """The tally is settled: logs say what came of it, and there are no deltas any more."""
+    num_left: _builtins.int
+    """Number of deltas that follow these."""
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Log]: ...
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """In the order of the units (dataset, epoch, index); more may follow."""
+
+    def __init__(
+        self,
+        *,
+        settled: _builtins.bool = ...,
+        logs: _abc.Iterable[Global___Log] | None = ...,
+        deltas: _abc.Iterable[_builtins.bytes] | None = ...,
+        num_left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "logs", b"logs", "num_left", b"num_left", "settled", b"settled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDeltasReply: _TypeAlias = GetDeltasReply  # noqa: Y015
+
+@_typing.final
+class SettleTallyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    TALLY_FIELD_NUMBER: _builtins.int
+    LOGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def tally(self) -> Global___TallyName: ...
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Log]: ...
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        tally: Global___TallyName | None = ...,
+        logs: _abc.Iterable[Global___Log] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleTallyRequest: _TypeAlias = SettleTallyRequest  # noqa: Y015
+
+@_typing.final
+class SettleTallyReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Log]:
+        """What stands: the first caller's."""
+
+    def __init__(
+        self,
+        *,
+        logs: _abc.Iterable[Global___Log] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleTallyReply: _TypeAlias = SettleTallyReply  # noqa: Y015
+
+@_typing.final
+class AgreeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    value: _builtins.int
+    wait: _builtins.bool
+    """Wait until every worker that takes part has said a number; then that is decided. False: the largest said so far in the whole group."""
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def topic(self) -> Global___TallyName:
+        """What about: "fit 1", the epoch."""
+
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        topic: Global___TallyName | None = ...,
+        value: _builtins.int = ...,
+        wait: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "topic", b"topic"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "topic", b"topic", "value", b"value", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgreeRequest: _TypeAlias = AgreeRequest  # noqa: Y015
+
+@_typing.final
+class AgreeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    value: _builtins.int
+    def __init__(
+        self,
+        *,
+        value: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AgreeReply: _TypeAlias = AgreeReply  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):

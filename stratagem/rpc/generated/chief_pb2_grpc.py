@@ -64,6 +64,26 @@ class ChiefStub:
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
+        self.NextEvaluationUnits = channel.unary_unary(
+                '/stratagem.Chief/NextEvaluationUnits',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsReply.FromString,
+                _registered_method=True)
+        self.GetDeltas = channel.unary_unary(
+                '/stratagem.Chief/GetDeltas',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasReply.FromString,
+                _registered_method=True)
+        self.SettleTally = channel.unary_unary(
+                '/stratagem.Chief/SettleTally',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyReply.FromString,
+                _registered_method=True)
+        self.Agree = channel.unary_unary(
+                '/stratagem.Chief/Agree',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeReply.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/stratagem.Chief/GetStatus',
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetStatusRequest.SerializeToString,
@@ -116,6 +136,35 @@ class ChiefServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NextEvaluationUnits(self, request, context):
+        """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
+        ps, so that everybody evaluates the same weights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDeltas(self, request, context):
+        """What was counted on the units of a tally, or the numbers that came of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SettleTally(self, request, context):
+        """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Agree(self, request, context):
+        """Says a number, and answers the largest that any worker has said; may wait until every worker has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """What every task is doing. For `stratagem status` and the progress display.
         """
@@ -155,6 +204,26 @@ def add_ChiefServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.SerializeToString,
+            ),
+            'NextEvaluationUnits': grpc.unary_unary_rpc_method_handler(
+                    servicer.NextEvaluationUnits,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsReply.SerializeToString,
+            ),
+            'GetDeltas': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDeltas,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasReply.SerializeToString,
+            ),
+            'SettleTally': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleTally,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyReply.SerializeToString,
+            ),
+            'Agree': grpc.unary_unary_rpc_method_handler(
+                    servicer.Agree,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -324,6 +393,114 @@ class Chief:
             '/stratagem.Chief/SaveCheckpoint',
             stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.SerializeToString,
             stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NextEvaluationUnits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Chief/NextEvaluationUnits',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDeltas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Chief/GetDeltas',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleTally(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Chief/SettleTally',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Agree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Chief/Agree',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,16 @@ class ChiefStub:
     """Gives back the units lent to the caller for one epoch (the script left its loop)."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SaveCheckpointRequest, _chief_pb2.SaveCheckpointReply]
     """Takes a consistent checkpoint of all ps and commits it."""
+    NextEvaluationUnits: _grpc.UnaryUnaryMultiCallable[_chief_pb2.NextEvaluationUnitsRequest, _chief_pb2.NextEvaluationUnitsReply]
+    """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
+    ps, so that everybody evaluates the same weights.
+    """
+    GetDeltas: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetDeltasRequest, _chief_pb2.GetDeltasReply]
+    """What was counted on the units of a tally, or the numbers that came of it."""
+    SettleTally: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]
+    """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
+    Agree: _grpc.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]
+    """Says a number, and answers the largest that any worker has said; may wait until every worker has."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]
     """What every task is doing. For `stratagem status` and the progress display."""
 
@@ -61,6 +71,16 @@ class ChiefAsyncStub(ChiefStub):
     """Gives back the units lent to the caller for one epoch (the script left its loop)."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_chief_pb2.SaveCheckpointRequest, _chief_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     """Takes a consistent checkpoint of all ps and commits it."""
+    NextEvaluationUnits: _aio.UnaryUnaryMultiCallable[_chief_pb2.NextEvaluationUnitsRequest, _chief_pb2.NextEvaluationUnitsReply]  # type: ignore[assignment]
+    """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
+    ps, so that everybody evaluates the same weights.
+    """
+    GetDeltas: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetDeltasRequest, _chief_pb2.GetDeltasReply]  # type: ignore[assignment]
+    """What was counted on the units of a tally, or the numbers that came of it."""
+    SettleTally: _aio.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]  # type: ignore[assignment]
+    """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
+    Agree: _aio.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]  # type: ignore[assignment]
+    """Says a number, and answers the largest that any worker has said; may wait until every worker has."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]  # type: ignore[assignment]
     """What every task is doing. For `stratagem status` and the progress display."""
 
@@ -112,6 +132,40 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.SaveCheckpointReply, _abc.Awaitable[_chief_pb2.SaveCheckpointReply]]:
         """Takes a consistent checkpoint of all ps and commits it."""
+
+    @_abc_1.abstractmethod
+    def NextEvaluationUnits(
+        self,
+        request: _chief_pb2.NextEvaluationUnitsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.NextEvaluationUnitsReply, _abc.Awaitable[_chief_pb2.NextEvaluationUnitsReply]]:
+        """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
+        ps, so that everybody evaluates the same weights.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDeltas(
+        self,
+        request: _chief_pb2.GetDeltasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.GetDeltasReply, _abc.Awaitable[_chief_pb2.GetDeltasReply]]:
+        """What was counted on the units of a tally, or the numbers that came of it."""
+
+    @_abc_1.abstractmethod
+    def SettleTally(
+        self,
+        request: _chief_pb2.SettleTallyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.SettleTallyReply, _abc.Awaitable[_chief_pb2.SettleTallyReply]]:
+        """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
+
+    @_abc_1.abstractmethod
+    def Agree(
+        self,
+        request: _chief_pb2.AgreeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.AgreeReply, _abc.Awaitable[_chief_pb2.AgreeReply]]:
+        """Says a number, and answers the largest that any worker has said; may wait until every worker has."""
 
     @_abc_1.abstractmethod
     def GetStatus(

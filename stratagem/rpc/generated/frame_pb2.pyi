@@ -73,6 +73,15 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """A piece of values to assign, worker to ps. Nothing is assigned before its AssignValues."""
     COLLECTIVE: _FrameKind.ValueType  # 4
     """A piece of a collective, rank to rank: transfer is the collective's ordinal, group its fingerprint."""
+    ROW_GRADIENT: _FrameKind.ValueType  # 5
+    """Rows of a table and their gradient, worker to ps: n row numbers (int64), then n rows of the table's dtype, as bytes.
+    Rows are numbered within the ps's part of the table, and ascend. offset: rows of the gradient before these; a frame
+    at 0 begins it anew. Nothing is applied before its CommitUpdate.
+    """
+    WANTED_ROWS: _FrameKind.ValueType  # 6
+    """Rows of a table that the worker wants, as row numbers (int64), worker to ps. The answer is one frame of WEIGHTS with
+    the same transfer, group and offset: those rows, one after the other.
+    """
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
     """What a frame carries."""
@@ -87,6 +96,15 @@ VALUES: FrameKind.ValueType  # 3
 """A piece of values to assign, worker to ps. Nothing is assigned before its AssignValues."""
 COLLECTIVE: FrameKind.ValueType  # 4
 """A piece of a collective, rank to rank: transfer is the collective's ordinal, group its fingerprint."""
+ROW_GRADIENT: FrameKind.ValueType  # 5
+"""Rows of a table and their gradient, worker to ps: n row numbers (int64), then n rows of the table's dtype, as bytes.
+Rows are numbered within the ps's part of the table, and ascend. offset: rows of the gradient before these; a frame
+at 0 begins it anew. Nothing is applied before its CommitUpdate.
+"""
+WANTED_ROWS: FrameKind.ValueType  # 6
+"""Rows of a table that the worker wants, as row numbers (int64), worker to ps. The answer is one frame of WEIGHTS with
+the same transfer, group and offset: those rows, one after the other.
+"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 @_typing.final

@@ -205,6 +205,7 @@ class GroupSpec(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Identity of the group in the job, equal on every ps and worker."""
     optimizer: _builtins.str
@@ -215,6 +216,12 @@ class GroupSpec(_message.Message):
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardSpec]:
         """The shards held by this ps, in the order of the flat tensor."""
 
+    @_builtins.property
+    def rows(self) -> Global___InitialRows:
+        """Set for a table: its rows travel by number, and the ps makes their initial values. All its shards are of one
+        variable of two dimensions.
+        """
+
     def __init__(
         self,
         *,
@@ -222,14 +229,77 @@ class GroupSpec(_message.Message):
         optimizer: _builtins.str = ...,
         dtype: _frame_pb2.DType.ValueType = ...,
         shards: _abc.Iterable[Global___ShardSpec] | None = ...,
+        rows: Global___InitialRows | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group", b"group", "optimizer", b"optimizer", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group", b"group", "optimizer", b"optimizer", "rows", b"rows", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupSpec: _TypeAlias = GroupSpec  # noqa: Y015
+
+@_typing.final
+class InitialRows(_message.Message):
+    """Initial values of a table. Row i has the same ones whichever ps holds it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Distribution:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _DistributionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[InitialRows._Distribution.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        DISTRIBUTION_UNSPECIFIED: InitialRows._Distribution.ValueType  # 0
+        """Never sent."""
+        NORMAL: InitialRows._Distribution.ValueType  # 1
+        """first: mean, second: standard deviation."""
+        UNIFORM: InitialRows._Distribution.ValueType  # 2
+        """first: lower bound, second: upper bound."""
+        CONSTANT: InitialRows._Distribution.ValueType  # 3
+        """first: the value."""
+
+    class Distribution(_Distribution, metaclass=_DistributionEnumTypeWrapper): ...
+    DISTRIBUTION_UNSPECIFIED: InitialRows.Distribution.ValueType  # 0
+    """Never sent."""
+    NORMAL: InitialRows.Distribution.ValueType  # 1
+    """first: mean, second: standard deviation."""
+    UNIFORM: InitialRows.Distribution.ValueType  # 2
+    """first: lower bound, second: upper bound."""
+    CONSTANT: InitialRows.Distribution.ValueType  # 3
+    """first: the value."""
+
+    DISTRIBUTION_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    ZERO_ROW_FIELD_NUMBER: _builtins.int
+    distribution: Global___InitialRows.Distribution.ValueType
+    first: _builtins.float
+    second: _builtins.float
+    seed: _builtins.int
+    """Of the random numbers."""
+    zero_row: _builtins.int
+    """A row that is zero (padding); unset: none."""
+    def __init__(
+        self,
+        *,
+        distribution: Global___InitialRows.Distribution.ValueType = ...,
+        first: _builtins.float = ...,
+        second: _builtins.float = ...,
+        seed: _builtins.int = ...,
+        zero_row: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_zero_row", b"_zero_row", "zero_row", b"zero_row"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_zero_row", b"_zero_row", "distribution", b"distribution", "first", b"first", "second", b"second", "seed", b"seed", "zero_row", b"zero_row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__zero_row: _TypeAlias = _typing.Literal["zero_row"]  # noqa: Y015
+    _WhichOneofArgType__zero_row: _TypeAlias = _typing.Literal["_zero_row", b"_zero_row"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__zero_row) -> _WhichOneofReturnType__zero_row | None: ...
+
+Global___InitialRows: _TypeAlias = InitialRows  # noqa: Y015
 
 @_typing.final
 class CreateVariablesRequest(_message.Message):
@@ -267,7 +337,9 @@ class CreateVariablesReply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def initialize(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Groups whose initial values this sender must assign (it holds the init-once token). Empty: attach and pull."""
+        """Groups whose initial values this sender must assign (it holds the init-once token); never a table. Empty: attach and
+        pull.
+        """
 
     @_builtins.property
     def initialized(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1022,7 +1094,7 @@ class HoldCommitsRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     HOLD_S_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """Names the hold."""
+    """Names the hold. A larger one takes the place of a hold that is on: the chief that had it is dead, or its release was lost."""
     hold_s: _builtins.float
     """Seconds after which the hold ends by itself."""
     @_builtins.property

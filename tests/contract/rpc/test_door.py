@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from stratagem.errors import PeerUnavailableError
+from stratagem.errors import LimitError, PeerUnavailableError
 from stratagem.rpc import door as door_module
 from stratagem.rpc.door import Door, Way, knock, peer_uid
+from stratagem.rpc.security import OPEN
+from tests.contract.rpc.securities import make_certificates, with_tls
 
 
 def soon(seconds: float = 10.0) -> float:
@@ -80,3 +86,119 @@ def test_waiting_ends_at_the_deadline_and_with_the_door(door: Door) -> None:
         knock(way, "127.0.0.1", soon(1))
     with pytest.raises(PeerUnavailableError):
         door.expect("b", socket.AF_INET)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_certificates(tmp_path / "ours", "ps:0", "worker:0", "worker:1")
+
+
+def test_over_tls_the_token_opens_only_for_the_task_it_was_given_to(folder: Path) -> None:
+    door = Door("127.0.0.1", with_tls(folder, "ps:0"))
+    try:
+        way = door.expect("up", socket.AF_INET, "worker:0")
+        with pytest.raises(PeerUnavailableError):
+            knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:1"))  # used up, and refused
+        with pytest.raises(PeerUnavailableError, match="did not connect"):
+            door.wait("up", soon(0.05))
+        way = door.expect("up", socket.AF_INET, "worker:0")
+        outside = knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0"))
+        with outside, door.wait("up", soon()) as inside:
+            assert isinstance(outside, ssl.SSLSocket) and isinstance(inside, ssl.SSLSocket)
+            outside.sendall(b"hello")
+            assert inside.recv(5) == b"hello"
+    finally:
+        door.close()
+
+
+def test_over_tls_a_door_of_another_task_or_authority_and_one_in_the_clear_get_no_token(
+    folder: Path, tmp_path: Path
+) -> None:
+    strangers = make_certificates(tmp_path / "strangers", "ps:0")
+    for security in (with_tls(folder, "worker:1"), with_tls(strangers, "ps:0"), OPEN):
+        door = Door("127.0.0.1", security)
+        try:
+            way = door.expect("up", socket.AF_INET, "worker:0")
+            with pytest.raises(PeerUnavailableError):
+                knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0"))
+            assert door._tokens, "the token was shown"
+        finally:
+            door.close()
+
+
+def test_over_tls_visitors_in_the_clear_are_dropped(folder: Path) -> None:
+    door = Door("127.0.0.1", with_tls(folder, "ps:0"))
+    try:
+        way = door.expect("up", socket.AF_INET, "worker:0")
+        with pytest.raises(PeerUnavailableError):
+            knock(way, "127.0.0.1", soon())
+        knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0")).close()
+        door.wait("up", soon()).close()
+    finally:
+        door.close()
+
+
+def test_a_visitor_that_dribbles_its_token_has_no_more_time_than_others(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_module, "TOKEN_TIMEOUT_S", 0.3)
+    way = door.expect("a", socket.AF_INET)
+    with socket.create_connection(("127.0.0.1", way.port)) as slow:
+        slow.settimeout(0.05)
+        deadline, answer = soon(), None
+        for byte in way.token[:-1] * 1000:
+            with contextlib.suppress(TimeoutError):
+                slow.sendall(bytes((byte,)))
+                answer = slow.recv(1)
+                break
+            assert time.monotonic() < deadline, "the door still listens"
+        assert answer == b""
+
+
+def test_when_too_many_visitors_wait_the_oldest_goes(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_VISITORS", 4)
+    monkeypatch.setattr(door_module, "TOKEN_TIMEOUT_S", 60.0)
+    way = door.expect("a", socket.AF_INET)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", way.port))) for _ in range(12)]
+        for sock in silent[:8]:
+            sock.settimeout(10)
+            assert sock.recv(1) == b""  # sent away, long before its time is over
+        assert sum(thread.name == "door-check" for thread in threading.enumerate()) <= 5
+        knock(way, "127.0.0.1", soon()).close()
+        door.wait("a", soon()).close()
+
+
+def test_a_silent_tls_visitor_is_sent_away_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_module, "MAX_VISITORS", 1)
+    monkeypatch.setattr(door_module, "TOKEN_TIMEOUT_S", 60.0)
+    folder = make_certificates(tmp_path, "ps:0", "worker:1")
+    door = Door("127.0.0.1", with_tls(folder, "ps:0"))
+    try:
+        way = door.expect("a", socket.AF_INET, "worker:1")
+        with socket.create_connection(("127.0.0.1", way.port)) as silent:
+            silent.settimeout(10)
+            knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:1")).close()
+            door.wait("a", soon()).close()
+            with contextlib.suppress(ConnectionResetError):
+                assert silent.recv(1) == b""
+    finally:
+        door.close()
+
+
+def test_one_task_has_so_many_lanes_and_others_have_theirs() -> None:
+    door = Door("127.0.0.1", max_lanes_per_peer=2)
+    try:
+        ways = [door.expect(("worker:1", index), socket.AF_INET, "worker:1") for index in range(2)]
+        knock(ways[0], "127.0.0.1", soon()).close()
+        deadline = soon()
+        while not door._arrived:  # comes in a moment after it was let in; nobody has taken it, and it still counts
+            assert time.monotonic() < deadline
+        with pytest.raises(LimitError, match="worker:1 has 2 lanes that are not open yet, which is max_lanes_per_peer"):
+            door.expect(("worker:1", 2), socket.AF_INET, "worker:1")
+        door.expect(("worker:1", 1), socket.AF_INET, "worker:1")  # in the place of its own older one
+        door.expect(("worker:2", 0), socket.AF_INET, "worker:2")
+        door.wait(("worker:1", 0), soon()).close()
+        door.expect(("worker:1", 2), socket.AF_INET, "worker:1")
+    finally:
+        door.close()

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import os
 import socket
-import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-import trustme
 
 from stratagem.errors import FrameError, LimitError, PeerUnavailableError
 from stratagem.rpc import channels
@@ -27,9 +26,11 @@ from stratagem.rpc.door import Door, knock
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
 from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
+from tests.contract.rpc.securities import make_certificates, with_tls
 
 KIND = frame_pb2.COLLECTIVE
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -49,16 +50,19 @@ class Pair:
 
 @contextlib.contextmanager
 def tcp_pair(tls: bool = False) -> Iterator[Pair]:
-    server = client = None
-    if tls:
-        authority = trustme.CA()
-        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
-        authority.issue_cert("127.0.0.1").configure_cert(server)
-        authority.configure_trust(client)
+    server = client = OPEN
+    with tempfile.TemporaryDirectory() as folder:
+        if tls:
+            make_certificates(Path(folder), "worker:0", "worker:1")
+            server, client = with_tls(Path(folder), "worker:1"), with_tls(Path(folder), "worker:0")
+        yield from _tcp_pair(server, client)
+
+
+def _tcp_pair(server: Security, client: Security) -> Iterator[Pair]:
     door = Door("127.0.0.1", server)
     try:
-        way = door.expect("peer", socket.AF_INET)
-        outward = knock(way, "127.0.0.1", soon(), client)
+        way = door.expect("peer", socket.AF_INET, "worker:0")
+        outward = knock(way, "127.0.0.1", soon(), "worker:1", client)
         sent, received = BytesMeter(), BytesMeter()
         pair = Pair(
             TcpSender(outward, "b", sent), TcpReceiver(door.wait("peer", soon()), "a", received), sent, received

@@ -1,0 +1,57 @@
+"""`stratagem certs`: the certificate authority of a cluster, and certificates for its tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from stratagem.cluster.identity import OPERATOR, check_identity, file_stem
+from stratagem.errors import ConfigurationError
+from stratagem.launch.tls import LOCAL_HOSTS, need_cryptography
+from stratagem.rpc.tls_files import AUTHORITY_FILE
+
+AUTHORITY_DAYS, TASK_DAYS = 3650, 365
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_DAYS = click.IntRange(min=1, max=36_500)
+
+
+@click.group("certs")
+def certs_group() -> None:
+    """Make certificates for --tls. Each machine needs ca.crt and the files of its own tasks; ca.key stays at home."""
+
+
+@certs_group.command("init")
+@click.option("--dir", "folder", type=_FOLDER, default=Path("certs"), show_default=True, help="Folder to make.")
+@click.option("--days", type=_DAYS, default=AUTHORITY_DAYS, show_default=True, help="How long it is valid.")
+def init_command(folder: Path, days: int) -> None:
+    """Make a certificate authority for one cluster: ca.crt and ca.key."""
+    need_cryptography()
+    from stratagem.launch.certificates import Authority
+
+    Authority.create(days).save(folder, with_key=True)
+    click.echo(f"{folder / AUTHORITY_FILE}: give it to every machine. ca.key beside it makes certificates: keep it.")
+
+
+@certs_group.command("issue")
+@click.argument("identities", metavar="TASK...", nargs=-1, required=True)
+@click.option("--dir", "folder", type=_FOLDER, default=Path("certs"), show_default=True, help="Folder of `certs init`.")
+@click.option("--host", "hosts", multiple=True, help="Host name or address for other tools; may be given again.")
+@click.option("--days", type=_DAYS, default=TASK_DAYS, show_default=True, help="How long they are valid.")
+@click.option("--renew", is_flag=True, help="Replace certificates that are there; running tasks take them up.")
+def issue_command(identities: tuple[str, ...], folder: Path, hosts: tuple[str, ...], days: int, renew: bool) -> None:
+    """Make key and certificate for each TASK.
+
+    Tasks are "chief:0", "ps:0", "worker:1", …; "operator" is who asks for `stratagem status` or uses `stratagem run`.
+    """
+    if len(set(identities)) != len(identities):
+        raise ConfigurationError(f"expected each task once, got {' '.join(identities)}")
+    names = [check_identity(identity) for identity in identities]
+    need_cryptography()
+    from stratagem.launch.certificates import Authority
+
+    authority = Authority.load(folder)
+    for name in names:
+        authority.issue(name, hosts or LOCAL_HOSTS, folder, days=days, renew=renew)
+        whose = "the person at the terminal" if name == OPERATOR else name
+        click.echo(f"{folder / file_stem(name)}.crt and .key: for {whose}, {days} days")

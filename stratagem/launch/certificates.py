@@ -1,0 +1,215 @@
+"""Makes the certificate authority of a cluster, and the certificates of its tasks.
+
+Needs the package ``cryptography``: call :func:`stratagem.launch.tls.need_cryptography` before importing this.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from stratagem.cluster.identity import DNS_SUFFIX, file_stem, identity_uri, server_name
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.tls_files import AUTHORITY_FILE
+
+AUTHORITY_KEY_FILE = "ca.key"
+_EARLY = datetime.timedelta(minutes=5)  # clocks of hosts differ
+
+
+class Authority:
+    """A certificate authority.
+
+    Args:
+        certificate: its own certificate.
+        key: its private key.
+    """
+
+    def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def create(cls, days: int) -> Authority:
+        """A new one, in memory."""
+        key = _new_key()
+        name = _name(f"Stratagem cluster {secrets.token_hex(4)}")
+        certificate = (
+            _builder(name, name, key, days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(certificate, key)
+
+    @classmethod
+    def load(cls, folder: Path) -> Authority:
+        """The authority in a folder.
+
+        Raises:
+            ConfigurationError: there is none, or its key is not there.
+        """
+        try:
+            certificate = x509.load_pem_x509_certificate((folder / AUTHORITY_FILE).read_bytes())
+            key = serialization.load_pem_private_key((folder / AUTHORITY_KEY_FILE).read_bytes(), None)
+        except OSError as error:
+            raise ConfigurationError(
+                f"no certificate authority in {folder}: {error.strerror}: {error.filename}. "
+                "`stratagem certs init` makes one"
+            ) from None
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"the certificate authority in {folder} cannot be read: {error}") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise ConfigurationError(f"{AUTHORITY_KEY_FILE} in {folder} is not the key of {AUTHORITY_FILE}")
+        return cls(certificate, key)
+
+    def save(self, folder: Path, *, with_key: bool) -> None:
+        """Writes certificate and, if wanted, key; overwrites nothing.
+
+        Raises:
+            ConfigurationError: a file is there already.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_existing([folder / AUTHORITY_FILE, *([folder / AUTHORITY_KEY_FILE] if with_key else [])])
+        if with_key:
+            _write(folder / AUTHORITY_KEY_FILE, _key_pem(self._key), 0o600)
+        _write(folder / AUTHORITY_FILE, _pem(self._certificate), 0o644)
+
+    def issue(self, identity: str, hosts: Iterable[str], folder: Path, *, days: int, renew: bool = False) -> None:
+        """Writes key and certificate of a task.
+
+        Args:
+            identity: a task id, or "operator".
+            hosts: names and addresses under which tools other than ours will reach it.
+            folder: where to; made if needed.
+            days: how long it is valid.
+            renew: replace what is there, each file at once.
+
+        Raises:
+            ConfigurationError: a file is there already, or a host name that belongs to a task.
+        """
+        key = _new_key()
+        names: list[x509.GeneralName] = [
+            x509.UniformResourceIdentifier(identity_uri(identity)),
+            x509.DNSName(server_name(identity)),
+            *_host_names(hosts),
+        ]
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        certificate = (
+            _builder(_name(identity), self._certificate.subject, key, days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(authority_key, critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        pairs = [
+            (folder / f"{file_stem(identity)}.key", _key_pem(key), 0o600),
+            (folder / f"{file_stem(identity)}.crt", _pem(certificate), 0o644),
+        ]
+        if not renew:
+            _refuse_existing([path for path, _, _ in pairs])
+        for path, content, mode in pairs:
+            (_replace if renew else _write)(path, content, mode)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLY)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _host_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys(hosts):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            if host.rstrip(".").lower().endswith(DNS_SUFFIX) or "*" in host or not host.isascii():
+                raise ConfigurationError(
+                    f"{host!r} cannot be a host name of a certificate: names under {DNS_SUFFIX} say which task it is, "
+                    "and patterns could match them"
+                ) from None
+            names.append(x509.DNSName(host))
+    return names
+
+
+def _new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _refuse_existing(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.exists():
+            raise ConfigurationError(
+                f"{path} is there already, and nothing is overwritten; `certs issue --renew` replaces what tasks have"
+            )
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Makes the file, with its mode from the start."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        raise ConfigurationError(f"{path} is there already, and nothing is overwritten") from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    """Whoever reads sees the old file or the new one."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    _write(new, content, mode)
+    new.replace(path)

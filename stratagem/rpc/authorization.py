@@ -1,0 +1,160 @@
+"""The one interceptor that asks every caller who it is, and lets it do what its role may."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from stratagem.errors import IdentityError
+from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.permissions import OPEN_METHODS, authorize
+from stratagem.rpc.security import Security
+
+SENDER_KEY = "stratagem-task"
+"""Metadata of a grpc lane: the task that it speaks for."""
+
+if TYPE_CHECKING:  # generic in the stubs only
+    _Interceptor = grpc.ServerInterceptor[Any, Any]
+    _AioInterceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.ServerInterceptor
+    _AioInterceptor = grpc.aio.ServerInterceptor
+
+
+class _Guard:
+    """Admits calls of one method."""
+
+    def __init__(self, security: Security, method: str) -> None:
+        self._security = security
+        self._method = method
+
+    def admit(self, context: Any) -> str:
+        """The identity of a caller that may make this call.
+
+        Raises:
+            SecurityError: it may not.
+        """
+        if self._method in OPEN_METHODS:
+            return ""
+        metadata = dict(context.invocation_metadata())
+        identity = self._security.who_calls(context.auth_context(), metadata)
+        authorize(identity, self._method)
+        self._compare(identity, metadata.get(SENDER_KEY))
+        return identity
+
+    def check_sender(self, identity: str, request: Any) -> None:
+        """Refuses a request in the name of another task.
+
+        Raises:
+            IdentityError: names both.
+        """
+        if identity:
+            self._compare(identity, _sender_of(request))
+
+    def _compare(self, identity: str, claimed: Any) -> None:
+        if claimed is not None and claimed != identity:
+            name = self._method.rpartition("/")[2]
+            raise IdentityError(f"{identity} may not call {name} in the name of {claimed or 'nobody'}")
+
+
+def _sender_of(request: Any) -> str | None:
+    """The task in whose name a request is made; None: requests of its kind name nobody."""
+    if isinstance(request, chief_pb2.SessionRequest):
+        return request.join.task if request.HasField("join") else None
+    if isinstance(request, Message) and "sender" in request.DESCRIPTOR.fields_by_name:
+        message: Any = request
+        return str(message.sender.task)
+    return None
+
+
+class AuthorizationInterceptor(_Interceptor):
+    """Sync servers.
+
+    Args:
+        security: of this server.
+    """
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = continuation(handler_call_details)
+        if handler is None:
+            return None
+        guard = _Guard(self._security, handler_call_details.method)
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        def checked(identity: str, requests: Iterator[Any]) -> Iterator[Any]:
+            for request in requests:
+                guard.check_sender(identity, request)
+                yield request
+
+        def admitted(request: Any, context: Any) -> Any:
+            identity = guard.admit(context)
+            if handler.request_streaming:
+                return inner(checked(identity, request), context)
+            guard.check_sender(identity, request)
+            return inner(request, context)
+
+        def streaming(request: Any, context: Any) -> Iterator[Any]:
+            yield from admitted(request, context)
+
+        return replaced(handler, admitted, streaming)  # type: ignore[no-any-return]
+
+
+class AioAuthorizationInterceptor(_AioInterceptor):
+    """The same for ``grpc.aio`` servers."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        guard = _Guard(self._security, handler_call_details.method)
+        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def checked(identity: str, requests: Any) -> AsyncIterator[Any]:
+            async for request in requests:
+                guard.check_sender(identity, request)
+                yield request
+
+        def admitted(request: Any, context: Any) -> Any:
+            identity = guard.admit(context)
+            if handler.request_streaming:
+                return inner(checked(identity, request), context)
+            guard.check_sender(identity, request)
+            return inner(request, context)
+
+        async def awaiting(request: Any, context: Any) -> Any:
+            return await admitted(request, context)
+
+        async def generating(request: Any, context: Any) -> AsyncIterator[Any]:
+            async for reply in admitted(request, context):
+                yield reply
+
+        # A streaming servicer may also be a coroutine that writes to the context, as health's Watch is.
+        streaming = awaiting if inspect.iscoroutinefunction(inner) else generating
+        return replaced(handler, awaiting, streaming)
+
+
+def replaced(handler: Any, unary: Callable[..., Any], streaming: Callable[..., Any]) -> Any:
+    """A handler that calls one of these instead, whichever its replies ask for."""
+    kind = ("stream" if handler.request_streaming else "unary") + (
+        "_stream" if handler.response_streaming else "_unary"
+    )
+    return handler._replace(**{kind: streaming if handler.response_streaming else unary})

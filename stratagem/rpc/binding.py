@@ -1,0 +1,53 @@
+"""Where a server may listen, and where a secret may be sent: this machine alone, unless somebody said otherwise."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from stratagem.errors import ConfigurationError
+
+
+def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
+    """Refuses to listen beyond loopback in the clear.
+
+    Args:
+        bind: host:port.
+        insecure: the user said that it is all right.
+        tls: the server speaks TLS only.
+
+    Raises:
+        ConfigurationError: with the ways out.
+    """
+    host, colon, port = bind.rpartition(":")
+    if not colon or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ConfigurationError(f"expected host:port to listen on, got {bind!r}")
+    if insecure or tls or is_loopback(host):
+        return
+    raise ConfigurationError(
+        f"refusing to listen on {bind}: anybody who reaches that address could read and change the model. "
+        "Give --tls DIR (`stratagem certs init` and `stratagem certs issue` make the certificates), or --insecure if "
+        "the network is yours alone; on one machine, bind to 127.0.0.1."
+    )
+
+
+def check_token_path(address: str, insecure: bool) -> None:
+    """Refuses to send a token beyond loopback in the clear.
+
+    Raises:
+        ConfigurationError: with the ways out.
+    """
+    if not insecure and not is_loopback(address.rpartition(":")[0]):
+        raise ConfigurationError(
+            f"refusing to send the token to {address} in the clear: anybody on the way could read it. "
+            "Give --tls DIR, or --insecure if the network is yours alone."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is a loopback address or localhost."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,87 @@
+"""Why a connection does not come about: gRPC reports a refused TLS handshake as a server that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+
+from stratagem.cluster.identity import server_name
+from stratagem.cluster.spec import split_address
+from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.rpc.security import Security
+from stratagem.rpc.tls_files import TlsFiles, identity_of
+from stratagem.rpc.tls_reasons import is_no_tls, reason_of, refusal_of
+
+
+def explain_refusal(address: str, peer: str, security: Security, timeout_s: float = 1.0) -> str:
+    """Tries a handshake of its own. Returns the reason in words; empty when TLS is not the reason.
+
+    Args:
+        address: host:port of the server.
+        peer: task id that it should have.
+        security: of this process.
+        timeout_s: seconds to wait for each answer.
+    """
+    with contextlib.suppress(OSError, StratagemError):
+        if security.tls is None:
+            return f"{peer} at {address} speaks TLS: give --tls DIR" if _speaks_tls(address, timeout_s) else ""
+        return _try(address, peer, security.tls, timeout_s)
+    return ""
+
+
+def _try(address: str, peer: str, files: TlsFiles, timeout_s: float) -> str:
+    context = files.client_context()
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connect(address, timeout_s) as sock, context.wrap_socket(sock, server_hostname=server_name(peer)) as tls:
+            # gRPC's first frame comes, unless our certificate was refused: that shows after the handshake only.
+            refused = "by closing the connection" if tls.recv(1) == b"" else ""
+    except ConnectionError:
+        return ""
+    except ssl.SSLCertVerificationError as error:
+        owner = _owner(address, context, timeout_s)
+        if owner and owner != peer:
+            return f"the server at {address} is {owner} by its certificate, and {peer} was expected there"
+        return f"the certificate of {peer} at {address} was refused: {reason_of(error)}"
+    except ssl.SSLError as error:
+        if is_no_tls(error):
+            return f"{peer} at {address} does not speak TLS: start it with --tls too"
+        refused = refusal_of(error)
+    if not refused:
+        return ""
+    try:
+        files.check()
+    except ConfigurationError as error:  # it was good when this task started
+        return f"{peer} at {address} refused this task's certificate: {error}"
+    return (
+        f"{peer} at {address} refused this task's certificate ({refused}): it is likely of another certificate "
+        "authority than the one in its ca.crt"
+    )
+
+
+def _owner(address: str, context: ssl.SSLContext, timeout_s: float) -> str:
+    """Whose certificate the server has, if it is of our authority and valid."""
+    context.check_hostname = False
+    with (
+        contextlib.suppress(OSError),
+        _connect(address, timeout_s) as sock,
+        context.wrap_socket(sock) as tls,
+    ):
+        return identity_of(tls.getpeercert())
+    return ""
+
+
+def _speaks_tls(address: str, timeout_s: float) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connect(address, timeout_s) as sock, context.wrap_socket(sock):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+
+
+def _connect(address: str, timeout_s: float) -> socket.socket:
+    return socket.create_connection(split_address(address), timeout_s)

@@ -1,0 +1,169 @@
+"""How this process proves who it is and knows who calls: certificates, a token, or neither."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import ssl
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from stratagem.cluster.config import RoleConfig
+from stratagem.cluster.identity import OPERATOR, check_identity, identity_from_uris
+from stratagem.errors import ClusterSpecError, ConfigurationError, IdentityError
+from stratagem.rpc.tls_files import Pems, Stamp, TlsFiles
+from stratagem.rpc.token import Token
+
+logger = logging.getLogger(__name__)
+
+TOKEN_KEY = "authorization"
+CALLER_KEY = "stratagem-caller"
+"""Metadata of a caller without TLS: the token, and who it says it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Security:
+    """What a process has to prove its identity, and asks of others."""
+
+    identity: str = ""
+    """Its own name: a task id, or "operator"."""
+    tls: TlsFiles | None = None
+    token: Token | None = None
+    insecure: bool = False
+    """The user said that the network may be trusted."""
+
+    @property
+    def asks_who_calls(self) -> bool:
+        """Whether callers have to prove who they are; without, everybody may do everything."""
+        return self.tls is not None or self.token is not None
+
+    @property
+    def words(self) -> str:
+        """What a server says behind its address; empty when it asks nothing."""
+        asked = [word for word, has in (("TLS", self.tls), ("a token", self.token)) if has is not None]
+        return f", with {' and '.join(asked)}" if asked else ""
+
+    @property
+    def allows_clear_text(self) -> bool:
+        """Whether payload may travel by ways that know no TLS."""
+        return self.tls is None or self.insecure
+
+    def certificates(self) -> Stamp:
+        """Changes when this process's certificate is renewed; while the files are not complete it does not."""
+        try:
+            return self.tls.stamp() if self.tls is not None else ()
+        except ConfigurationError:
+            return ()
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """For sockets that come in; None: in the clear."""
+        return self.tls.server_context() if self.tls is not None else None
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """For sockets that go out; None: in the clear."""
+        return self.tls.client_context() if self.tls is not None else None
+
+    def who_calls(self, proven: Mapping[str, Any], metadata: Mapping[str, str | bytes]) -> str:
+        """The caller's identity; empty when it has none.
+
+        Args:
+            proven: ``auth_context()`` of the call: what TLS knows.
+            metadata: of the call.
+
+        Raises:
+            IdentityError: a wrong token, or a name that nobody has.
+        """
+        if self.token is not None:
+            shown = metadata.get(TOKEN_KEY, "")
+            if not shown:
+                return ""
+            if not self.token.matches(shown):
+                raise IdentityError("the token is not the one of this job; compare the files of --token-file")
+        if self.tls is not None:
+            return identity_from_uris([uri.decode(errors="replace") for uri in proven.get("peer_uri", ())])
+        try:
+            return check_identity(str(metadata.get(CALLER_KEY, "")))
+        except ClusterSpecError as error:
+            raise IdentityError(str(error)) from None
+
+
+OPEN = Security()
+"""Neither certificates nor a token: whoever reaches the port may do everything."""
+
+
+def security_of(config: RoleConfig) -> Security:
+    """What a role's configuration says.
+
+    Raises:
+        ConfigurationError: certificates or token cannot be used; says why.
+    """
+    return make_security(config.task, config.tls, config.token_file, config.insecure)
+
+
+def make_security(identity: str, tls: str, token_file: str, insecure: bool = False) -> Security:
+    """What these words say.
+
+    Args:
+        identity: of this process.
+        tls: folder of the certificates; empty: no TLS.
+        token_file: file with the token; empty: none.
+        insecure: the network may be trusted.
+
+    Raises:
+        ConfigurationError: certificates or token cannot be used; says why.
+    """
+    files = TlsFiles(tls, identity) if tls else None
+    if files is not None:
+        files.check()
+    return Security(identity, files, Token.read(token_file) if token_file else None, insecure)
+
+
+def operator_security(tls: str, token_file: str, insecure: bool = False) -> Security:
+    """As :func:`make_security` for the person at the terminal."""
+    return make_security(OPERATOR, tls, token_file, insecure)
+
+
+def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
+    """Client's side of gRPC.
+
+    Raises:
+        ConfigurationError: the files cannot be used.
+    """
+    pems = tls.read_or_keep()
+    return grpc.ssl_channel_credentials(pems.authority, pems.key, pems.certificate)
+
+
+def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Server's side of gRPC; a renewed certificate is used from the next connection on.
+
+    Raises:
+        ConfigurationError: the files cannot be used.
+    """
+    used = [tls.stamp()]
+    pems = tls.read()
+
+    def renewed() -> Any:
+        try:
+            if (stamp := tls.stamp()) == used[0]:
+                return None
+            found = tls.read()
+        except ConfigurationError as error:
+            _log_elsewhere(logging.WARNING, f"The old certificate stays in use: {error}")
+            return None
+        used[0] = stamp
+        _log_elsewhere(logging.INFO, f"The certificate of {tls.identity} was renewed")
+        return _server_configuration(found)
+
+    return grpc.dynamic_ssl_server_credentials(_server_configuration(pems), renewed, require_client_authentication=True)
+
+
+def _log_elsewhere(level: int, message: str) -> None:
+    """Logs from a thread of ours: ``threading`` would remember each of gRPC's threads that logs, for ever."""
+    threading.Thread(target=logger.log, args=(level, "%s", message), name="certificate-news", daemon=True).start()
+
+
+def _server_configuration(pems: Pems) -> Any:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.authority)

@@ -1,0 +1,182 @@
+"""The certificates of one identity in a folder: read, tried before anybody relies on them, read again when renewed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import ssl
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from stratagem.cluster.identity import file_stem, identity_from_uris, server_name
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.tls_reasons import reason_of
+
+logger = logging.getLogger(__name__)
+
+AUTHORITY_FILE = "ca.crt"
+SHORT_S = 7 * 86_400
+"""A certificate that ends sooner is worth a warning."""
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pems:
+    """The content of the files, as gRPC wants it."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes = dataclasses.field(repr=False)
+
+
+class TlsFiles:
+    """``ca.crt``, ``<task>.crt`` and ``<task>.key`` in a folder.
+
+    Args:
+        folder: where they are.
+        identity: whose, for example "worker:1".
+    """
+
+    def __init__(self, folder: str | Path, identity: str) -> None:
+        self.identity = identity
+        self._folder = Path(folder)
+        self._authority = self._folder / AUTHORITY_FILE
+        self._certificate = self._folder / f"{file_stem(identity)}.crt"
+        self._key = self._folder / f"{file_stem(identity)}.key"
+        self._last: Pems | None = None
+
+    def stamp(self) -> Stamp:
+        """Changes when a file is replaced.
+
+        Raises:
+            ConfigurationError: a file is missing.
+        """
+        try:
+            facts = [path.stat() for path in (self._authority, self._certificate, self._key)]
+        except OSError as error:
+            raise self._missing(error) from None
+        return tuple((fact.st_ino, fact.st_mtime_ns, fact.st_size) for fact in facts)
+
+    def read(self) -> Pems:
+        """The files, after :meth:`check`.
+
+        Raises:
+            ConfigurationError: as :meth:`check`, or somebody is replacing them right now.
+        """
+        before = self.stamp()
+        self.check()
+        try:
+            pems = Pems(self._authority.read_bytes(), self._certificate.read_bytes(), self._key.read_bytes())
+        except OSError as error:
+            raise self._missing(error) from None
+        if self.stamp() != before:
+            raise ConfigurationError(f"the certificates in {self._folder} are being replaced; try again")
+        self._last = pems
+        return pems
+
+    def read_or_keep(self) -> Pems:
+        """The files; while they cannot be used, what they held when they last could.
+
+        Raises:
+            ConfigurationError: they never could.
+        """
+        try:
+            return self.read()
+        except ConfigurationError as error:
+            if self._last is None:
+                raise
+            logger.warning("The old certificate stays in use: %s", error)
+            return self._last
+
+    def check(self) -> None:
+        """Tries the certificate against itself, as peers will: a TLS handshake in memory.
+
+        Raises:
+            ConfigurationError: it is missing, expired, of another authority or of another task; says which.
+        """
+        self.stamp()
+        try:
+            shown = _handshake(self.server_context(), self.client_context(), server_name(self.identity))
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"{self._certificate} cannot be used by {self.identity}: {reason_of(error)}. {self._advice()}"
+            ) from None
+        if (owner := identity_of(shown)) != self.identity:
+            raise ConfigurationError(
+                f"{self._certificate} cannot be used by {self.identity}: it is the certificate of "
+                f"{owner or 'no task'}. {self._advice()}"
+            )
+        left_s = ssl.cert_time_to_seconds(shown["notAfter"]) - time.time()
+        if left_s < SHORT_S:
+            logger.warning("The certificate of %s ends in %.1f days: renew it", self.identity, left_s / 86_400)
+        if self._key.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            logger.warning("The key %s can be read by others: chmod 600 %s", self._key, self._key)
+
+    def server_context(self) -> ssl.SSLContext:
+        """For the server's side of a socket; asks for a certificate of the same authority.
+
+        Raises:
+            ConfigurationError: the files cannot be used.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        return self._load(context)
+
+    def client_context(self) -> ssl.SSLContext:
+        """For the client's side of a socket; ``server_hostname`` is :func:`stratagem.cluster.identity.server_name`.
+
+        Raises:
+            ConfigurationError: the files cannot be used.
+        """
+        return self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_verify_locations(self._authority)
+            context.load_cert_chain(self._certificate, self._key, password=_no_password)
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"cannot use {self._certificate} with {self._key.name} and {AUTHORITY_FILE}: {reason_of(error)}. "
+                f"{self._advice()}"
+            ) from None
+        except OSError as error:
+            raise self._missing(error) from None
+        return context
+
+    def _missing(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError(
+            f"no TLS for {self.identity}: {error.filename or self._folder}: {error.strerror}. {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        return f"`stratagem certs issue {self.identity}` makes its certificate; it belongs in {self._folder}"
+
+
+def identity_of(certificate: dict[str, Any] | None) -> str:
+    """The identity in a certificate as ``SSLSocket.getpeercert`` gives it; empty: none."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return identity_from_uris([value for kind, value in names if kind == "URI"])
+
+
+def _no_password() -> str:
+    return ""  # OpenSSL would ask at the terminal
+
+
+def _handshake(server_context: ssl.SSLContext, client_context: ssl.SSLContext, name: str) -> dict[str, Any]:
+    """Both sides in memory; returns what the server sees of the client's certificate."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = server_context.wrap_bio(up, down, server_side=True)
+    client = client_context.wrap_bio(down, up, server_hostname=name)
+    waiting = [client, server]
+    while waiting:
+        for side in tuple(waiting):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            waiting.remove(side)
+    shown: dict[str, Any] = server.getpeercert() or {}
+    return shown

@@ -1,0 +1,52 @@
+"""What OpenSSL means, in words for the person at the terminal."""
+
+from __future__ import annotations
+
+import ssl
+
+# Numbers of OpenSSL's X509_V_ERR_*.
+_NOT_YET, _EXPIRED, _HOSTNAME = 9, 10, 62
+_UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21, 7, 30)
+
+_REASONS = {
+    "KEY_VALUES_MISMATCH": "key and certificate do not belong together",
+    "NO_START_LINE": "it is not PEM",
+    "PEM_LIB": "it is not PEM",
+    "NO_CERTIFICATE_OR_CRL_FOUND": "the authority's file holds no certificate",
+    "BAD_PASSWORD_READ": "the key is encrypted; Stratagem takes keys without a password",
+}
+_ALERTS = {
+    "UNKNOWN_CA": "it is of another certificate authority",
+    "CERTIFICATE_EXPIRED": "it has expired",
+    "CERTIFICATE_REQUIRED": "there was none",
+    "BAD_CERTIFICATE": "it is not valid",
+    "CERTIFICATE_UNKNOWN": "it is not valid",
+    "UNSUPPORTED_CERTIFICATE": "it is not valid",
+    "DECRYPT_ERROR": "it is of another certificate authority of the same name",
+}
+
+
+def reason_of(error: ssl.SSLError) -> str:
+    """Why a certificate or a file was refused here."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == _EXPIRED:
+            return "the certificate has expired"
+        if error.verify_code == _NOT_YET:
+            return "the certificate is not valid yet; compare the clocks"
+        if error.verify_code == _HOSTNAME:
+            return "it is the certificate of another task"
+        if error.verify_code in _UNKNOWN_AUTHORITY:
+            return "the certificate is of another certificate authority"
+        return error.verify_message
+    return _REASONS.get(error.reason or "", (error.reason or str(error)).replace("_", " ").lower())
+
+
+def refusal_of(error: ssl.SSLError) -> str:
+    """Why the other side refused our certificate; empty when the error is no such refusal."""
+    reason = error.reason or ""
+    return next((words for alert, words in _ALERTS.items() if reason.endswith(f"ALERT_{alert}")), "")
+
+
+def is_no_tls(error: ssl.SSLError) -> bool:
+    """Whether the other side answered, but not in TLS."""
+    return error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")

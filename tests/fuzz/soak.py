@@ -1,0 +1,115 @@
+"""``python -m tests.fuzz.soak --connections 200``: what a crowd of hostile connections costs a job that trains.
+
+Takes turns, without and with the crowd, and prints steps per second of each turn; exit code 1 when the job lost more
+than a tenth of its speed. Measure on a machine that does nothing else: the crowd itself takes a part of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stratagem.launch.status import fetch_status
+from stratagem.rpc.security import OPEN
+from tests.cluster.conftest import Cluster
+
+ROOT = Path(__file__).parents[2]
+MOST_LOST = 0.1
+
+
+class Job:
+    """A job of one worker and one ps that trains until it is let go.
+
+    Args:
+        folder: for its files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._until = folder / "until"
+        self.cluster = Cluster(folder / "job", 1, 1, "train_until.py", ["--until", str(self._until)])
+        self.cluster.wait_for(lambda: "Cluster is ready: 1 workers" in self.cluster.stderr, "the cluster")
+        words = self.cluster.stderr.split("chief:0 listening on ")[1]
+        self.chief = words.split()[0].rstrip(",")
+
+    def addresses(self) -> dict[str, str]:
+        """Of its servers."""
+        tasks = {task.task: task.address for task in fetch_status(self.chief, 10, OPEN).tasks}
+        return {"chief": self.chief, "ps": tasks["ps:0"], "worker": tasks["worker:0"]}
+
+    def step(self) -> int:
+        """Steps of the worker so far."""
+        return next(task.step for task in fetch_status(self.chief, 10, OPEN).tasks if task.task == "worker:0")
+
+    def speed(self, seconds: float) -> float:
+        """Steps per second, for so long."""
+        first, began = self.step(), time.monotonic()
+        time.sleep(seconds)
+        return (self.step() - first) / (time.monotonic() - began)
+
+    def finish(self) -> Any:
+        """Lets it go."""
+        self._until.touch()
+        return self.cluster.finish()
+
+
+@contextlib.contextmanager
+def crowd(addresses: dict[str, str], number: int) -> Iterator[dict[str, int]]:
+    """A crowd in a process of its own; afterwards, what it did."""
+    acts: dict[str, int] = {}
+    told = json.dumps({"addresses": addresses, "number": number})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.fuzz.crowd", told],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == "all are there\n"
+        yield acts
+        process.stdin.close()
+        acts.update(json.loads(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.soak", description=__doc__)
+    parser.add_argument("--connections", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of a turn")
+    parser.add_argument("--turns", type=int, default=4)
+    options = parser.parse_args()
+    speeds: dict[str, list[float]] = {"alone": [], "with the crowd": []}
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder))
+        try:
+            addresses = job.addresses()
+            for _ in range(options.turns):
+                speeds["alone"].append(job.speed(options.seconds))
+                with crowd(addresses, options.connections) as acts:
+                    speeds["with the crowd"].append(job.speed(options.seconds))
+            done = job.finish()
+        finally:
+            job.cluster.close()
+    medians = {name: statistics.median(values) for name, values in speeds.items()}
+    ratio = medians["with the crowd"] / medians["alone"]
+    print(json.dumps({"steps_per_s": speeds, "ratio": ratio, "exit_code": done.code, "last_turn": acts}, indent=1))
+    sys.exit(done.code or ratio < 1 - MOST_LOST)
+
+
+if __name__ == "__main__":
+    main()

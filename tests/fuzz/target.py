@@ -1,0 +1,108 @@
+"""The process under attack: a chief, a ps and a worker's server, as their own commands make them, without a job.
+
+Prints one JSON line with their addresses, and ends in order when standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+
+from stratagem.chief.job import Job
+from stratagem.chief.servicer import SERVICE as CHIEF
+from stratagem.chief.servicer import ChiefServicer
+from stratagem.cluster.config import ChiefConfig
+from stratagem.ps.servicer import SERVICE as PS
+from stratagem.ps.servicer import ParameterServerServicer
+from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.specs import Limits
+from stratagem.ps.store import Store
+from stratagem.rpc.confinement import AllowedFolders
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.server import add_servicer, serve, serve_aio
+from stratagem.rpc.session import SessionClient
+from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.servicer import SERVICE as WORKER
+from stratagem.worker.servicer import WorkerServicer
+from tests.fuzz.seeds import ATTACKERS, NUM_WORKERS
+
+LIMITS = ServerLimits(max_message_bytes=1 << 20, max_calls=256)
+STORE_LIMITS = Limits(max_variables=64, max_store_bytes=1 << 20, max_peer_bytes=1 << 20, max_peers=64)
+
+
+def membership() -> chief_pb2.Membership:
+    """The attackers are workers of this cluster."""
+    tasks = [
+        common_pb2.TaskInfo(task=task, address="127.0.0.1:1", incarnation=incarnation, live=True)
+        for task, incarnation in (("worker:0", 1), *ATTACKERS.items())
+    ]
+    return chief_pb2.Membership(ready=True, tasks=tasks, lead="worker:0")
+
+
+async def chief(addresses: dict[str, str], ready: threading.Event, over: threading.Event) -> None:
+    """Serves a job without parameter servers."""
+    config = ChiefConfig(num_workers=NUM_WORKERS, num_ps=0)
+    job = Job(config, lambda epoch: lambda life, address: None)  # type: ignore[arg-type, return-value]  # no ps come
+    server = await serve_aio(
+        "127.0.0.1:0",
+        lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
+        services=[CHIEF],
+        limits=LIMITS,
+        insecure=False,
+    )
+    running = asyncio.create_task(job.run())
+    addresses["chief"] = server.address
+    ready.set()
+    await asyncio.to_thread(over.wait)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(0)
+
+
+def main() -> None:
+    configure_logging("target")
+    addresses: dict[str, str] = {}
+    ready, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(chief(addresses, ready, over)))
+    thread.start()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(limits=STORE_LIMITS, frames_timeout_s=0.2, folders=AllowedFolders([folder]))
+        lanes = SocketLanes(store, "127.0.0.1")
+        ps_servicer = ParameterServerServicer(store, lanes, LIMITS.max_message_bytes)
+        entrance = Entrance("127.0.0.1", membership, BytesMeter())
+        servers = [
+            serve(
+                "127.0.0.1:0",
+                lambda server, service=service, servicer=servicer: add_servicer(service, servicer, server),  # type: ignore[misc]
+                services=[service.full_name],
+                limits=LIMITS,
+                insecure=False,
+            )
+            for service, servicer in ((PS, ps_servicer), (WORKER, WorkerServicer(entrance)))
+        ]
+        addresses["ps"], addresses["worker"] = (server.address for server in servers)
+        ready.wait()
+        sessions = [SessionClient(addresses["chief"], f"worker:{index}", "") for index in range(NUM_WORKERS)]
+        for session in sessions:
+            session.start()
+        print(json.dumps(addresses), flush=True)
+        sys.stdin.read()
+        for session in sessions:
+            session.close()
+        over.set()
+        for server in servers:
+            server.stop(0)
+        lanes.close()
+        entrance.close()
+        thread.join()
+    print("ended in order", flush=True)
+
+
+if __name__ == "__main__":
+    main()

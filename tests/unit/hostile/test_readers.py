@@ -1,0 +1,222 @@
+"""Readers of what others wrote: whatever the bytes are, they are read or refused, and nothing else happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import random
+import socket
+import struct
+import tempfile
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stratagem.chief import checkpoints
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import CheckpointError, ClusterSpecError, FrameError, ProtocolError, StratagemError
+from stratagem.ps import snapshot
+from stratagem.ps.frames import read_message
+from stratagem.rpc.codec import Frame, decode_frame, encode_frame
+from stratagem.rpc.generated import frame_pb2
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.shm_lane import ShmReceiver
+from stratagem.rpc.tcp_lane import TcpReceiver
+from stratagem.training.checkpoint_catalog import find_damage, read_manifest, read_step
+from tests.fuzz.mutations import mutated
+from tests.fuzz.seeds import frames
+
+NUM_MUTATIONS = 20_000
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(1 << 70),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3),
+    max_leaves=8,
+)
+DEEP = "[" * 100_000
+
+
+def check_frame(message: bytes) -> bool:
+    """Decodes; whether it is a frame."""
+    try:
+        frame = decode_frame(message)
+    except FrameError:
+        return False
+    assert frame.tensor.nbytes <= len(message) and len(message) - frame.tensor.nbytes <= 1024
+    return True
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_no_frame(data: bytes) -> None:
+    check_frame(data)
+    check_frame(b"\x0d" + data)
+
+
+def test_mutated_frames_are_read_or_refused() -> None:
+    rng = random.Random(1)
+    real = [*frames(), encode_frame(frame_pb2.GRADIENT, 1 << 60, 1 << 31, 1 << 60, torch.zeros(2, 3, 0))]
+    read = [check_frame(mutated(rng.choice(real), rng)) for _ in range(NUM_MUTATIONS)]
+    assert 100 < sum(read) < NUM_MUTATIONS
+
+
+@given(st.lists(st.integers(0, (1 << 64) - 1), max_size=40), st.integers(0, 12), st.binary(max_size=64))
+def test_shapes_and_dtypes_that_cannot_be(shape: list[int], dtype: int, payload: bytes) -> None:
+    header = frame_pb2.Frame(kind=1, dtype=dtype, shape=shape).SerializeToString()  # type: ignore[arg-type]
+    bare = 5 + len(header) + 2
+    message = b"\x0d" + struct.pack("<I", bare) + header + b"\x7a" + bytes((len(payload),)) + payload
+    check_frame(message)
+    with contextlib.suppress(ProtocolError):
+        read_message(message)
+
+
+def test_a_long_header_does_not_keep_a_short_payload_alive() -> None:
+    message = bytearray(encode_frame(frame_pb2.GRADIENT, 1, 1, 0, torch.ones(1)))
+    long = b"\x42\xc0\x84\x3d" + bytes(1_000_000)
+    padded = b"\x0d" + struct.pack("<I", len(long) + struct.unpack_from("<I", message, 1)[0]) + long + message[5:]
+    with pytest.raises(FrameError, match="header of at most 1024 bytes"):
+        decode_frame(bytes(padded))
+
+
+@pytest.mark.parametrize("receiver", [TcpReceiver, ShmReceiver])
+def test_random_bytes_in_a_lane_end_it(receiver: Any) -> None:
+    rng = random.Random(2)
+    size = struct.Struct("<4sBB2xIQQQ" if receiver is TcpReceiver else "<4sBB2xIQQQIQI4x")
+    magics = (b"SGF1", b"SGFR", b"SGSG", b"....")
+    for _ in range(300):
+        outside, inside = socket.socketpair(socket.AF_UNIX)
+        lane = receiver(inside, "worker:1", BytesMeter())
+        values = [rng.choice((0, 1, 7, 64, (1 << 32) - 1)) for _ in range(6)]
+        if receiver is TcpReceiver:
+            message = size.pack(rng.choice(magics), rng.randrange(256), rng.randrange(256), *values[:4])
+        else:
+            message = size.pack(
+                rng.choice(magics), rng.randrange(256), rng.randrange(256), *values[:3], 9, *values[3:6]
+            )
+        outside.sendall(mutated(message, rng) if rng.randrange(2) else message)
+        outside.shutdown(socket.SHUT_WR)
+        try:
+            frame: Frame = lane.receive(0, time.monotonic() + 10)
+            assert frame.tensor.nbytes <= len(message) + 8192
+        except StratagemError:
+            pass
+        outside.close()
+        lane.close("the test is over")
+
+
+@given(JSON)
+def test_tf_config_is_read_or_refused(value: Any) -> None:
+    for text in (
+        json.dumps(value),
+        json.dumps({"cluster": value, "task": value}),
+        json.dumps({"cluster": {"ps": value}}),
+    ):
+        check_environment({"TF_CONFIG": text})
+
+
+@given(st.text(max_size=60))
+def test_words_in_the_environment_are_read_or_refused(text: str) -> None:
+    check_environment({"TF_CONFIG": text})
+    check_environment({"RANK": text, "WORLD_SIZE": text, "MASTER_ADDR": text, "MASTER_PORT": text})
+    check_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": text, "MASTER_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TF_CONFIG": DEEP},
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": ["h:1"]}, "task": {"type": "worker", "index": "9" * 5000}})},
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": ["h:1"]}, "task": {"type": ["worker"], "index": 0}})},
+        {"RANK": "0", "WORLD_SIZE": "9" * 12, "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        {"RANK": "9" * 5000, "WORLD_SIZE": "9" * 5000, "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+    ],
+    ids=["deep", "long index", "list as type", "many ranks", "long numbers"],
+)
+def test_absurd_environments_are_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ClusterSpecError):
+        placement_from_environment(environ)
+
+
+def check_environment(environ: dict[str, str]) -> None:
+    with contextlib.suppress(ClusterSpecError):
+        placement_from_environment(environ)
+
+
+MANIFEST = {
+    "format": 1,
+    "step": 3,
+    "chief_epoch": 1,
+    "created": "2026",
+    "automatic": True,
+    "files": [{"ps": "ps:0", "name": "ps-0.json", "bytes": 2, "sha256": "x"}],
+    "next_step": 1,
+    "plans": [],
+    "accepted": [],
+    "applied": [],
+}
+PART = {
+    "format": 1,
+    "store_epoch": 1,
+    "units": {"closed": [], "open": []},
+    "groups": [
+        {
+            "group": 1,
+            "optimizer": "SGD",
+            "dtype": "float32",
+            "shards": [],
+            "slots": [],
+            "counts": [],
+            "scalars": {},
+            "started": [],
+            "counter": 1,
+            "num_updates": 1,
+            "initialized": True,
+        }
+    ],
+}
+
+
+@st.composite
+def altered(draw: st.DrawFn, content: dict[str, Any]) -> str:
+    """JSON like ``content``, with other values in some places."""
+    copy = json.loads(json.dumps(content))
+    for _ in range(draw(st.integers(1, 3))):
+        place: Any = copy
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            key = draw(st.sampled_from(keys))
+            if not isinstance(place[key], dict | list) or not place[key] or draw(st.booleans()):
+                place[key] = draw(JSON)
+                break
+            place = place[key]
+    return json.dumps(copy)
+
+
+@given(altered(MANIFEST) | st.sampled_from(["", DEEP, "{}", "[]", "null", '{"files": [{"name": 5}]}']))
+@settings(max_examples=200)
+def test_manifests_are_read_or_passed_by(text: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name) / "step-00000003"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(text)
+        (folder / "ps-0.json").write_text("{}")
+        checkpoints.read(folder)
+        checkpoints.newest(name)
+        snapshot.newest_complete(pathlib.Path(name), 0)
+        read_manifest(folder)
+        read_step(folder)
+        find_damage(folder)
+
+
+@given(altered(PART) | st.sampled_from(["", DEEP, "{}", "[]", "null"]))
+@settings(max_examples=200)
+def test_the_part_of_a_ps_is_read_or_refused(text: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "ps-0.json").write_text(text)
+        (folder / "ps-0.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+        with contextlib.suppress(CheckpointError):
+            snapshot.load(folder, 0)

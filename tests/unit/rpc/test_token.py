@@ -1,0 +1,71 @@
+"""The token is read strictly, compared in constant time, and printed nowhere."""
+
+from __future__ import annotations
+
+import hmac
+from pathlib import Path
+
+import pytest
+
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.token import MIN_CHARACTERS, Token
+
+SECRET = "0123456789abcdef"
+
+
+def write(path: Path, text: str, mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_space_around_it_does_not_count(tmp_path: Path) -> None:
+    token = Token.read(write(tmp_path / "token", f"\n {SECRET}\n"))
+    assert token.matches(f"Bearer {SECRET}") and token.matches(f"Bearer {SECRET}".encode())
+
+
+@pytest.mark.parametrize("shown", ["", SECRET, f"bearer {SECRET}", f"Bearer {SECRET} ", "Bearer 0123456789abcdeF", "é"])
+def test_nothing_else_matches(shown: str) -> None:
+    assert not Token(SECRET).matches(shown)
+
+
+def test_the_comparison_takes_the_same_time_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def compare(shown: bytes, expected: bytes) -> bool:
+        compared.append(shown)
+        return real(shown, expected)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert not Token(SECRET).matches("Bearer x")
+    assert compared == [b"Bearer x"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "short", SECRET[: MIN_CHARACTERS - 1], f"{SECRET} {SECRET}", f"{SECRET}\n{SECRET}"]
+)
+def test_a_file_without_one_good_word_is_refused_and_not_quoted(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigurationError, match="openssl rand") as refused:
+        Token.read(write(tmp_path / "file", text))
+    assert SECRET not in str(refused.value) and "short" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No such file"):
+        Token.read(str(tmp_path / "nowhere"))
+    (tmp_path / "bytes").write_bytes(b"\xff" * 20)
+    with pytest.raises(ConfigurationError, match="not ASCII"):
+        Token.read(str(tmp_path / "bytes"))
+
+
+def test_a_file_that_others_can_read_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Token.read(write(tmp_path / "private", SECRET))
+    assert not caplog.records
+    Token.read(write(tmp_path / "shared", SECRET, 0o644))
+    assert "chmod 600" in caplog.text and SECRET not in caplog.text
+
+
+def test_it_is_in_no_text() -> None:
+    token = Token(SECRET)
+    assert SECRET not in f"{token} {token!r}"
