@@ -20,7 +20,9 @@ from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.generated import chief_pb2_grpc
+from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.server import serve_aio
 
 logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__" under python -m
@@ -45,16 +47,18 @@ def run(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = F
 
 async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False) -> int:
     """As :func:`run`, inside an event loop."""
-    job = Job(config, lambda chief_epoch: _connector(config, chief_epoch))
+    security = security_of(config)
+    job = Job(config, lambda chief_epoch: _connector(config, chief_epoch, security))
     server = await serve_aio(
         config.bind,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
         services=[SERVICE],
-        max_message_bytes=config.max_message_bytes,
+        limits=ServerLimits.of(config),
         insecure=config.insecure,
+        security=security,
     )
     job.address = server.address
-    logger.info("%s listening on %s", config.task, server.address)
+    logger.info("%s listening on %s%s", config.task, server.address, security.words)
     if print_address:
         print(server.address, flush=True)
     loop = asyncio.get_running_loop()
@@ -75,9 +79,9 @@ def _on_input(job: Job) -> None:
         job.stop(1, "the process that started the chief is gone")
 
 
-def _connector(config: ChiefConfig, chief_epoch: int) -> Connect:
+def _connector(config: ChiefConfig, chief_epoch: int, security: Security) -> Connect:
     def connect(life: Life, address: str) -> PsClient:
-        return PsClient(life, address, chief=config.task, chief_epoch=chief_epoch)
+        return PsClient(life, address, chief=config.task, chief_epoch=chief_epoch, security=security)
 
     return connect
 

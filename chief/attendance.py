@@ -24,9 +24,14 @@ from stratagem.chief.sessions import (
     StopJob,
 )
 from stratagem.chief.status import member_of
-from stratagem.errors import ProtocolError
+from stratagem.errors import LimitError, ProtocolError, StratagemError
 
 logger = logging.getLogger(__name__)
+
+MAX_UNREAD_EVENTS = 256
+"""Events that may wait for a task; one that reads none of them loses its session."""
+MAX_PROGRESS_BYTES = 64 << 10
+"""What a task may say about its progress in a heartbeat."""
 
 Carry = Callable[[Prepare | Fence | Release | StopJob], None]
 """Carries out what goes beyond the streams."""
@@ -82,7 +87,8 @@ class Attendance:
         """One stream, from join to end.
 
         Raises:
-            ProtocolError: the first message is no join.
+            ProtocolError: a message that cannot be; the first one is no join.
+            LimitError: too long a heartbeat.
             ConfigurationError: the cluster has no such task.
         """
         join = await anext(requests, None)
@@ -96,6 +102,8 @@ class Attendance:
         try:
             while (event := await outbox.get()) is not None:
                 yield event
+            if reader.done() and isinstance(error := reader.exception(), StratagemError):
+                raise error  # what the task said cannot be
         finally:
             reader.cancel()
             self._outboxes.pop(stream, None)
@@ -134,6 +142,11 @@ class Attendance:
         try:
             async for request in requests:
                 if isinstance(request, Heartbeat):
+                    if len(request.progress) > MAX_PROGRESS_BYTES:
+                        raise LimitError(
+                            f"{task} says {len(request.progress):,} bytes about its progress, at most "
+                            f"{MAX_PROGRESS_BYTES:,} are kept"
+                        )
                     self._sessions.heartbeat(task, stream, self._clock())
                     self.progress[task] = request.progress or self.progress.get(task, b"")
                 elif isinstance(request, Goodbye):
@@ -163,8 +176,15 @@ class Attendance:
         """Tells every task."""
         if isinstance(event, Stop):
             self._stop = event
-        for outbox in self._outboxes.values():
-            outbox.put_nowait(event)
+        for stream, outbox in [*self._outboxes.items()]:
+            if outbox.qsize() < MAX_UNREAD_EVENTS:
+                outbox.put_nowait(event)
+            else:
+                logger.warning("A task lets %d events lie unread; its session ends", outbox.qsize())
+                del self._outboxes[stream]
+                while not outbox.empty():
+                    outbox.get_nowait()
+                outbox.put_nowait(None)
 
     def close(self) -> None:
         """The job is over: what happens to the streams from now on means nothing."""

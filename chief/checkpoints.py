@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")
+_FILE = re.compile(r"\w[\w.-]*")
+"""A name that a ps may report: of a file in the checkpoint's own folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +150,8 @@ def commit(draft: Draft, manifest: Manifest) -> pathlib.Path:
     """
     for files in manifest.files.values():
         for file in files:
+            if not _FILE.fullmatch(file.name):
+                raise CheckpointError(f"a ps reported a file of the name {file.name!r}, which is no plain name")
             written = draft.path / file.name
             if not written.is_file() or written.stat().st_size != file.num_bytes:
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
@@ -192,7 +196,7 @@ def read(path: pathlib.Path) -> Manifest | None:
     """The manifest of a checkpoint; None when it is not complete."""
     try:
         return Manifest.from_json(json.loads((path / MANIFEST).read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from stratagem.chief.evaluations import Pin
+from stratagem.chief.tallies import Tallies, TallyName, decode_delta, decode_logs
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 
 
@@ -30,6 +32,11 @@ class History:
     """Synchronous steps that may be in progress, with the units of their slices."""
     next_step: int = 1
     updates_lost: int = 0
+    tallies: Tallies = dataclasses.field(default_factory=Tallies)
+    """What workers have counted; the chief has no other book of it."""
+    evaluations: dict[TallyName, Pin] = dataclasses.field(default_factory=dict)
+    agreed: dict[TallyName, int] = dataclasses.field(default_factory=dict)
+    """What workers have decided together."""
     checkpoint: str = ""
     """Path of the newest committed checkpoint."""
     stopped: str | None = None
@@ -59,6 +66,9 @@ class History:
             "steps": [[number, encode_units(units)] for number, units in self.steps.items()],
             "next_step": self.next_step,
             "updates_lost": self.updates_lost,
+            "tallies": self.tallies.to_record(),
+            "evaluations": [[name.group, name.ordinal, pin.to_record()] for name, pin in self.evaluations.items()],
+            "agreed": [[topic.group, topic.ordinal, value] for topic, value in self.agreed.items()],
             "checkpoint": self.checkpoint,
             "stopped": self.stopped,
         }
@@ -72,6 +82,9 @@ class History:
         self.accepted = decode_positions(record["accepted"])
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}
         self.next_step, self.updates_lost = record["next_step"], record["updates_lost"]
+        self.tallies = Tallies.from_record(record["tallies"])
+        self.evaluations = {TallyName(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
+        self.agreed = {TallyName(group, n): value for group, n, value in record["agreed"]}
         self.checkpoint, self.stopped = record["checkpoint"], record["stopped"]
 
     def _chief(self, record: Mapping[str, Any]) -> None:
@@ -116,6 +129,28 @@ class History:
 
     def _roll_back(self, record: Mapping[str, Any]) -> None:
         self.accepted = decode_positions(record["accepted"])
+        self.tallies.keep(lambda unit: unit.index in self.accepted.get((unit.dataset, unit.epoch), UnitBitmap()))
+
+    def _delta(self, record: Mapping[str, Any]) -> None:
+        self.tallies.add(decode_delta(record["delta"]))
+
+    def _settled(self, record: Mapping[str, Any]) -> None:
+        self.tallies.settle(TallyName(*record["tally"]), decode_logs(record["logs"]))
+
+    def _evaluation(self, record: Mapping[str, Any]) -> None:
+        name, pin = TallyName(*record["name"]), Pin.from_record(record["pin"])
+        known = self.evaluations.get(name)
+        if known is not None and known.attempt != pin.attempt:
+            self.tallies.drop(name)
+        self.evaluations[name] = pin
+
+    def _agreed(self, record: Mapping[str, Any]) -> None:
+        self.agreed[TallyName(*record["topic"])] = record["value"]
+
+    def _anew(self, record: Mapping[str, Any]) -> None:
+        self.tallies.clear()
+        self.evaluations.clear()
+        self.agreed.clear()
 
     def _lost(self, record: Mapping[str, Any]) -> None:
         self.updates_lost += record["updates"]
@@ -139,6 +174,11 @@ _RECORDS = {
     "step": History._step,
     "close_step": History._close_step,
     "roll_back": History._roll_back,
+    "delta": History._delta,
+    "settled": History._settled,
+    "evaluation": History._evaluation,
+    "agreed": History._agreed,
+    "anew": History._anew,
     "lost": History._lost,
     "checkpoint": History._checkpoint,
     "stopped": History._stopped,

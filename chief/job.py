@@ -17,20 +17,25 @@ from typing import Any
 from stratagem.chief import checkpoints, status
 from stratagem.chief.attendance import Attendance
 from stratagem.chief.bell import Bell
+from stratagem.chief.counting import Counting
 from stratagem.chief.events import Event, Request, Stop
 from stratagem.chief.fleet import Connect, Fleet
 from stratagem.chief.history import encode_units
 from stratagem.chief.journal import Journal
 from stratagem.chief.lending import Lending, Loan, Loans
 from stratagem.chief.lives import Life
+from stratagem.chief.quiet import Quiet
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.rounds import Rounds
 from stratagem.chief.saving import Committed, Saving
 from stratagem.chief.servers import Server
 from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
+from stratagem.chief.tallies import Delta
+from stratagem.chief.waits import Waits
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +82,12 @@ class Job:
             self.lending.open_dataset(dataset, plan)
         self.lending.know_accepted(history.accepted)
         self.fleet = Fleet(connect(epoch), lambda life: life in self.sessions.servers)
+        self.quiet = Quiet(self.fleet, chief_epoch=epoch, num_ps=config.num_ps)
         self.saving = Saving(
             self.fleet,
             self.lending,
             chief_epoch=epoch,
-            num_ps=config.num_ps,
+            quiet=self.quiet,
             keep=config.keep_checkpoints,
             committed=self._committed,
         )
@@ -94,6 +100,7 @@ class Job:
             self.bell,
             checkpoint_dir=config.checkpoint_dir,
             give_up=lambda reason: self.stop(1, reason),
+            begin_anew=lambda: self.counting.begin_anew(),
         )
         self.attendance = Attendance(
             self.sessions,
@@ -106,9 +113,21 @@ class Job:
             carry=self._carry,
             resume=self._resume,
         )
+        self._waits = Waits(clock)
+        self.counting = Counting(
+            self.sessions,
+            self.lending,
+            self.fleet,
+            self.quiet,
+            self.journal,
+            self.bell,
+            admit=self._admit,
+            waits=self._waits,
+            num_ps=config.num_ps,
+            page_bytes=config.max_message_bytes // 4,
+        )
         self._rounds = Rounds(self)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waits: dict[Life, tuple[str, float]] = {}
         self._finishing = False
         self.address = config.bind
         """Where the chief serves; set to the port really bound once it listens."""
@@ -140,29 +159,39 @@ class Job:
         return known
 
     async def next_units(
-        self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], held: Sequence[int], want: int, wait: bool
+        self,
+        life: Life,
+        dataset: int,
+        epoch: int,
+        accepted: Sequence[int],
+        deltas: Sequence[Delta],
+        held: Sequence[int],
+        want: int,
+        wait: bool,
     ) -> Loans:
         """Counts accepted units and lends up to ``want`` others; with ``wait`` not before there is one, or the end."""
-        await self._accept(life, dataset, epoch, accepted)
+        await self._accept(life, dataset, epoch, accepted, deltas)
+        if not want:
+            return Loans()
         await self._first_checkpoint(life)
-        try:
+        with self._waits.of(life):
             while True:
                 next_step = self.lending.steps.next_number
                 workers = [session.life for session in self.sessions.live("worker")]
-                loans = self.lending.ask(life, dataset, epoch, frozenset(held), max(want, 1), workers)
+                loans = self.lending.ask(life, dataset, epoch, frozenset(held), want, workers)
                 self._journal_steps(next_step)
                 if loans.loans or loans.end or not wait:
                     return loans
-                self._wait_for(life, "to finish their units", loans.waits_for)
+                self._waits.note(life, "to finish their units", loans.waits_for)
                 await self.bell.heard()
                 await self._admit(life)
-        finally:
-            self._waits.pop(life, None)
 
-    async def start_step(self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], clock: int) -> int:
+    async def start_step(
+        self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[Delta], clock: int
+    ) -> int:
         """Waits until the staleness bound lets the caller start; returns its clock."""
-        await self._accept(life, dataset, epoch, accepted)
-        try:
+        await self._accept(life, dataset, epoch, accepted, deltas)
+        with self._waits.of(life):
             while True:
                 workers = [session.life for session in self.sessions.live("worker")]
                 known = self.lending.clocks.clock(life)
@@ -171,15 +200,15 @@ class Job:
                     self.bell.ring()
                 if not late:
                     return now
-                self._wait_for(life, f"to finish steps before step {now} may start", late)
+                self._waits.note(life, f"to finish steps before step {now} may start", late)
                 await self.bell.heard()
                 await self._admit(life)
-        finally:
-            self._waits.pop(life, None)
 
-    async def leave_epoch(self, life: Life, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
+    async def leave_epoch(
+        self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[Delta]
+    ) -> None:
         """Gives back what is on loan to the caller in an epoch."""
-        await self._accept(life, dataset, epoch, accepted)
+        await self._accept(life, dataset, epoch, accepted, deltas)
         await self.recovery.carry_out(life, self.lending.leave(life, dataset, epoch))
 
     async def save_checkpoint(self, life: Life, directory: str) -> Committed:
@@ -187,11 +216,15 @@ class Job:
 
         Raises:
             ConfigurationError: no directory is given and the chief has none.
+            ForbiddenError: the directory is none of those that the chief was started for.
             CheckpointError: it cannot be written.
             PeerUnavailableError: a ps is away.
         """
         await self._admit(life)
-        target = directory or self.config.checkpoint_dir
+        target = self.config.checkpoint_dir
+        if directory:
+            folders = AllowedFolders.of(target, self.config.checkpoint_roots)
+            target = str(folders.resolve(os.path.abspath(directory)))
         if not target:
             raise ConfigurationError(
                 "expected a directory for the checkpoint; name one, or start the chief with --checkpoint-dir"
@@ -205,7 +238,7 @@ class Job:
             self.lending,
             self.journal.history,
             self.attendance.progress,
-            self._waits,
+            self._waits.noted,
             status.chief_report(self.address, self.journal.history.chief_epoch, os.getpid()),
             self._clock(),
         )
@@ -223,6 +256,7 @@ class Job:
             return self.finished.result()
         finally:
             self.attendance.close()
+            self.quiet.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -253,14 +287,22 @@ class Job:
             for server in action.servers:
                 self.spawn(self._fence, action.life, server)
         elif isinstance(action, Release):
-            self.spawn(self.recovery.release, action.life)
+            self.spawn(self._release, action.life)
         elif not self._finishing:
             self._finishing = True
             self.spawn(self._finish, action)
 
     async def _prepare(self, life: Life) -> None:
         await self.recovery.prepare(life, self.sessions.tasks[life.task].address)
+        server = self.fleet.get(life)
+        if server is not None:
+            await self.quiet.include(server)
+            await self.counting.pin_again()
         self.attendance.perform(self.sessions.prepared(life))
+
+    async def _release(self, life: Life) -> None:
+        await self.recovery.release(life)
+        await self.counting.release(life)
 
     async def _fence(self, life: Life, server_life: Life) -> None:
         server: Server | None = self.fleet.get(server_life)
@@ -322,12 +364,15 @@ class Job:
             await self._rounds.before_lending()
             await self._admit(life)
 
-    async def _accept(self, life: Life, dataset: int, epoch: int, indices: Sequence[int]) -> None:
+    async def _accept(
+        self, life: Life, dataset: int, epoch: int, indices: Sequence[int], deltas: Sequence[Delta]
+    ) -> None:
         await self._admit(life)
         believed = await self.recovery.believe(life, dataset, epoch, indices)
         await self._admit(life)
         accepted = self.lending.accept(life, dataset, epoch, believed)
         self.recovery.accepted(accepted)
+        self.counting.keep(deltas)
         if accepted:
             self.bell.ring()
 
@@ -335,8 +380,3 @@ class Job:
         for number in range(first, self.lending.steps.next_number):
             units = self.lending.steps.open[number].units
             self.journal.write("step", durable=False, step=number, units=encode_units(units))
-
-    def _wait_for(self, life: Life, what: str, others: Sequence[Life]) -> None:
-        text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
-        if self._waits.get(life, ("",))[0] != text:
-            self._waits[life] = (text, self._clock())

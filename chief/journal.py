@@ -1,8 +1,9 @@
 """What a restarted chief must know: one JSON object a line, and the state that the lines add up to.
 
 Decisions that others rely on (incarnations, plans, losses, closed steps, checkpoints) are on the disk before they are
-acted on. Accepted units and composed steps are handed to the operating system at once but not waited for: they survive
-a killed chief; what a crash of the machine takes, the bitmaps of the ps bring back.
+acted on. Accepted units, what was counted on them and composed steps are handed to the operating system at once but not
+waited for: they survive a killed chief. What a crash of the machine takes of the units, the bitmaps of the ps bring
+back; what was counted on them is lost then, and with it exact numbers of an epoch's metrics, but of no evaluation.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Journal:
         self._compact_bytes = compact_bytes
         self._fd = -1
         self._num_bytes = 0
+        self._full_bytes = 0
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._replay(self._path)
@@ -65,7 +67,7 @@ class Journal:
         while view:
             view = view[os.write(self._fd, view) :]
         self._num_bytes += len(line)
-        if self._num_bytes > self._compact_bytes:
+        if self._num_bytes > self._full_bytes:
             os.close(self._fd)
             self._replace(self._path)
             self._open(self._path)
@@ -111,6 +113,8 @@ class Journal:
     def _open(self, path: pathlib.Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._num_bytes = path.stat().st_size
+        # A summary that is large itself must not be written with every record.
+        self._full_bytes = max(self._compact_bytes, 2 * self._num_bytes)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import grpc.aio
 
@@ -15,13 +15,12 @@ from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, ps_pb2, ps_pb2_grpc
+from stratagem.rpc.security import OPEN, Security
 
 CALL_TIMEOUT_S = 5.0
 """For calls that only change a few words of state; the caller repeats them while the ps is alive."""
 DISK_TIMEOUT_S = 600.0
 """For calls that read or write all shards; a dead ps is noticed by keepalive long before."""
-
-_Reply = TypeVar("_Reply")
 
 
 class PsClient:
@@ -32,13 +31,18 @@ class PsClient:
         address: host:port where it serves.
         chief: task id of the caller.
         chief_epoch: process life of the caller.
+        security: of the caller.
     """
 
-    def __init__(self, life: Life, address: str, *, chief: str, chief_epoch: int) -> None:
+    def __init__(self, life: Life, address: str, *, chief: str, chief_epoch: int, security: Security = OPEN) -> None:
         self._life = life
         self._sender = common_pb2.Sender(task=chief, incarnation=chief_epoch)
-        self._channel: grpc.aio.Channel = connect_aio(address)
-        self._stub: Any = ps_pb2_grpc.ParameterServerStub(self._channel)
+        self._address = address
+        self._security = security
+        self._certificates = security.certificates()
+        self._channels: list[grpc.aio.Channel] = []
+        self._stub: Any
+        self._connect()
 
     @property
     def life(self) -> Life:
@@ -48,7 +52,7 @@ class PsClient:
     async def fence(self, life: Life) -> list[tuple[int, int]]:
         """See ``Server``."""
         request = ps_pb2.FenceRequest(sender=self._sender, task=life.task, incarnation=life.incarnation)
-        reply: ps_pb2.FenceReply = await self._call(self._stub.Fence, request)
+        reply: ps_pb2.FenceReply = await self._call("Fence", request)
         return [(ref.step, ref.ordinal) for ref in reply.committed]
 
     async def close_step(self, closing: StepClosing) -> None:
@@ -59,17 +63,17 @@ class PsClient:
             included=[wire.unit_to_proto(unit) for unit in closing.included],
             committed=[wire.update_to_proto(Update((unit,), ordinal)) for unit, ordinal in closing.committed],
         )
-        await self._call(self._stub.CloseStep, request)
+        await self._call("CloseStep", request)
 
     async def describe_units(self) -> Description:
         """See ``Server``."""
         request = ps_pb2.DescribeUnitsRequest(sender=self._sender)
-        return wire.description_from_proto(await self._call(self._stub.DescribeUnits, request))
+        return wire.description_from_proto(await self._call("DescribeUnits", request))
 
     async def hold_commits(self, token: int, hold_s: float) -> Description:
         """See ``Server``."""
         request = ps_pb2.HoldCommitsRequest(sender=self._sender, token=token, hold_s=hold_s)
-        reply: ps_pb2.HoldCommitsReply = await self._call(self._stub.HoldCommits, request, CALL_TIMEOUT_S + hold_s)
+        reply: ps_pb2.HoldCommitsReply = await self._call("HoldCommits", request, CALL_TIMEOUT_S + hold_s)
         return wire.description_from_proto(reply.units)
 
     async def admit_updates(self, token: int, updates: Sequence[Update], wait_s: float) -> bool:
@@ -77,39 +81,46 @@ class PsClient:
         request = ps_pb2.AdmitUpdatesRequest(
             sender=self._sender, token=token, updates=[wire.update_to_proto(u) for u in updates], wait_s=wait_s
         )
-        reply: ps_pb2.AdmitUpdatesReply = await self._call(self._stub.AdmitUpdates, request, CALL_TIMEOUT_S + wait_s)
+        reply: ps_pb2.AdmitUpdatesReply = await self._call("AdmitUpdates", request, CALL_TIMEOUT_S + wait_s)
         return reply.complete
 
     async def save_shards(self, token: int, directory: str, nonce: str) -> SavedShards:
         """See ``Server``."""
         request = ps_pb2.SaveShardsRequest(sender=self._sender, token=token, directory=directory, nonce=nonce)
-        reply: ps_pb2.SaveShardsReply = await self._call(self._stub.SaveShards, request, DISK_TIMEOUT_S)
+        reply: ps_pb2.SaveShardsReply = await self._call("SaveShards", request, DISK_TIMEOUT_S)
         return SavedShards(tuple(SavedFile(file.name, file.bytes, file.sha256) for file in reply.files), reply.step)
 
     async def release_commits(self, token: int) -> None:
         """See ``Server``."""
-        await self._call(self._stub.ReleaseCommits, ps_pb2.ReleaseCommitsRequest(sender=self._sender, token=token))
+        await self._call("ReleaseCommits", ps_pb2.ReleaseCommitsRequest(sender=self._sender, token=token))
 
     async def restore_shards(self, directory: str) -> int:
         """See ``Server``."""
         request = ps_pb2.RestoreShardsRequest(sender=self._sender, directory=directory)
-        reply: ps_pb2.RestoreShardsReply = await self._call(self._stub.RestoreShards, request, DISK_TIMEOUT_S)
+        reply: ps_pb2.RestoreShardsReply = await self._call("RestoreShards", request, DISK_TIMEOUT_S)
         return reply.store_epoch
 
     async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> int:
         """See ``Server``."""
         request = ps_pb2.MarkLostRequest(sender=self._sender, units=wire.positions_to_proto(units))
-        reply: ps_pb2.MarkLostReply = await self._call(self._stub.MarkLost, request)
+        reply: ps_pb2.MarkLostReply = await self._call("MarkLost", request)
         return reply.num_lost
 
     async def close(self) -> None:
         """See ``Server``."""
-        await self._channel.close(None)
+        for channel in self._channels:
+            await channel.close(None)
 
-    async def _call(
-        self, method: Callable[..., Awaitable[_Reply]], request: Any, timeout_s: float = CALL_TIMEOUT_S
-    ) -> _Reply:
+    async def _call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        if (found := self._security.certificates()) != self._certificates:
+            self._certificates = found
+            self._connect()
         try:
-            return await method(request, timeout=timeout_s)
+            return await getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._life.task) from None
+
+    def _connect(self) -> None:
+        """A channel keeps the certificate it was made with: when that was renewed, later calls go over another one."""
+        self._channels.append(connect_aio(self._address, self._life.task, self._security))
+        self._stub = ps_pb2_grpc.ParameterServerStub(self._channels[-1])

@@ -46,6 +46,7 @@ class Recovery:
         bell: rung when units come back.
         checkpoint_dir: where the newest checkpoint is looked for; empty: nowhere.
         give_up: ends the job with a reason.
+        begin_anew: told that the workers start from the beginning of their script.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Recovery:
         *,
         checkpoint_dir: str,
         give_up: Callable[[str], None],
+        begin_anew: Callable[[], None],
     ) -> None:
         self.settled = False
         """Units may be lent: nothing is unknown any more about who holds what."""
@@ -70,6 +72,7 @@ class Recovery:
         self._bell = bell
         self._checkpoint_dir = checkpoint_dir
         self._give_up = give_up
+        self._begin_anew = begin_anew
         self._lock = asyncio.Lock()
         self._committed: dict[Life, set[tuple[int, int]]] = {}
         self._restarted: set[Life] = set()
@@ -260,6 +263,7 @@ class Recovery:
             logger.info("The job goes on from step %d (%s)", manifest.step, path)
         saved = _plus(saved, _common(holding))
         self._lending.roll_back(saved, reopen=True)
+        self._begin_anew()
         self._lending.know_accepted(saved)
         self._journal.write("roll_back", accepted=encode_positions(self._lending.positions()))
 

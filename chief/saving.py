@@ -1,33 +1,18 @@
-"""The checkpoint protocol: hold, compare, admit, save, commit, release.
-
-The cut is consistent because commits are held on every ps while an update is either on all of its ps or on none.
-"""
+"""The checkpoint protocol: hold commits (:mod:`stratagem.chief.quiet`), save, commit, release."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from stratagem.chief import checkpoints
 from stratagem.chief.checkpoints import Manifest
 from stratagem.chief.fleet import Fleet
 from stratagem.chief.lending import Lending, Positions
-from stratagem.chief.lives import Life
+from stratagem.chief.quiet import Quiet
 from stratagem.chief.servers import Description, Server
-from stratagem.cluster.units import UnitBitmap, Update
-from stratagem.errors import PeerUnavailableError, StratagemError
-
-logger = logging.getLogger(__name__)
-
-HOLD_S = 15.0
-"""Seconds after which a ps lets commits through again if the chief died meanwhile; prolonged while shards are saved."""
-ADMIT_S = 2.0
-"""Seconds to wait for updates that are under way to some ps."""
-ATTEMPTS = 10
-PAUSE_S = 0.1
-"""Between attempts: what waits at the gate gets through."""
+from stratagem.cluster.units import UnitBitmap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +23,6 @@ class Committed:
     step: int
 
 
-def torn_updates(held: Mapping[Life, Description]) -> dict[Life, list[Update]]:
-    """Updates that are on some but not all of their ps, for each ps that may lack them.
-
-    Args:
-        held: what each ps has applied, with commits held.
-    """
-    torn: dict[Life, list[Update]] = {}
-    updates = {update: num for each in held.values() for update, num in each.open.items()}
-    for update, num_servers in sorted(updates.items()):
-        lacking = [life for life, each in held.items() if not each.has(update)]
-        if len(held) - len(lacking) < num_servers:
-            for life in lacking:
-                torn.setdefault(life, []).append(update)
-    return torn
-
-
 class Saving:
     """Takes checkpoints, one at a time.
 
@@ -61,7 +30,7 @@ class Saving:
         fleet: the ps.
         lending: the units.
         chief_epoch: process life of the chief.
-        num_ps: ps of the cluster; a checkpoint needs all.
+        quiet: holds commits.
         keep: complete checkpoints to keep of those the chief takes by itself.
         committed: told of every committed checkpoint, before commits are released.
     """
@@ -72,7 +41,7 @@ class Saving:
         lending: Lending,
         *,
         chief_epoch: int,
-        num_ps: int,
+        quiet: Quiet,
         keep: int,
         committed: Callable[[Committed], None],
     ) -> None:
@@ -81,10 +50,9 @@ class Saving:
         self._fleet = fleet
         self._lending = lending
         self._chief_epoch = chief_epoch
-        self._num_ps = num_ps
+        self._quiet = quiet
         self._keep = keep
         self._committed = committed
-        self._token = 0
 
     async def save(self, directory: str, *, automatic: bool, complete: bool = True) -> Committed:
         """Takes a checkpoint.
@@ -98,58 +66,17 @@ class Saving:
             CheckpointError: it cannot be written.
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
-        async with self.lock:
-            for attempt in range(1, ATTEMPTS + 1):
-                servers = self._fleet.servers
-                if len(servers) < self._num_ps:
-                    raise PeerUnavailableError(
-                        f"a checkpoint needs all {self._num_ps} ps; {len(servers)} are here now. "
-                        "It is repeated once the others are back."
-                    )
-                self._token += 1
-                token = self._chief_epoch << 32 | self._token
-                try:
-                    torn = await self._hold(servers, token, complete)
-                    if not torn:
-                        return await self._write(servers, token, directory, automatic)
-                finally:
-                    await self._release(servers, token)
-                logger.info("Checkpoint attempt %d: updates are still under way to %s", attempt, _names(torn))
-                await asyncio.sleep(PAUSE_S)
-            raise PeerUnavailableError(
-                f"no checkpoint after {ATTEMPTS} attempts: expected every update on all of its ps, but {_names(torn)} "
-                "still lack some. A worker stopped in the middle of a step; look at `stratagem status`."
-            )
-
-    async def _hold(self, servers: list[Server], token: int, complete: bool) -> dict[Life, list[Update]]:
-        """Holds commits; what is torn and could not be completed."""
-        units = await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers))
-        if not complete:
-            return {}
-        held = {server.life: each for server, each in zip(servers, units, strict=True)}
-        torn = torn_updates(held)
-        if not torn:
-            return {}
-        late = [server for server in servers if server.life in torn]
-        arrived = await asyncio.gather(*(s.admit_updates(token, torn[s.life], ADMIT_S) for s in late))
-        if all(arrived):
-            return {}
-        # A ps that takes no part in an update never completes it; only what is applied counts.
-        again = await asyncio.gather(*(server.describe_units() for server in servers))
-        return torn_updates({server.life: each for server, each in zip(servers, again, strict=True)})
+        async with self.lock, self._quiet.held("a checkpoint", complete=complete) as token:
+            return await self._write(self._fleet.servers, token, directory, automatic)
 
     async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> Committed:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         step = max(each.step for each in described)
         draft = await asyncio.to_thread(checkpoints.begin, directory, step, self._chief_epoch)
         try:
-            prolonging = asyncio.create_task(_prolong(servers, token))
-            try:
-                saved = await asyncio.gather(
-                    *(server.save_shards(token, str(draft.path), draft.nonce) for server in servers)
-                )
-            finally:
-                prolonging.cancel()
+            saved = await asyncio.gather(
+                *(server.save_shards(token, str(draft.path), draft.nonce) for server in servers)
+            )
             # Whoever reported a unit by now had its updates applied before the shards were written.
             accepted = self._lending.positions()
             manifest = Manifest(
@@ -172,20 +99,6 @@ class Saving:
             await asyncio.to_thread(checkpoints.prune, directory, self._keep)
         return committed
 
-    async def _release(self, servers: list[Server], token: int) -> None:
-        answers = await asyncio.gather(*(server.release_commits(token) for server in servers), return_exceptions=True)
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, StratagemError):
-                logger.info("%s did not hear the release; its hold ends by itself: %s", server.life.task, answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-
-
-async def _prolong(servers: list[Server], token: int) -> None:
-    while True:
-        await asyncio.sleep(HOLD_S / 3)
-        await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers), return_exceptions=True)
-
 
 def applied_units(described: list[Description], accepted: Positions) -> Positions:
     """Units with an update on some ps that nobody has reported as accepted."""
@@ -195,7 +108,3 @@ def applied_units(described: list[Description], accepted: Positions) -> Position
             found[key] = found.get(key, UnitBitmap()) | bitmap
     rest = {key: bitmap - accepted.get(key, UnitBitmap()) for key, bitmap in found.items()}
     return {key: bitmap for key, bitmap in rest.items() if len(bitmap)}
-
-
-def _names(torn: Mapping[Life, list[Update]]) -> str:
-    return ", ".join(life.task for life in sorted(torn))

@@ -41,8 +41,9 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             request.dataset,
             request.epoch,
             request.accepted,
+            wire.deltas_from_proto(request.deltas, request.dataset, request.epoch),
             request.held,
-            request.want,
+            min(request.want, wire.MAX_WANT),
             request.wait,
         )
         return wire.loans_to_proto(loans)
@@ -50,14 +51,54 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def StartStep(self, request: chief_pb2.StartStepRequest, context: Any) -> chief_pb2.StartStepReply:
         """Waits for the staleness bound."""
         life = wire.life_from_proto(request.sender)
-        clock = await self._job.start_step(life, request.dataset, request.epoch, request.accepted, request.clock)
+        deltas = wire.deltas_from_proto(request.deltas, request.dataset, request.epoch)
+        clock = await self._job.start_step(
+            life, request.dataset, request.epoch, request.accepted, deltas, request.clock
+        )
         return chief_pb2.StartStepReply(clock=clock)
 
     async def LeaveEpoch(self, request: chief_pb2.LeaveEpochRequest, context: Any) -> chief_pb2.LeaveEpochReply:
         """Takes units back."""
         life = wire.life_from_proto(request.sender)
-        await self._job.leave_epoch(life, request.dataset, request.epoch, request.accepted)
+        deltas = wire.deltas_from_proto(request.deltas, request.dataset, request.epoch)
+        await self._job.leave_epoch(life, request.dataset, request.epoch, request.accepted, deltas)
         return chief_pb2.LeaveEpochReply()
+
+    async def NextEvaluationUnits(
+        self, request: chief_pb2.NextEvaluationUnitsRequest, context: Any
+    ) -> chief_pb2.NextEvaluationUnitsReply:
+        """Lends units of evaluation data."""
+        life = wire.life_from_proto(request.sender)
+        name, plan, deltas = wire.evaluation_from_proto(request)
+        loans, attempt = await self._job.counting.next_evaluation_units(
+            life,
+            name,
+            plan,
+            request.attempt,
+            deltas,
+            request.held,
+            min(request.want, wire.MAX_WANT),
+            request.wait,
+            request.leave,
+        )
+        return wire.evaluation_units_to_proto(loans, attempt)
+
+    async def GetDeltas(self, request: chief_pb2.GetDeltasRequest, context: Any) -> chief_pb2.GetDeltasReply:
+        """What was counted."""
+        name = wire.tally_from_proto(request.tally)
+        life = wire.life_from_proto(request.sender)
+        return wire.page_to_proto(await self._job.counting.get_deltas(life, name, request.first, request.only_logs))
+
+    async def SettleTally(self, request: chief_pb2.SettleTallyRequest, context: Any) -> chief_pb2.SettleTallyReply:
+        """What came of it."""
+        name, logs = wire.tally_from_proto(request.tally), wire.logs_from_proto(request.logs)
+        stands = await self._job.counting.settle_tally(wire.life_from_proto(request.sender), name, logs)
+        return chief_pb2.SettleTallyReply(logs=wire.logs_to_proto(stands))
+
+    async def Agree(self, request: chief_pb2.AgreeRequest, context: Any) -> chief_pb2.AgreeReply:
+        """A decision of all workers."""
+        life, topic = wire.life_from_proto(request.sender), wire.tally_from_proto(request.topic)
+        return chief_pb2.AgreeReply(value=await self._job.counting.agree(life, topic, request.value, request.wait))
 
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any

@@ -195,8 +195,12 @@ class Sessions:
 
     @property
     def lead(self) -> str:
-        """The lowest live worker; empty when there is none."""
-        return next((str(s.task) for s in self.live("worker")), "")
+        """The lowest worker that lives or has finished its script; empty when there is none.
+
+        One that has finished has done what only the lead may do (the export, say): nobody does it again after it.
+        """
+        here = (State.LIVE, State.DONE)
+        return next((str(s.task) for s in self.tasks.values() if s.task.type == "worker" and s.state in here), "")
 
     @property
     def routing_epoch(self) -> int:

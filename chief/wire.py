@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from stratagem.chief import events
+from stratagem.chief.evaluations import plan_of
 from stratagem.chief.lending import Loan, Loans
 from stratagem.chief.lives import Life
 from stratagem.chief.servers import Description
 from stratagem.chief.status import JobStatus
+from stratagem.chief.tallies import Delta, Logs, Page, TallyName
 from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
-from stratagem.errors import ProtocolError
+from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
+
+MAX_UNITS = 1 << 26
+"""In an epoch: every ps keeps a bit for each."""
+MAX_WANT = 1024
+"""Units that one answer lends; who wants more asks again."""
 
 
 def life_from_proto(sender: common_pb2.Sender) -> Life:
@@ -65,9 +72,10 @@ def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
 
     Raises:
         ProtocolError: the numbers make no plan.
+        LimitError: of too many units.
     """
     try:
-        return Plan(
+        plan = Plan(
             num_examples=request.num_examples,
             batch_size=request.batch_size,
             drop_last=request.drop_last,
@@ -81,6 +89,15 @@ def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
             f"dataset {request.dataset} has no valid plan "
             f"(batch size and slices at least 1, staleness at least 0): {error}"
         ) from None
+    return _checked(plan)
+
+
+def _checked(plan: Plan) -> Plan:
+    if plan.num_units > MAX_UNITS:
+        raise LimitError(
+            f"{plan.num_units:,} units in an epoch, at most {MAX_UNITS:,} are possible: take larger batches"
+        )
+    return plan
 
 
 def loan_to_proto(loan: Loan) -> chief_pb2.Grant:
@@ -102,6 +119,55 @@ def loan_from_proto(grant: chief_pb2.Grant) -> Loan:
 def loans_to_proto(loans: Loans) -> chief_pb2.NextUnitsReply:
     """The answer to a worker that asks for units."""
     return chief_pb2.NextUnitsReply(grants=[loan_to_proto(loan) for loan in loans.loans], end=loans.end)
+
+
+def tally_from_proto(name: chief_pb2.TallyName) -> TallyName:
+    """The name of a tally, or what an agreement is about."""
+    return TallyName(name.group, name.ordinal)
+
+
+def deltas_from_proto(deltas: Iterable[chief_pb2.UnitDelta], dataset: int, epoch: int) -> list[Delta]:
+    """What was counted on units of an epoch."""
+    return [Delta(tally_from_proto(each.tally), Unit(dataset, epoch, each.index), each.data) for each in deltas]
+
+
+def evaluation_from_proto(request: chief_pb2.NextEvaluationUnitsRequest) -> tuple[TallyName, Plan, list[Delta]]:
+    """Which evaluation is meant, how its data are cut, and what was counted.
+
+    Raises:
+        ProtocolError: the numbers make no plan.
+        LimitError: of too many units.
+    """
+    name = tally_from_proto(request.evaluation)
+    try:
+        plan = _checked(plan_of(request.num_examples, request.batch_size, request.drop_last))
+    except ValueError as error:
+        raise ProtocolError(f"{name} has no valid plan (expected a batch size of at least 1): {error}") from None
+    return name, plan, [Delta(name, Unit(0, 0, each.index), each.data) for each in request.deltas]
+
+
+def evaluation_units_to_proto(loans: Loans, attempt: int) -> chief_pb2.NextEvaluationUnitsReply:
+    """The answer to a worker that evaluates."""
+    units = [loan.unit.index for loan in loans.loans]
+    return chief_pb2.NextEvaluationUnitsReply(units=units, end=loans.end, attempt=attempt)
+
+
+def logs_from_proto(logs: Iterable[chief_pb2.Log]) -> Logs:
+    """Named numbers."""
+    return tuple((log.name, log.value) for log in logs)
+
+
+def logs_to_proto(logs: Logs) -> list[chief_pb2.Log]:
+    """Named numbers."""
+    return [chief_pb2.Log(name=name, value=value) for name, value in logs]
+
+
+def page_to_proto(page: Page) -> chief_pb2.GetDeltasReply:
+    """Part of a tally."""
+    logs = logs_to_proto(page.logs or ())
+    return chief_pb2.GetDeltasReply(
+        settled=page.logs is not None, logs=logs, deltas=page.deltas, num_left=page.num_left
+    )
 
 
 def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:

@@ -23,9 +23,13 @@ from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
+from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.heap import keep_freed_memory
+from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.security import Security, security_of
+from stratagem.rpc.segment import free_bytes
 from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.session import SessionClient
 
@@ -34,8 +38,6 @@ logger = logging.getLogger("stratagem.ps")  # __name__ is "__main__" when this i
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_TERMINATED = 143
-MAX_THREADS = 512
-"""Calls at once: each worker has one stream open and a few calls waiting."""
 
 
 class _Terminated(BaseException):
@@ -71,37 +73,40 @@ def run(config: PsConfig) -> int:
 def _run(config: PsConfig) -> int:
     if not config.chief:
         raise ConfigurationError(f"{config.task} must know its chief: set chief to its host:port")
+    security = security_of(config)
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
-    limits = Limits(config.max_variables, config.max_store_bytes)
-    store = Store(config.task, TaskId.parse(config.task).index, limits)
-    lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"))
-    server = _serve(config, store, lanes)
+    free = config.max_store_bytes or free_bytes() or Limits.max_store_bytes
+    limits = Limits(config.max_variables, free, config.max_peer_bytes, config.max_peers)
+    folders = AllowedFolders.of(config.checkpoint_dir, config.checkpoint_roots)
+    store = Store(config.task, TaskId.parse(config.task).index, limits, folders=folders)
+    lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"), security, config.max_lanes_per_peer)
+    server = _serve(config, store, lanes, security)
     try:
-        logger.info("Listening on %s", server.address)
+        logger.info("Listening on %s%s", server.address, security.words)
         optimizers.warm_up()
         if config.checkpoint_dir:
             store.checkpoints.restore_newest(config.checkpoint_dir)
-        return _stay(config, store, server)
+        return _stay(config, store, server, security)
     finally:
         store.state.close_lanes(JobStoppedError(f"{config.task} ends", 0))
         lanes.close()
         server.stop(1.0)
 
 
-def _serve(config: PsConfig, store: Store, lanes: SocketLanes) -> RunningServer:
+def _serve(config: PsConfig, store: Store, lanes: SocketLanes, security: Security) -> RunningServer:
     servicer = ParameterServerServicer(store, lanes, config.max_message_bytes)
     return serve(
         config.bind,
         lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
-        max_threads=MAX_THREADS,
-        max_message_bytes=config.max_message_bytes,
+        limits=ServerLimits.of(config),
         insecure=config.insecure,
+        security=security,
     )
 
 
-def _stay(config: PsConfig, store: Store, server: RunningServer) -> int:
+def _stay(config: PsConfig, store: Store, server: RunningServer, security: Security) -> int:
     session = SessionClient(
         config.chief,
         config.task,
@@ -109,6 +114,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer) -> int:
         progress=lambda: _progress(store),
         store_epoch=lambda: store.state.store_epoch if store.state.initialized else 0,
         chief_timeout_s=config.peer_timeout_s,
+        security=security,
     )
     try:
         store.incarnation = session.start(config.start_timeout_s)

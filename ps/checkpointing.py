@@ -16,6 +16,7 @@ from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import check_group, check_new_groups
 from stratagem.ps.state import Call, State
 from stratagem.ps.units import Description, Epoch
+from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,13 @@ class Checkpointing:
         state: of the store.
         index: index of this ps.
         next_epoch: gives a store epoch larger than the one it is given.
+        folders: where requests may write and read; None: everywhere.
     """
 
-    def __init__(self, state: State, index: int, next_epoch: Callable[[int], int]) -> None:
+    def __init__(
+        self, state: State, index: int, next_epoch: Callable[[int], int], folders: AllowedFolders | None = None
+    ) -> None:
+        self._folders = folders
         self._state = state
         self._index = index
         self._next_epoch = next_epoch
@@ -87,7 +92,9 @@ class Checkpointing:
         Raises:
             ProtocolError: commits are not held under ``token``.
             CheckpointError: the directory is not the chief's, or cannot be written.
+            ForbiddenError: the directory is none of those that this ps was started for.
         """
+        path = self._place(directory)
         state = self._state
         with state.changed:
             state.gate.check_token(token, time.monotonic())
@@ -95,7 +102,6 @@ class Checkpointing:
                 [shelf.group for _, shelf in sorted(state.shelves.items())], state.units, state.store_epoch
             )
             step = state.step
-        path = pathlib.Path(directory)
         snapshot.check_nonce(path, nonce)
         files = snapshot.save(path, self._index, content)
         with state.changed:
@@ -118,8 +124,15 @@ class Checkpointing:
 
         Raises:
             CheckpointError: the checkpoint is not complete or damaged; the store stays as it is.
+            ForbiddenError: the directory is none of those that this ps was started for.
         """
-        content = snapshot.load(pathlib.Path(directory), self._index)
+        return self._restore(self._place(directory))
+
+    def _place(self, directory: str) -> pathlib.Path:
+        return self._folders.resolve(directory) if self._folders is not None else pathlib.Path(directory)
+
+    def _restore(self, directory: pathlib.Path) -> int:
+        content = snapshot.load(directory, self._index)
         state = self._state
         specs = [group.spec for group in content.groups]
         for spec in specs:
@@ -145,7 +158,7 @@ class Checkpointing:
         found = snapshot.newest_complete(pathlib.Path(checkpoint_dir), self._index)
         if found is None:
             return ""
-        self.restore_shards(str(found))
+        self._restore(found)
         return str(found)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:

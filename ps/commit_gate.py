@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ProtocolError
 
+MAX_HOLD_S = 300.0
+"""Longest hold; whoever needs more prolongs it."""
+
 
 @dataclasses.dataclass
 class _Hold:
@@ -25,13 +28,16 @@ class CommitGate:
         """Commits that passed and have not finished."""
 
     def hold(self, token: int, now: float, hold_s: float) -> None:
-        """Closes the gate for ``hold_s`` seconds; the same token prolongs its own hold.
+        """Closes the gate for ``hold_s`` seconds; the same token prolongs its own hold. A larger token takes its place:
+        the chief that had the smaller one is dead, or its release was lost.
 
         Raises:
-            ProtocolError: another hold is on.
+            ProtocolError: a hold with a larger token is on, or that is no time to hold commits for.
         """
-        if self.is_held(now) and self._hold is not None and self._hold.token != token:
-            raise ProtocolError(f"commits are held under token {self._hold.token}; release that first (got {token})")
+        if not 0 <= hold_s <= MAX_HOLD_S:
+            raise ProtocolError(f"commits can be held for 0 to {MAX_HOLD_S:.0f} seconds at a time, got {hold_s}")
+        if self.is_held(now) and self._hold is not None and self._hold.token > token:
+            raise ProtocolError(f"commits are held under token {self._hold.token}, which is newer than {token}")
         admitted = self._hold.admitted if self._hold is not None and self._hold.token == token else set()
         self._hold = _Hold(token, now + hold_s, admitted)
 

@@ -65,7 +65,8 @@ class Commits:
         self._check(request)
         decision = self._state.begin(request.sender, call)
         if decision.verdict is Verdict.DONE and (decision.result is not None or not request.update.units):
-            return self._repeat(request, decision.result, call)
+            known = decision.result_as(CommitResult) if decision.result is not None else None
+            return self._repeat(request, known, call)
         if decision.verdict is Verdict.DONE:
             return self._commit(request, call)
         with self._state.running(request.sender) as record:
@@ -88,7 +89,8 @@ class Commits:
 
         def covered() -> bool:
             return all(
-                covers(
+                state.shelf(group).spec.is_table  # its frames are all that came
+                or covers(
                     [(offset, piece.numel()) for offset, piece in state.staging.parts(sender, ref.transfer, group)],
                     state.shelf(group).spec.shards,
                     present[group],
@@ -195,8 +197,7 @@ class Commits:
             hyper = {commit.group: commit.hyper_parameters for commit in groups}
             for shelf in shelves:
                 group = shelf.spec.group
-                extents = [(offset, piece.numel()) for offset, piece in gradient[group]]
-                shelf.group.prepare(extents, present[group], hyper[group])
+                shelf.group.prepare(gradient[group], present[group], hyper[group])
             for shelf in shelves:
                 group = shelf.spec.group
                 shelf.publisher.outdate()

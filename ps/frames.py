@@ -10,7 +10,12 @@ from stratagem.rpc.codec import Frame, decode_frame, encode_frame
 from stratagem.rpc.generated import frame_pb2
 
 WEIGHTS = int(frame_pb2.WEIGHTS)
-_KINDS = {int(frame_pb2.GRADIENT): FrameKind.GRADIENT, int(frame_pb2.VALUES): FrameKind.VALUES}
+_KINDS = {
+    int(frame_pb2.GRADIENT): FrameKind.GRADIENT,
+    int(frame_pb2.ROW_GRADIENT): FrameKind.GRADIENT,
+    int(frame_pb2.VALUES): FrameKind.VALUES,
+    int(frame_pb2.WANTED_ROWS): FrameKind.WANTED_ROWS,
+}
 
 
 def weights_message(transfer: int, group: int, offset: int, piece: torch.Tensor) -> bytes:
@@ -41,5 +46,5 @@ def kind_of(frame: Frame) -> FrameKind:
     """
     kind = _KINDS.get(frame.kind)
     if kind is None:
-        raise FrameError(f"expected a frame of kind GRADIENT or VALUES from a worker, got kind {frame.kind}")
+        raise FrameError(f"expected a frame that workers send (a gradient, values, row numbers), got kind {frame.kind}")
     return kind

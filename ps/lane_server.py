@@ -15,15 +15,9 @@ from stratagem.ps.frames import payload_of, read_message, weights_message
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
+from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
-
-_SPARE_BYTES = 64 << 20
-
-
-def most_unread_bytes(store: Store) -> int:
-    """Reply bytes that may wait for a worker before it is cut off."""
-    return _SPARE_BYTES + 4 * store.state.num_bytes
 
 
 class Stream(Protocol):
@@ -61,7 +55,9 @@ class QueueLane:
             limit = self._max_pinned_bytes()
             self._changed.notify_all()
         if self._pinned_bytes > limit:
-            self.close(LimitError(f"expected frames to be read, {self._pinned_bytes} bytes wait (limit {limit})"))
+            self.close(
+                LimitError(f"expected frames to be read, {self._pinned_bytes} bytes wait (max_peer_bytes {limit})")
+            )
 
     def close(self, error: StratagemError | None = None) -> None:
         """Ends the lane; frames that wait are dropped. ``error`` is what the worker gets, None for an orderly end."""
@@ -102,7 +98,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
         FencedError: the sender is or becomes dead.
         FrameError: a frame that cannot be what it says.
     """
-    lane = QueueLane(lambda: most_unread_bytes(store))
+    lane = QueueLane(lambda: store.state.peer_bytes)
     store.open_lane(sender, lane)
     reader = threading.Thread(
         target=_read, args=(store, sender, messages, lane), name=f"lane-{sender.task}", daemon=True
@@ -126,7 +122,7 @@ def _read(store: Store, sender: Sender, messages: Iterator[bytes], lane: QueueLa
     except FencedError as error:
         lane.close(error)
     except StratagemError as error:
-        logger.warning("Transfer from %s refused: %s", sender, error)
+        THROTTLE.log(logger, logging.WARNING, error.reason, "Transfer from %s refused: %s", sender, error)
         lane.close(error)
     except Exception:  # grpc ends a broken stream by a bare Exception in the iterator
         lane.close()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from stratagem.ps.requests import Facts, Merge
+from stratagem.ps.rows import unpack
 from stratagem.ps.runs import cut_runs
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.specs import GroupSpec
@@ -53,7 +54,7 @@ def merge_slices(spec: GroupSpec, slices: Sequence[SliceGradient], out: torch.Te
         For each shard, whether any slice has a gradient for it.
     """
     used = [piece for piece in slices if piece.coefficient]
-    union = tuple(any(piece.present[shard] for piece in used) for shard in range(len(spec.shards)))
+    union = any_present(used) or (False,) * len(spec.shards)
     fresh = bool(used) and tuple(used[0].present) == union
     if not fresh:
         out.zero_()
@@ -71,9 +72,16 @@ def merge_slices(spec: GroupSpec, slices: Sequence[SliceGradient], out: torch.Te
     return union
 
 
+def any_present(slices: Sequence[SliceGradient]) -> tuple[bool, ...]:
+    """For each shard, whether any slice has a gradient for it."""
+    return tuple(any(shard) for shard in zip(*(one.present for one in slices), strict=True))
+
+
 def facts_of(spec: GroupSpec, parts: Parts, present: Sequence[bool]) -> Facts:
     """Sum of squares and finiteness of a gradient; elements of shards without a gradient do not count."""
     squared, not_finite = 0.0, list[str]()
+    if spec.is_table:
+        return join_facts([_facts_of_rows(spec, rows.reshape(-1)) for _, rows in unpack(spec, parts)])
     alike = list(range(len(spec.shards)))
     extents = [(offset, tensor.numel()) for offset, tensor in parts]
     for run in cut_runs(extents, spec.shards, present, alike):
@@ -91,9 +99,18 @@ def facts_of(spec: GroupSpec, parts: Parts, present: Sequence[bool]) -> Facts:
     return Facts(squared, not not_finite, tuple(not_finite[:_MAX_NAMES]))
 
 
+def _facts_of_rows(spec: GroupSpec, values: torch.Tensor) -> Facts:
+    squared = _squared_norm(values)
+    if math.isfinite(squared):
+        return Facts(squared)
+    if bool(torch.isfinite(values).all()):
+        return Facts(float(values.double().square().sum()))
+    return Facts(squared, False, (spec.shards[0].variable,))
+
+
 def join_facts(facts: Sequence[Facts]) -> Facts:
     """Facts about several groups as one."""
-    names = [name for fact in facts for name in fact.not_finite]
+    names = list(dict.fromkeys(name for fact in facts for name in fact.not_finite))
     squared = math.fsum(fact.squared_norm for fact in facts if fact.finite)
     finite = all(fact.finite for fact in facts)
     return Facts(squared if finite else math.nan, finite, tuple(names[:_MAX_NAMES]))

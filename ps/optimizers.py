@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+from stratagem.ps.row_updates import check_for_rows
 
 HyperParameters = Mapping[str, Any]
 """Arguments of a torch.optim class by name: numbers, booleans, None and tuples of numbers."""
@@ -112,23 +113,37 @@ _RULES: dict[str, OptimizerRule] = {
     )
 }
 
+_ROW_RULES: dict[str, OptimizerRule] = {
+    "SGD": OptimizerRule(torch.optim.SGD, _constant(), 0, counts_steps=False),
+    "Adagrad": _RULES["Adagrad"],
+    "SparseAdam": OptimizerRule(torch.optim.SparseAdam, _constant("exp_avg", "exp_avg_sq"), 2),
+}
+"""What the optimizers of tables keep; :mod:`stratagem.ps.row_updates` has their arithmetic."""
+
 _REFUSALS = {
     "Adafactor": "it scales by norms over whole rows, columns and tensors, and a ps holds pieces",
     "Muon": "it orthogonalises whole matrices, and a ps holds pieces",
     "LBFGS": "it needs a closure that evaluates the loss again, and a ps has no loss",
-    "SparseAdam": "it works on sparse gradients, which travel another way than flat tensors",
+    "SparseAdam": "it works on rows of sg.nn.Embedding tables, and a variable of another kind was given to it",
 }
 
 SUPPORTED = tuple(_RULES)
 """Names of the optimizers a ps can run."""
 
 
-def rule_for(name: str) -> OptimizerRule:
+def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
     """The rule of a torch.optim class.
+
+    Args:
+        name: of the class.
+        by_rows: for a table.
 
     Raises:
         UnsupportedOptimizerError: with the reason.
     """
+    if by_rows:
+        check_for_rows(name, {})
+        return _ROW_RULES[name]
     rule = _RULES.get(name)
     if rule is None:
         reason = _REFUSALS.get(name, "it is not one of the elementwise optimizers that were tested here")
@@ -138,9 +153,9 @@ def rule_for(name: str) -> OptimizerRule:
     return rule
 
 
-def max_slots(name: str) -> int:
+def max_slots(name: str, by_rows: bool = False) -> int:
     """Largest number of slots the optimizer may keep; 0 for no optimizer."""
-    return rule_for(name).max_slots if name else 0
+    return rule_for(name, by_rows).max_slots if name else 0
 
 
 def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,8 @@ class FrameKind(enum.Enum):
 
     GRADIENT = "gradient"
     VALUES = "values"
+    WANTED_ROWS = "row numbers"
+    """Asks for rows of a table, which are sent at once."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stratagem.errors import FencedError, StaleStoreError
+from stratagem.errors import FencedError, LimitError, SequenceError, StaleStoreError
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.sequences import SequenceWindow
@@ -13,10 +13,20 @@ Life = tuple[str, int]
 """Task and incarnation."""
 
 
-class Senders:
-    """Everything kept per process life of a sender."""
+MAX_SEQUENCE = 1 << 62
+MAX_LIVES = 8
+"""Process lives of one task that are not fenced."""
 
-    def __init__(self) -> None:
+
+class Senders:
+    """Everything kept per process life of a sender.
+
+    Args:
+        max_peers: process lives remembered at once.
+    """
+
+    def __init__(self, max_peers: int = 4096) -> None:
+        self._max_peers = max_peers
         self._fenced: dict[str, int] = {}
         self._windows: dict[Life, SequenceWindow] = {}
         self._lanes: dict[Life, ReplyLane] = {}
@@ -44,8 +54,22 @@ class Senders:
         self._tokens = {group: life for group, life in self._tokens.items() if not _covers(task, incarnation, life)}
 
     def hello(self, sender: Sender, next_sequence: int) -> int:
-        """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``."""
-        window = self._windows.setdefault(sender.life, SequenceWindow(max(1, next_sequence)))
+        """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``.
+
+        Raises:
+            LimitError: too many are remembered; names the limit.
+            SequenceError: a number that no job reaches.
+        """
+        if next_sequence >= MAX_SEQUENCE:
+            raise SequenceError(f"expected a next request below {MAX_SEQUENCE}, got {next_sequence}")
+        window = self._windows.get(sender.life)
+        if window is None:
+            if len(self._windows) >= self._max_peers:
+                raise LimitError(f"{len(self._windows)} process lives are remembered here, which is max_peers")
+            num_lives = sum(task == sender.task for task, _ in self._windows)
+            if num_lives >= MAX_LIVES:
+                raise LimitError(f"{num_lives} lives of {sender.task} are remembered here; the chief fences the dead")
+            window = self._windows[sender.life] = SequenceWindow(max(1, next_sequence))
         return window.next_sequence
 
     def window(self, sender: Sender) -> SequenceWindow:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, TypeVar
 
 from stratagem.errors import SequenceError
 
+Result = TypeVar("Result")
 WINDOW = 64
 """Requests that may be under way at once, and results kept for resends."""
 
@@ -29,6 +30,16 @@ class Decision:
 
     verdict: Verdict
     result: Any = None
+
+    def result_as(self, kind: type[Result]) -> Result:
+        """The recorded result of a request of the kind that asks.
+
+        Raises:
+            SequenceError: the number belongs to a request of another kind.
+        """
+        if not isinstance(self.result, kind):
+            raise SequenceError("expected a resend of the same request; this number belongs to another one")
+        return self.result
 
 
 class SequenceWindow:

@@ -10,7 +10,7 @@ import torch
 
 from stratagem.errors import ProtocolError, VariableError
 from stratagem.ps import optimizers
-from stratagem.ps.runs import Extent, Run, cut_runs
+from stratagem.ps.runs import Run, cut_runs
 from stratagem.ps.specs import GroupSpec
 
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -54,7 +54,7 @@ class ShardGroup:
         self.num_updates = 0
         """Updates applied."""
         self.initialized = not spec.shards
-        self._rule = optimizers.rule_for(spec.optimizer) if spec.optimizer else None
+        self._rule = optimizers.rule_for(spec.optimizer, spec.is_table) if spec.optimizer else None
         self._came: tuple[Mapping[str, Any], ...] = ()
         self._hyper: tuple[dict[str, Any], ...] = ()
         self._plan: _Plan | None = None
@@ -64,10 +64,8 @@ class ShardGroup:
         """Bytes of weights and slots."""
         return self.spec.num_bytes * (1 + len(self.slots))
 
-    def prepare(
-        self, extents: Sequence[Extent], present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Makes everything ready for :meth:`apply` with pieces that lie like this; changes no weight.
+    def prepare(self, parts: Parts, present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]) -> None:
+        """Makes everything ready for :meth:`apply` with pieces that lie like these; changes no weight.
 
         Raises:
             ProtocolError: pieces overlap or do not cover what is present; hyper-parameters are missing.
@@ -77,7 +75,8 @@ class ShardGroup:
         if self._rule is None:
             raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
         self._set_hyper_parameters(hyper_parameters)
-        key = (tuple(extents), tuple(present))
+        extents = tuple((offset, piece.numel()) for offset, piece in parts)
+        key = (extents, tuple(present))
         if self._plan is None or self._plan.key != key or not self._plan.after:
             self._plan = None
             self._allocate(present)
@@ -104,7 +103,7 @@ class ShardGroup:
         Raises:
             ProtocolError: see :meth:`prepare`.
         """
-        self.prepare([(offset, piece.numel()) for offset, piece in parts], present, hyper_parameters)
+        self.prepare(parts, present, hyper_parameters)
         plan = self._plan
         assert plan is not None and self._rule is not None
         for parameter, run in zip(plan.parameters, plan.runs, strict=True):

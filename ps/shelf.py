@@ -6,11 +6,12 @@ import threading
 
 import torch
 
-from stratagem.errors import ProtocolError
-from stratagem.ps.published import Publisher, ReplyLane, cut_pieces, num_frames
+from stratagem.errors import ProtocolError, VariableError
+from stratagem.ps.published import HeldFrame, Publisher, ReplyLane, cut_pieces, num_frames
 from stratagem.ps.requests import GroupVersion, Version
 from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.specs import GroupSpec
+from stratagem.ps.table_group import TableGroup
 
 
 class Shelf:
@@ -55,13 +56,36 @@ class Shelf:
                 self.group.touch()
 
     def send_weights(self, lane: ReplyLane, transfer: int, have: Version | None) -> GroupVersion:
-        """Sends the weights unless the reader has them. A version is copied once, whoever reads it."""
+        """Sends the weights unless the reader has them. A version is copied once, whoever reads it.
+
+        Of a table only the version is told: its rows are asked for by number.
+        """
         with self.lock:
             version = self.version
-            if have == version:
+            if have == version or self.spec.is_table:
                 return GroupVersion(self.spec.group, version, 0)
             self.publisher.send(version, self.group.weights, lane, transfer)
             return GroupVersion(self.spec.group, version, num_frames(self.spec.num_elements, self.spec.dtype))
+
+    def make_rows(self) -> None:
+        """Gives the rows of a table their initial values, unless they have values."""
+        with self.lock:
+            if isinstance(self.group, TableGroup) and not self.group.initialized:
+                self.group.make_values()
+
+    def send_rows(self, lane: ReplyLane, transfer: int, offset: int, numbers: torch.Tensor) -> None:
+        """Sends some rows of a table, one after the other, in one frame.
+
+        Raises:
+            VariableError: it is no table, or has no values yet.
+            FrameError: a row is not held here.
+            LimitError: more than go into one frame.
+        """
+        if not isinstance(self.group, TableGroup):
+            raise VariableError(f"group {self.spec.group} is no table: its weights are not asked for by row")
+        with self.lock:
+            rows = self.group.rows(numbers)
+        lane.send(transfer, HeldFrame(self.spec.group, offset, rows.view(-1)))
 
     def send_slot(self, lane: ReplyLane, transfer: int, slot: str) -> GroupVersion:
         """Sends an optimizer slot. Slots are read rarely, so their frames are not kept.

@@ -12,15 +12,18 @@ import json
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors
 import torch
 
-from stratagem.errors import CheckpointError
+from stratagem.errors import CheckpointError, StratagemError
+from stratagem.ps.row_values import InitialRows
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
+from stratagem.ps.table_group import new_group
 from stratagem.ps.tensor_file import hash_file, write_tensors
 from stratagem.ps.units import UnitLedger
 
@@ -103,7 +106,10 @@ def load(directory: pathlib.Path, index: int) -> Content:
     try:
         data = json.loads((directory / f"{stem}.json").read_text())
         if data["format"] != FORMAT:
-            raise CheckpointError(f"{directory / stem}.json: expected format {FORMAT}, got {data['format']}")
+            raise ValueError(f"expected format {FORMAT}, got {data['format']!r}")
+        told = sum(spec.num_bytes for spec in map(spec_from_json, data["groups"]) if not spec.is_table)
+        if told > (directory / f"{stem}.safetensors").stat().st_size:
+            raise ValueError(f"its variables should take {told:,} bytes, and their file is shorter")
         groups = [_group(entry) for entry in data["groups"]]
         with safetensors.safe_open(directory / f"{stem}.safetensors", "pt") as weights:
             for group in groups:
@@ -114,7 +120,17 @@ def load(directory: pathlib.Path, index: int) -> Content:
                     for name, flat in group.slots.items():
                         _read_rows(slots, group.spec, f"slot/{name}/", flat)
         return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,  # an absurd size; RecursionError is one too
+        MemoryError,
+        safetensors.SafetensorError,
+        StratagemError,
+    ) as error:
         raise CheckpointError(f"the part of ps:{index} in checkpoint {directory} cannot be read: {error!r}") from None
 
 
@@ -125,7 +141,7 @@ def complete_checkpoints(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path
         try:
             manifest = json.loads(path.read_text())
             found.append(((int(manifest["step"]), int(manifest["chief_epoch"])), path.parent, manifest))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             logger.warning("Ignoring %s: its manifest cannot be read (%r)", path.parent, error)
     for _, path, manifest in sorted(found, key=lambda entry: entry[0], reverse=True):
         yield path, manifest
@@ -134,14 +150,14 @@ def complete_checkpoints(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path
 def newest_complete(directory: pathlib.Path, index: int) -> pathlib.Path | None:
     """The newest complete checkpoint whose files of this ps have the checksums that its manifest tells."""
     for path, manifest in complete_checkpoints(directory):
-        mine = [entry for entry in manifest.get("files", ()) if entry["name"].startswith((f"ps-{index}.",))]
+        try:
+            mine = [entry for entry in manifest["files"] if re.fullmatch(rf"ps-{index}\.[\w.]+", entry["name"])]
+            damaged = [entry["name"] for entry in mine if hash_file(path / entry["name"]) != entry["sha256"]]
+        except (OSError, KeyError, TypeError) as error:
+            mine, damaged = [{}], [repr(error)]
         if not mine:
             logger.warning("Ignoring %s: it was made without ps:%d", path, index)
             continue
-        try:
-            damaged = [entry["name"] for entry in mine if hash_file(path / entry["name"]) != entry["sha256"]]
-        except OSError as error:
-            damaged = [str(error)]
         if not damaged:
             return path
         logger.warning("Ignoring %s: damaged (%s)", path, ", ".join(damaged))
@@ -174,6 +190,7 @@ def _describe(index: int, content: Content) -> dict[str, Any]:
                 "group": group.spec.group,
                 "optimizer": group.spec.optimizer,
                 "dtype": str(group.spec.dtype).removeprefix("torch."),
+                "rows": None if group.spec.rows is None else dataclasses.asdict(group.spec.rows),
                 "shards": [dataclasses.asdict(shard) | {"key": shard.key} for shard in group.spec.shards],
                 "slots": sorted(group.slots),
                 "counts": group.counts,
@@ -198,11 +215,12 @@ def spec_from_json(entry: Mapping[str, Any]) -> GroupSpec:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expected the name of a torch dtype, got {entry['dtype']!r}")
-    return GroupSpec(entry["group"], entry["optimizer"], dtype, shards)
+    rows = entry.get("rows")
+    return GroupSpec(entry["group"], entry["optimizer"], dtype, shards, None if rows is None else InitialRows(**rows))
 
 
 def _group(entry: Mapping[str, Any]) -> ShardGroup:
-    group = ShardGroup(spec_from_json(entry))
+    group = new_group(spec_from_json(entry))
     for name in entry["slots"]:
         group.slot(name)
     group.set_progress(entry["counts"], entry["scalars"])

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from stratagem.errors import FencedError, LimitError, PeerUnavailableError, StratagemError
 from stratagem.ps.frames import WEIGHTS, kind_of
-from stratagem.ps.lane_server import most_unread_bytes
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
-from stratagem.rpc.door import Door, Way
+from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Way
 from stratagem.rpc.lane import BytesMeter, ReceivingLane
+from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.slots import Slot, SlotPool
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
+from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ CONNECT_S = 10.0
 class TcpReplies:
     """Implements :class:`stratagem.ps.published.ReplyLane`: sends from held copies without another one."""
 
-    def __init__(self, sender: TcpSender, receiver: ReceivingLane, max_unread_bytes: int) -> None:
+    def __init__(self, sender: TcpSender, receiver: ReceivingLane, max_unread_bytes: Callable[[], int]) -> None:
         self._sender = sender
         self._receiver = receiver
         self._max_unread_bytes = max_unread_bytes
@@ -49,9 +50,9 @@ class TcpReplies:
         tensor = frame.tensor
         with self._guard:
             self._unread_bytes += tensor.nbytes
-            late = self._unread_bytes > self._max_unread_bytes
-        if late:
-            self.close(LimitError(f"expected frames to be read, {self._unread_bytes:,} bytes wait"))
+            unread = self._unread_bytes
+        if unread > (limit := self._max_unread_bytes()):
+            self.close(LimitError(f"expected frames to be read, {unread:,} bytes wait (max_peer_bytes {limit:,})"))
         try:
             self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: self._leaving(tensor), len(tensor))
         except PeerUnavailableError:
@@ -101,11 +102,16 @@ class SocketLanes:
     Args:
         store: stages what comes and sends what is asked for.
         host: address to listen on.
+        security: of this ps.
+        max_lanes_per_peer: see ``PsConfig``.
     """
 
-    def __init__(self, store: Store, host: str) -> None:
+    def __init__(
+        self, store: Store, host: str, security: Security = OPEN, max_lanes_per_peer: int = MAX_LANES_PER_PEER
+    ) -> None:
         self._store = store
-        self._door = Door(host)
+        self._max_lanes_per_peer = max_lanes_per_peer
+        self._door = Door(host, security, max_lanes_per_peer)
         self._pool: SlotPool | None = None
         self._guard = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -115,18 +121,25 @@ class SocketLanes:
 
         Raises:
             FencedError: the process life was declared dead.
+            LimitError: too many lanes of this task, open or not.
             SegmentError: there is no shared memory here; take another lane.
         """
         self._store.state.senders.check(sender)
+        name = f"lane-{sender.task}"
+        with self._guard:
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            num_lanes = sum(thread.name == name for thread in self._threads)
+        if num_lanes >= self._max_lanes_per_peer:
+            raise LimitError(f"{sender.task} has {num_lanes} lanes here, which is max_lanes_per_peer")
         if family == "shm":
             self._shared().take(1)
-        way = self._door.expect((*sender.life, purpose), socket.AF_UNIX if family == "shm" else socket.AF_INET)
+        kind = socket.AF_UNIX if family == "shm" else socket.AF_INET
+        way = self._door.expect((*sender.life, purpose), kind, sender.task)
         if purpose == "down":
-            name = f"lane-{sender.task}"
             thread = threading.Thread(target=self._serve, args=(sender, family), name=name, daemon=True)
-            with self._guard:
-                self._threads = {thread for thread in self._threads if thread.is_alive()} | {thread}
             thread.start()
+            with self._guard:
+                self._threads.add(thread)
         return way
 
     def close(self) -> None:
@@ -155,17 +168,22 @@ class SocketLanes:
                 up.close()
                 raise
         except PeerUnavailableError as error:
-            logger.info("%s asked for a %s lane and did not come: %s", sender, family, error)
+            text = "%s asked for a %s lane and did not come: %s"
+            THROTTLE.log(logger, logging.INFO, "no show", text, sender, family, error)
             return
+
+        def unread_bytes() -> int:
+            return store.state.peer_bytes
+
         receiver: ReceivingLane
         replies: TcpReplies | ShmReplies
         if family == "tcp":
             receiver = TcpReceiver(up, sender.task, meter)
-            replies = TcpReplies(TcpSender(down, sender.task, meter), receiver, most_unread_bytes(store))
+            replies = TcpReplies(TcpSender(down, sender.task, meter), receiver, unread_bytes)
         else:
             receiver = ShmReceiver(up, sender.task, meter)
-            unread = functools.partial(most_unread_bytes, store)
-            replies = ShmReplies(ShmSender(down, sender.task, meter, unread, self._shared(), patient=False), receiver)
+            outward = ShmSender(down, sender.task, meter, unread_bytes, self._shared(), patient=False)
+            replies = ShmReplies(outward, receiver)
         try:
             store.open_lane(sender, replies)
             while True:
@@ -175,7 +193,7 @@ class SocketLanes:
         except (PeerUnavailableError, FencedError):
             pass
         except StratagemError as error:
-            logger.warning("a frame from %s was refused: %s", sender, error)
+            THROTTLE.log(logger, logging.WARNING, error.reason, "a frame from %s was refused: %s", sender, error)
         finally:
             store.close_lane(sender, replies)
             replies.close(PeerUnavailableError("the lane is over"))

@@ -10,7 +10,9 @@ import torch
 
 from stratagem.errors import LimitError, VariableError
 from stratagem.ps import optimizers
+from stratagem.ps.row_values import InitialRows
 
+_SPARE_BYTES = 64 << 20
 MAX_RANK = 32
 """Largest number of dimensions of a variable."""
 
@@ -70,6 +72,23 @@ class GroupSpec:
     """Element type of the flat tensor."""
     shards: tuple[ShardSpec, ...]
     """In the order of the flat tensor."""
+    rows: InitialRows | None = dataclasses.field(default=None, compare=False)
+    """Set for a table, whose gradients come by row; whoever attaches may have drawn another seed."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its rows travel by number."""
+        return self.rows is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Of a table: rows held here."""
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def row_elements(self) -> int:
+        """Of a table: elements of a row."""
+        return math.prod(self.shards[0].shape[1:]) if self.shards else 0
 
     @property
     def num_elements(self) -> int:
@@ -90,6 +109,18 @@ class Limits:
     """Shards held."""
     max_store_bytes: int = 1 << 40
     """Bytes of variables and of the largest set of slots that their optimizers may keep."""
+    max_peer_bytes: int = 0
+    """Bytes staged by one process life, and as many that wait for it unread; 0: see :meth:`peer_bytes`."""
+    max_peers: int = 4096
+    """Process lives remembered."""
+
+    def peer_bytes(self, held_bytes: int) -> int:
+        """``max_peer_bytes``, or what several copies of all that is held take.
+
+        Args:
+            held_bytes: bytes of variables and slots.
+        """
+        return self.max_peer_bytes or _SPARE_BYTES + 4 * held_bytes
 
 
 def check_group(spec: GroupSpec) -> None:
@@ -100,7 +131,7 @@ def check_group(spec: GroupSpec) -> None:
         UnsupportedOptimizerError: an optimizer that a ps cannot run.
     """
     if spec.optimizer:
-        optimizers.rule_for(spec.optimizer)
+        optimizers.rule_for(spec.optimizer, spec.is_table)
         if not spec.dtype.is_floating_point:
             raise VariableError(f"group {spec.group}: expected a floating dtype for {spec.optimizer}, got {spec.dtype}")
     offset = 0
@@ -119,6 +150,21 @@ def check_group(spec: GroupSpec) -> None:
         if shard.offset != offset:
             raise VariableError(f"variable {shard.variable}: expected offset {offset}, got {shard.offset}")
         offset = shard.stop
+    if spec.rows is not None:
+        _check_table(spec, spec.rows)
+
+
+def _check_table(spec: GroupSpec, rows: InitialRows) -> None:
+    names = {(shard.variable, shard.shape, shard.param_group) for shard in spec.shards}
+    if len(names) != 1 or len(spec.shards[0].shape) != 2 or not spec.row_elements or not spec.num_rows:
+        raise VariableError(
+            f"group {spec.group}: expected rows of one table of two dimensions, got {len(spec.shards)} shards of "
+            f"{len(names)} variables"
+        )
+    if not spec.dtype.is_floating_point:
+        raise VariableError(f"table {spec.shards[0].variable}: expected a floating dtype, got {spec.dtype}")
+    if not (math.isfinite(rows.first) and math.isfinite(rows.second)):
+        raise VariableError(f"table {spec.shards[0].variable}: expected finite initial values")
 
 
 def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits: Limits) -> None:
@@ -132,14 +178,14 @@ def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits
     num_shards = sum(len(spec.shards) for spec in every)
     if num_shards > limits.max_variables:
         raise LimitError(
-            f"{num_shards} shards are over this parameter server's limit of {limits.max_variables}; "
-            "use more parameter servers or raise max_variables"
+            f"{num_shards} shards are over max_variables of this parameter server, {limits.max_variables}; "
+            "use more parameter servers or raise it"
         )
-    num_bytes = sum(spec.num_bytes * (1 + optimizers.max_slots(spec.optimizer)) for spec in every)
+    num_bytes = sum(spec.num_bytes * (1 + optimizers.max_slots(spec.optimizer, spec.is_table)) for spec in every)
     if num_bytes > limits.max_store_bytes:
         raise LimitError(
-            f"{num_bytes} bytes of variables and slots are over this parameter server's limit of "
-            f"{limits.max_store_bytes}; use more parameter servers or raise max_store_bytes"
+            f"{num_bytes:,} bytes of variables and slots are over max_store_bytes of this parameter server, "
+            f"{limits.max_store_bytes:,}; use more parameter servers or raise it"
         )
     rows: dict[str, list[ShardSpec]] = {}
     for shard in (shard for spec in every for shard in spec.shards):
@@ -162,9 +208,9 @@ def check_same(held: GroupSpec, came: GroupSpec) -> None:
     Raises:
         VariableError: names the variable, what is held and what came.
     """
-    if held == came:
+    if held == came and held.is_table == came.is_table:
         return
-    for attribute in ("optimizer", "dtype"):
+    for attribute in ("optimizer", "dtype", "is_table"):
         expected, got = getattr(held, attribute), getattr(came, attribute)
         if expected != got:
             raise VariableError(f"group {held.group}: expected {attribute} {expected or 'none'}, got {got or 'none'}")

@@ -11,10 +11,13 @@ import torch
 
 from stratagem.errors import FrameError, LimitError, ProtocolError
 from stratagem.ps.requests import FrameKind, Sender, TransferRef
+from stratagem.ps.rows import check_piece, max_bytes
 from stratagem.ps.specs import GroupSpec
 
 MAX_VALUE_TRANSFERS = 4
 """Transfers of values to assign that one sender may have under way."""
+FRAME_OVERHEAD_BYTES = 1024
+"""What a staged frame costs beyond its elements, at most: its message and the objects around it."""
 
 
 @dataclasses.dataclass
@@ -32,6 +35,8 @@ class _Desk:
     transfers: dict[int, _Transfer] = dataclasses.field(default_factory=dict)
     newest: dict[int, int] = dataclasses.field(default_factory=dict)
     """Newest gradient transfer of each group."""
+    num_bytes: int = 0
+    """Of everything staged, overhead included."""
 
 
 class Staging:
@@ -51,24 +56,26 @@ class Staging:
         )
 
     def add(
-        self, sender: Sender, kind: FrameKind, transfer: int, spec: GroupSpec, offset: int, piece: torch.Tensor
+        self,
+        sender: Sender,
+        kind: FrameKind,
+        transfer: int,
+        spec: GroupSpec,
+        offset: int,
+        piece: torch.Tensor,
+        max_peer_bytes: int = 1 << 40,
     ) -> None:
         """Stages one frame; a later one for the same group and offset replaces an earlier one.
 
         Raises:
             FrameError: wrong dtype or shape, or outside of the group.
-            LimitError: more than the group can hold, or too many transfers at once.
+            LimitError: more than the group can hold, too many transfers at once, or over ``max_peer_bytes``.
         """
-        if piece.dtype != spec.dtype or piece.dim() != 1:
-            raise FrameError(
-                f"group {spec.group}: expected one-dimensional pieces of {spec.dtype}, "
-                f"got {piece.dim()} dimensions of {piece.dtype}"
-            )
-        if offset + piece.numel() > spec.num_elements:
-            raise FrameError(
-                f"group {spec.group}: expected elements below {spec.num_elements}, "
-                f"got {offset} to {offset + piece.numel()}"
-            )
+        by_rows = spec.is_table and kind is FrameKind.GRADIENT
+        if by_rows:
+            check_piece(spec, offset, piece)
+        else:
+            _check_elements(spec, offset, piece)
         desk = self._desks.setdefault(sender.life, _Desk())
         if kind is FrameKind.GRADIENT and not self._is_newest(desk, spec.group, transfer):
             return
@@ -83,13 +90,24 @@ class Staging:
         if entry.kind is not kind:
             raise FrameError(f"transfer {transfer} carries {entry.kind.value}, a frame with {kind.value} came")
         parts = entry.parts.setdefault(spec.group, {})
+        if by_rows and offset == 0:  # the gradient begins anew
+            desk.num_bytes -= entry.group_bytes.pop(spec.group, 0) + len(parts) * FRAME_OVERHEAD_BYTES
+            parts.clear()
         replaced = parts[offset].nbytes if offset in parts else 0
         num_bytes = entry.group_bytes.get(spec.group, 0) - replaced + piece.nbytes
-        if num_bytes > spec.num_bytes:
-            raise LimitError(f"group {spec.group}: at most {spec.num_bytes} bytes can be staged, got {num_bytes}")
+        limit = max_bytes(spec) if by_rows else spec.num_bytes
+        if num_bytes > limit:
+            raise LimitError(f"group {spec.group}: at most {limit} bytes can be staged, got {num_bytes}")
+        num_more = piece.nbytes - replaced + (0 if offset in parts else FRAME_OVERHEAD_BYTES)
+        if desk.num_bytes + num_more > max_peer_bytes:
+            raise LimitError(
+                f"{sender} has {desk.num_bytes:,} bytes staged and sends {num_more:,} more, over max_peer_bytes of "
+                f"{max_peer_bytes:,}; commit some first, send larger frames, or raise it"
+            )
         parts[offset] = piece
         entry.group_bytes[spec.group] = num_bytes
         entry.num_frames += 1
+        desk.num_bytes += num_more
 
     def num_frames(self, sender: Sender, transfer: int) -> int:
         """Frames of a transfer that came so far."""
@@ -143,9 +161,11 @@ class Staging:
 
     @staticmethod
     def _drop_group(desk: _Desk, transfer: int, group: int) -> None:
-        entry = desk.transfers[transfer]
-        entry.parts.pop(group, None)
-        entry.group_bytes.pop(group, None)
+        entry = desk.transfers.get(transfer)
+        if entry is None:
+            return  # this group had no frames, and those of the others are gone
+        num_frames = len(entry.parts.pop(group, ()))
+        desk.num_bytes -= entry.group_bytes.pop(group, 0) + num_frames * FRAME_OVERHEAD_BYTES
         if not entry.parts:
             del desk.transfers[transfer]
 
@@ -159,3 +179,15 @@ class Staging:
                 if desk.transfers[number].kind is FrameKind.GRADIENT:
                     self._drop_group(desk, number, group)
         return True
+
+
+def _check_elements(spec: GroupSpec, offset: int, piece: torch.Tensor) -> None:
+    if piece.dtype != spec.dtype or piece.dim() != 1:
+        raise FrameError(
+            f"group {spec.group}: expected one-dimensional pieces of {spec.dtype}, "
+            f"got {piece.dim()} dimensions of {piece.dtype}"
+        )
+    if offset + piece.numel() > spec.num_elements:
+        raise FrameError(
+            f"group {spec.group}: expected elements below {spec.num_elements}, got {offset} to {offset + piece.numel()}"
+        )

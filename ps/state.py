@@ -59,7 +59,7 @@ class State:
         self.steps = SyncSteps()
         self.staging = Staging()
         self.gate = CommitGate()
-        self.senders = Senders()
+        self.senders = Senders(limits.max_peers)
         self.applying: set[tuple[Unit, int]] = set()
         self.inside: dict[tuple[str, int], int] = {}
         """Calls of each process life that are changing weights right now."""
@@ -79,7 +79,12 @@ class State:
     @property
     def num_bytes(self) -> int:
         """Bytes of variables and slots."""
-        return sum(shelf.group.num_bytes for shelf in self.shelves.values())
+        return sum(shelf.group.num_bytes for shelf in [*self.shelves.values()])  # lanes ask without the condition
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes that one process life may have staged, and that may wait for it unread."""
+        return self.limits.peer_bytes(self.num_bytes)
 
     def wait(
         self,

@@ -18,6 +18,7 @@ from stratagem.ps.specs import Limits
 from stratagem.ps.state import Call, State
 from stratagem.ps.sync_steps import StepKey
 from stratagem.ps.variables import Variables
+from stratagem.rpc.confinement import AllowedFolders
 
 FRAMES_TIMEOUT_S = 30.0
 """Seconds that a control message waits for its frames; they leave the worker before it."""
@@ -49,6 +50,7 @@ class Store:
         limits: what to refuse.
         frames_timeout_s: seconds a control message waits for its frames.
         next_epoch: gives a store epoch larger than the one it is given.
+        folders: where requests may write and read checkpoints; None: everywhere.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Store:
         *,
         frames_timeout_s: float = FRAMES_TIMEOUT_S,
         next_epoch: Callable[[int], int] = epoch_from_clock,
+        folders: AllowedFolders | None = None,
     ) -> None:
         self.task = task
         self.incarnation = 0
@@ -66,7 +69,7 @@ class Store:
         self.state = State(limits or Limits(), next_epoch(0), frames_timeout_s)
         self.variables = Variables(self.state)
         self.commits = Commits(self.state)
-        self.checkpoints = Checkpointing(self.state, index, next_epoch)
+        self.checkpoints = Checkpointing(self.state, index, next_epoch, folders)
 
     def hello(self, sender: Sender, next_sequence: int) -> Greeting:
         """Introduces a sender. It comes after a loss: what it staged is dropped, its lane closed.

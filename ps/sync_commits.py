@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stratagem.cluster.units import Unit, Update
-from stratagem.errors import ProtocolError, StratagemError
-from stratagem.ps.merge import SliceGradient, facts_of, join_facts, merge_slices
+from stratagem.errors import LimitError, ProtocolError, StratagemError
+from stratagem.ps.merge import SliceGradient, any_present, facts_of, join_facts, merge_slices
 from stratagem.ps.requests import (
     Action,
     CommitResult,
@@ -21,6 +21,7 @@ from stratagem.ps.requests import (
     Sender,
     StepSlice,
 )
+from stratagem.ps.rows import merge_rows
 from stratagem.ps.runs import presence
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.state import Call, State
@@ -127,12 +128,15 @@ class SyncCommits:
         if not math.isfinite(part.weight) or part.weight < 0:
             raise ProtocolError(f"step {key[0]}: expected a finite weight of at least 0, got {part.weight}")
         if not state.steps.is_applied(key):
-            state.steps.prepare(
-                key,
-                Contribution(
-                    request.sender, unit, request.update, part, request.groups, gradient, contributes=contributes
-                ),
+            came = Contribution(
+                request.sender, unit, request.update, part, request.groups, gradient, contributes=contributes
             )
+            if (num_bytes := state.steps.num_bytes(request.sender.life) + came.num_bytes) > state.peer_bytes:
+                raise LimitError(
+                    f"the slices of {request.sender} in steps that wait here take {num_bytes:,} bytes, over "
+                    f"max_peer_bytes of {state.peer_bytes:,}; commit earlier steps first"
+                )
+            state.steps.prepare(key, came)
 
     def _commit_slice(self, request: CommitUpdate, key: StepKey, unit: Unit, store_epoch: int, call: Call) -> None:
         state = self._state
@@ -209,6 +213,9 @@ class SyncCommits:
             ]
             if len(gradients) == 1 and gradients[0].coefficient == 1.0:
                 parts[group], present[group] = gradients[0].parts, tuple(gradients[0].present)
+            elif gradients and shelf.spec.is_table:
+                present[group] = any_present(gradients)
+                parts[group] = merge_rows(shelf.spec, [(one.coefficient, one.parts) for one in gradients])
             elif gradients:
                 flat = shelf.scratch()
                 present[group] = merge_slices(shelf.spec, gradients, flat)
@@ -219,4 +226,6 @@ class SyncCommits:
 
 
 def _identify(update: Update, part: StepSlice) -> tuple[StepKey, Unit]:
+    if not update.units:
+        raise ProtocolError(f"step {part.step}: expected an update of a planned slice, got one without units")
     return (part.step, update.ordinal), update.units[-1]

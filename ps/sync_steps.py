@@ -15,6 +15,7 @@ from stratagem.errors import ConfigurationError, ProtocolError, StratagemError
 from stratagem.ps.merge import coefficients
 from stratagem.ps.requests import Action, GroupCommit, Sender, StepSlice
 from stratagem.ps.shard_group import Parts
+from stratagem.ps.staging import FRAME_OVERHEAD_BYTES
 
 NUM_REMEMBERED = 256
 """Steps applied, and steps closed, that are remembered for resends."""
@@ -43,6 +44,12 @@ class Contribution:
     action: Action = Action.APPLY
     scale: float = 1.0
     num_servers: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it keeps here, at most."""
+        pieces = [piece for parts in self.parts.values() for _, piece in parts]
+        return sum(piece.nbytes for piece in pieces) + (1 + len(pieces)) * FRAME_OVERHEAD_BYTES
 
 
 @dataclasses.dataclass
@@ -91,6 +98,11 @@ class SyncSteps:
         mine = step.contributions.get(contribution.unit)
         if mine is None or not mine.committed:
             step.contributions[contribution.unit] = contribution
+
+    def num_bytes(self, life: tuple[str, int]) -> int:
+        """Bytes that the slices of one process life keep here, at most."""
+        contributions = [one for step in self._open.values() for one in step.contributions.values()]
+        return sum(one.num_bytes for one in contributions if one.sender.life == life)
 
     def is_open(self, key: StepKey) -> bool:
         """Whether any slice of the step came and the step is not applied."""

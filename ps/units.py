@@ -14,6 +14,10 @@ from stratagem.errors import LimitError, ProtocolError
 
 MAX_UNITS = 1 << 26
 """Largest index of a unit in an epoch: its bitmap is 8 MiB."""
+MAX_LEDGER_BYTES = 1 << 30
+"""Bytes of the bitmaps of all epochs."""
+_EPOCH_BYTES = 256
+"""What an epoch takes beyond its bitmap."""
 
 Epoch = tuple[int, int]
 """Dataset and epoch."""
@@ -42,6 +46,10 @@ class UnitLedger:
 
     def __init__(self) -> None:
         self._closed: dict[Epoch, UnitBitmap] = {}
+        self._sizes: dict[Epoch, int] = {}
+        """Bytes of the bitmap of each epoch that was closed in, at most."""
+        self._num_bytes = 0
+        """Sum of the sizes."""
         self._open: dict[Unit, dict[int, int]] = {}
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
@@ -79,13 +87,14 @@ class UnitLedger:
         since. The chief then finds that the unit is lacking, and has it marked as lost.
 
         Raises:
-            LimitError: a unit index beyond :data:`MAX_UNITS`.
+            LimitError: a unit index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
         """
         for close in closes:
             if close.unit.index >= MAX_UNITS:
                 raise LimitError(f"{close.unit}: an epoch has at most {MAX_UNITS} units here")
             if close.num_updates > len(self._open.get(close.unit, ())):
                 continue
+            self._make_room(close.unit)
             self._bitmap(close.unit).add(close.unit.index)
             self._open.pop(close.unit, None)
 
@@ -131,6 +140,18 @@ class UnitLedger:
     def _is_closed(self, unit: Unit) -> bool:
         bitmap = self._closed.get((unit.dataset, unit.epoch))
         return bitmap is not None and unit.index in bitmap
+
+    def _make_room(self, unit: Unit) -> None:
+        epoch = (unit.dataset, unit.epoch)
+        num_bytes = max(self._sizes.get(epoch, 0), unit.index // 8 + _EPOCH_BYTES)
+        num_more = num_bytes - self._sizes.get(epoch, 0)
+        if self._num_bytes + num_more > MAX_LEDGER_BYTES:
+            raise LimitError(
+                f"{unit}: the bitmaps of all epochs would take {self._num_bytes + num_more:,} bytes, at most "
+                f"{MAX_LEDGER_BYTES:,} here"
+            )
+        self._num_bytes += num_more
+        self._sizes[epoch] = num_bytes
 
     def _bitmap(self, unit: Unit) -> UnitBitmap:
         return self._closed.setdefault((unit.dataset, unit.epoch), UnitBitmap())

@@ -8,10 +8,11 @@ from stratagem.errors import ProtocolError
 from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
 from stratagem.ps.runs import cut_runs
 from stratagem.ps.sequences import Verdict
-from stratagem.ps.shard_group import Parts, ShardGroup
+from stratagem.ps.shard_group import Parts
 from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
 from stratagem.ps.state import Call, State
+from stratagem.ps.table_group import new_group
 from stratagem.rpc.codec import Frame
 
 
@@ -38,7 +39,7 @@ class Variables:
 
         Returns:
             Groups whose initial values the sender must assign (it holds the init-once token), and groups that
-            have values.
+            have values. A table gets its values here.
 
         Raises:
             VariableError: a group exists with other shards, or a spec cannot be; nothing is created.
@@ -57,11 +58,14 @@ class Variables:
                     check_group(spec)
             check_new_groups(new, [shelf.spec for shelf in state.shelves.values()], state.limits)
             for spec in new:
-                state.shelves[spec.group] = Shelf(ShardGroup(spec), state.store_epoch)
+                state.shelves[spec.group] = Shelf(new_group(spec), state.store_epoch)
             empty = [spec.group for spec in groups if not state.shelves[spec.group].group.initialized]
             state.changed.notify_all()
             initialize = state.senders.take_token(sender, empty) if can_initialize else []
-            return initialize, [spec.group for spec in groups if spec.group not in empty]
+            shelves = [state.shelves[spec.group] for spec in groups]
+        self._make_tables([shelf for shelf in shelves if shelf.spec.group in initialize and shelf.spec.is_table])
+        initialized = [shelf.spec.group for shelf in shelves if shelf.group.initialized]
+        return [group for group in initialize if group not in initialized], initialized
 
     def assign_values(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
         """Assigns weights, or a slot with the optimizer's progress, from frames that went before.
@@ -72,8 +76,7 @@ class Variables:
         """
         decision = self._state.begin(request.sender, call)
         if decision.verdict is Verdict.DONE and decision.result is not None:
-            versions: tuple[GroupVersion, ...] = decision.result
-            return versions
+            return decision.result_as(tuple)
         with self._state.running(request.sender) as record:
             versions = self._assign(request, call)
             record.append(versions)
@@ -107,19 +110,37 @@ class Variables:
             return PullResult(versions, tuple(first.slots), tuple(first.counts), scalars)
 
     def stage(self, sender: Sender, kind: FrameKind, frame: Frame) -> None:
-        """Takes one frame that came over a lane.
+        """Takes one frame that came over a lane: keeps it until a request names it, or answers it.
 
         Raises:
             FencedError: the sender has been declared dead.
             FrameError: the piece does not fit its group.
-            LimitError: more than the group can hold.
+            LimitError: more than the group can hold, or than one sender may have here.
         """
         state = self._state
+        if kind is FrameKind.WANTED_ROWS:
+            self._send_rows(sender, frame)
+            return
         with state.changed:
             state.senders.check(sender)
             spec = state.shelf(frame.group).spec
-            state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor)
+            state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, state.peer_bytes)
             state.changed.notify_all()
+
+    def _make_tables(self, shelves: Sequence[Shelf]) -> None:
+        for shelf in shelves:
+            shelf.make_rows()
+            with self._state.changed:
+                self._state.senders.drop_token(shelf.spec.group)
+                self._state.changed.notify_all()
+
+    def _send_rows(self, sender: Sender, frame: Frame) -> None:
+        state = self._state
+        with state.changed:
+            state.senders.check(sender)
+            shelf, lane = state.shelf(frame.group), state.senders.lane(sender)
+        if lane is not None:
+            shelf.send_rows(lane, frame.transfer, frame.offset, frame.tensor)
 
     def _assign(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
         state, sender = self._state, request.sender

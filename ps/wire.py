@@ -27,6 +27,7 @@ from stratagem.ps.requests import (
     TransferRef,
     Version,
 )
+from stratagem.ps.row_values import Distribution, InitialRows
 from stratagem.ps.snapshot import SavedFile
 from stratagem.ps.socket_lanes import Family, Purpose
 from stratagem.ps.specs import GroupSpec, ShardSpec
@@ -35,6 +36,11 @@ from stratagem.rpc.codec import from_wire_dtype
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 
 _FAMILIES: dict[int, Family] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
+_DISTRIBUTIONS: dict[int, Distribution] = {
+    ps_pb2.InitialRows.NORMAL: "normal",
+    ps_pb2.InitialRows.UNIFORM: "uniform",
+    ps_pb2.InitialRows.CONSTANT: "constant",
+}
 _PURPOSES: dict[str, Purpose] = {"up": "up", "down": "down"}
 _ACTIONS = {ps_pb2.APPLY: Action.APPLY, ps_pb2.SKIP: Action.SKIP}
 _MERGES = {ps_pb2.MEAN: Merge.MEAN, ps_pb2.SUM: Merge.SUM}
@@ -94,7 +100,16 @@ def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
         dtype = from_wire_dtype(message.dtype)
     except FrameError as error:
         raise VariableError(f"group {message.group}: {error}") from None
-    return GroupSpec(message.group, message.optimizer, dtype, shards)
+    rows = _initial_rows(message.rows) if message.HasField("rows") else None
+    return GroupSpec(message.group, message.optimizer, dtype, shards, rows)
+
+
+def _initial_rows(message: ps_pb2.InitialRows) -> InitialRows:
+    distribution = _DISTRIBUTIONS.get(message.distribution)
+    if distribution is None:
+        raise ProtocolError(f"expected NORMAL, UNIFORM or CONSTANT initial rows, got {message.distribution}")
+    zero_row = message.zero_row if message.HasField("zero_row") else None
+    return InitialRows(distribution, message.first, message.second, message.seed, zero_row)
 
 
 def assign_from(message: ps_pb2.AssignValuesRequest) -> AssignValues:
@@ -105,7 +120,7 @@ def assign_from(message: ps_pb2.AssignValuesRequest) -> AssignValues:
         tuple(message.groups),
         message.slot,
         tuple(message.step_counts),
-        {name: tuple(float(value) for value in values) for name, values in plain(message.scalars).items()},
+        {name: _numbers(name, values) for name, values in plain(message.scalars).items()},
     )
 
 
@@ -210,6 +225,12 @@ def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
 def _update_to(update: Update) -> common_pb2.Update:
     units = [common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index) for unit in update.units]
     return common_pb2.Update(units=units, ordinal=update.ordinal)
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
+        raise ProtocolError(f"expected a list of numbers for {name!r}, got {values!r}")
+    return tuple(map(float, values))
 
 
 def _transfer(message: ps_pb2.TransferRef) -> TransferRef:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -30,7 +30,8 @@ class ChiefClient:
     def __init__(self, session: SessionClient, timeout_s: float) -> None:
         self._session = session
         self._timeout_s = timeout_s
-        self._stub = chief_pb2_grpc.ChiefStub(session.channel)
+        self._channel = session.channel
+        self._newest_stub = chief_pb2_grpc.ChiefStub(session.channel)
 
     @property
     def _sender(self) -> common_pb2.Sender:
@@ -48,46 +49,105 @@ class ChiefClient:
             num_slices=plan.num_slices,
             staleness=plan.staleness,
         )
-        return self._call(self._stub.OpenDataset, request).seed
+        return self._call(lambda stub: stub.OpenDataset, request).seed
 
     def next_units(
-        self, dataset: int, epoch: int, accepted: Sequence[int], held: Sequence[int], want: int, wait: bool
+        self,
+        dataset: int,
+        epoch: int,
+        accepted: Sequence[int],
+        deltas: Sequence[chief_pb2.UnitDelta],
+        held: Sequence[int],
+        want: int,
+        wait: bool,
     ) -> chief_pb2.NextUnitsReply:
-        """Reports accepted units and borrows up to ``want`` further ones."""
+        """Reports accepted units, with what was counted on them, and borrows up to ``want`` further ones."""
         request = chief_pb2.NextUnitsRequest(
-            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, held=held, want=want, wait=wait
+            sender=self._sender,
+            dataset=dataset,
+            epoch=epoch,
+            accepted=accepted,
+            deltas=deltas,
+            held=held,
+            want=want,
+            wait=wait,
         )
-        return self._call(self._stub.NextUnits, request, patient=wait)
+        return self._call(lambda stub: stub.NextUnits, request, patient=wait)
 
-    def start_step(self, dataset: int, epoch: int, accepted: Sequence[int], clock: int) -> int:
+    def start_step(
+        self, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[chief_pb2.UnitDelta], clock: int
+    ) -> int:
         """Waits until the staleness bound lets this worker start; returns its clock."""
         request = chief_pb2.StartStepRequest(
-            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, clock=clock
+            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, deltas=deltas, clock=clock
         )
-        return self._call(self._stub.StartStep, request, patient=True).clock
+        return self._call(lambda stub: stub.StartStep, request, patient=True).clock
 
-    def leave_epoch(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
+    def leave_epoch(
+        self, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[chief_pb2.UnitDelta] = ()
+    ) -> None:
         """Gives back what was borrowed for an epoch."""
-        request = chief_pb2.LeaveEpochRequest(sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted)
-        self._call(self._stub.LeaveEpoch, request)
+        request = chief_pb2.LeaveEpochRequest(
+            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, deltas=deltas
+        )
+        self._call(lambda stub: stub.LeaveEpoch, request)
+
+    def next_evaluation_units(
+        self, request: chief_pb2.NextEvaluationUnitsRequest
+    ) -> chief_pb2.NextEvaluationUnitsReply:
+        """Reports what was counted on units of evaluation data and borrows others."""
+        request.sender.CopyFrom(self._sender)
+        return self._call(lambda stub: stub.NextEvaluationUnits, request, patient=True)
+
+    def get_deltas(self, group: str, ordinal: int, first: int = 0, only_logs: bool = False) -> chief_pb2.GetDeltasReply:
+        """What was counted in a tally, or what came of it."""
+        name = chief_pb2.TallyName(group=group, ordinal=ordinal)
+        request = chief_pb2.GetDeltasRequest(sender=self._sender, tally=name, first=first, only_logs=only_logs)
+        return self._call(lambda stub: stub.GetDeltas, request)
+
+    def settle_tally(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
+        """Says what came of a tally; returns what stands."""
+        request = chief_pb2.SettleTallyRequest(
+            sender=self._sender,
+            tally=chief_pb2.TallyName(group=group, ordinal=ordinal),
+            logs=[chief_pb2.Log(name=name, value=value) for name, value in logs.items()],
+        )
+        return {log.name: log.value for log in self._call(lambda stub: stub.SettleTally, request).logs}
+
+    def agree(self, group: str, ordinal: int, value: int, wait: bool) -> int:
+        """Says a number; returns the largest that any worker says."""
+        topic = chief_pb2.TallyName(group=group, ordinal=ordinal)
+        request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value, wait=wait)
+        return self._call(lambda stub: stub.Agree, request, patient=True).value
 
     def save_checkpoint(self, directory: str) -> tuple[str, int]:
         """Takes a checkpoint of all ps; returns its path and step."""
         reply = self._call(
-            self._stub.SaveCheckpoint, chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
+            lambda stub: stub.SaveCheckpoint, chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
         )
         return reply.path, reply.step
 
     def status(self) -> chief_pb2.GetStatusReply:
         """What every task is doing."""
-        return self._call(self._stub.GetStatus, chief_pb2.GetStatusRequest())
+        return self._call(lambda stub: stub.GetStatus, chief_pb2.GetStatusRequest())
 
-    def _call(self, method: Callable[..., _Reply], request: Any, patient: bool = False) -> _Reply:
+    def _stub(self) -> chief_pb2_grpc.ChiefStub:
+        """On the session's channel, which is another one after this worker's certificate was renewed."""
+        if (channel := self._session.channel) is not self._channel:
+            self._channel, self._newest_stub = channel, chief_pb2_grpc.ChiefStub(channel)
+        return self._newest_stub
+
+    def _call(
+        self,
+        method: Callable[[chief_pb2_grpc.ChiefStub], Callable[..., _Reply]],
+        request: Any,
+        patient: bool = False,
+    ) -> _Reply:
         deadline = time.monotonic() + self._timeout_s
         while True:
             self._session.raise_if_stopped()
             try:
-                return method(request, timeout=PATIENCE_S if patient else self._timeout_s)
+                return method(self._stub())(request, timeout=PATIENCE_S if patient else self._timeout_s)
             except grpc.RpcError as rpc_error:
                 code: Any = rpc_error
                 if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -102,3 +162,7 @@ class ChiefClient:
                         f"{self._session.task} could not reach the chief for {self._timeout_s:.0f} s: {error}"
                     ) from None
                 self._session.wait_stopped(0.1)
+            except ValueError:  # the channel was closed under the call: there is another one, or the session is over
+                self._session.raise_if_stopped()
+                if self._session.channel is self._channel:
+                    raise PeerUnavailableError(f"{self._session.task} has left the cluster") from None

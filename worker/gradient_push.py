@@ -20,6 +20,7 @@ from stratagem.errors import ConfigurationError, NonFiniteGradientError, PeerUna
 from stratagem.rpc.generated import common_pb2, ps_pb2
 from stratagem.worker.close_reports import CloseReports, unit_proto
 from stratagem.worker.ps_client import PendingCall, PsClient
+from stratagem.worker.remote_table import RemoteTable
 from stratagem.worker.staging import GradientStaging
 from stratagem.worker.step_meter import StepMeter
 from stratagem.worker.variables import RemoteVariables
@@ -66,6 +67,8 @@ class GradientPush:
         policy: clipping and NaN policy.
         closes: closed units to report with the commit.
         meter: times what is exposed.
+        tables: tables that the optimizer changes.
+        on_reconnect: called with the index of a ps that was connected to anew: it has forgotten what was staged.
     """
 
     def __init__(
@@ -77,8 +80,12 @@ class GradientPush:
         policy: PushPolicy,
         closes: CloseReports,
         meter: StepMeter,
+        tables: Sequence[RemoteTable] = (),
+        on_reconnect: Callable[[int], None] = lambda ps: None,
     ) -> None:
         self.optimizer = optimizer
+        self._tables = list(tables)
+        self._on_reconnect = on_reconnect
         self._parameters = list(parameters)
         self._variables = variables
         self._clients: Sequence[PsClient] = variables.clients
@@ -87,7 +94,11 @@ class GradientPush:
         self._policy = policy
         self._closes = closes
         self._meter = meter
-        self._servers = self._layout.servers_of(self._layout.groups)
+        of_tables = (ps for table in tables for ps in table.link.placement.servers)
+        self._servers = tuple(sorted({*self._layout.servers_of(self._layout.groups), *of_tables}))
+        self._hyper: tuple[list[dict[str, Any]], list[struct_pb2.Struct]] = [], []
+        self._store_epochs: dict[int, int] = {}
+        self.reattached()
 
     def push(self, update: Update, step_slice: StepSlice | None) -> bool:
         """Commits the gradients as ``update`` and takes the new weights.
@@ -100,8 +111,11 @@ class GradientPush:
             RolledBack: the job went back to a checkpoint.
             PeerUnavailableError: a ps did not come back in time.
         """
-        if all(parameter.grad is None for parameter in self._parameters):
+        rows = [table.gradient() for table in self._tables]
+        if all(parameter.grad is None for parameter in self._parameters) and not any(rows):
             return False
+        if step_slice is not None and self._store_epochs != self._epochs_now():
+            raise RolledBack  # a ps was found changed when rows were asked for
         scale, action = self._judge_own(step_slice is None)
         with self._meter.exposed(self._waiting_text(step_slice)):
             references = self._stage_all(step_slice)
@@ -115,11 +129,19 @@ class GradientPush:
             logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)
         return True
 
+    def reattached(self) -> None:
+        """The variables are those of the ps as they are now."""
+        self._store_epochs = self._epochs_now()
+
+    def _epochs_now(self) -> dict[int, int]:
+        return {ps: self._clients[ps].store_epoch for ps in self._servers}
+
     # -- before anything is sent ----------------------------------------------------------------------------
 
     def _judge_own(self, own_is_all: bool) -> tuple[float, int]:
         """Scale and action from this worker's own gradient. ``own_is_all``: no other worker contributes."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients += [gradient.values for table in self._tables if (gradient := table.gradient()) is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             if self._policy.nan == "error":
@@ -134,6 +156,11 @@ class GradientPush:
             spec.name
             for spec, parameter in zip(self._layout.variables, self._parameters, strict=True)
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ]
+        names += [
+            table.link.name
+            for table in self._tables
+            if (gradient := table.gradient()) is not None and not bool(torch.isfinite(gradient.values).all())
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         if not names:
@@ -151,14 +178,8 @@ class GradientPush:
                 return self._staging.complete(self._servers)
             except PeerUnavailableError:
                 for ps in self._servers:
-                    if not self._connected(ps):
+                    if not self._clients[ps].is_connected:
                         self._recover(ps, step_slice)
-
-    def _connected(self, ps: int) -> bool:
-        try:
-            return self._clients[ps].lane.alive
-        except PeerUnavailableError:
-            return False
 
     def _prepare(
         self,
@@ -270,16 +291,19 @@ class GradientPush:
         store_epoch = client.store_epoch
         logger.warning("lost the connection to %s; waiting for it", client.task)
         client.connect()
+        self._on_reconnect(ps)
         if client.store_epoch != store_epoch:
             if step_slice is not None:
                 raise RolledBack
             # A ps that found no checkpoint comes back empty: this worker's copies are the best values there are.
             self._variables.attach(client, True)
+            for table in self._tables:
+                table.attach(client, True)
 
     # -- what a request says -----------------------------------------------------------------------------------
 
     def _group_commits(self, ps: int) -> list[ps_pb2.GroupCommit]:
-        hyper = [_hyper_parameters(self.optimizer, group) for group in self.optimizer.param_groups]
+        hyper = self._hyper_parameters()
         commits = []
         for group in self._layout.groups:
             shards = self._layout.shards.get((group, ps))
@@ -294,7 +318,28 @@ class GradientPush:
                     have=self._variables.have(group, ps),
                 )
             )
+        for table in self._tables:
+            rows = table.link.placement.on(ps)
+            if rows:
+                present = [table.gradient() is not None] * len(rows)
+                commits.append(
+                    ps_pb2.GroupCommit(
+                        group=table.link.group,
+                        present=b"" if all(present) else _bitmap(present),
+                        hyper_parameters=hyper,
+                    )
+                )
         return commits
+
+    def _hyper_parameters(self) -> list[struct_pb2.Struct]:
+        """One a param_group; made again only when a value has changed, because that takes a while."""
+        values = [_hyper_values(self.optimizer, group) for group in self.optimizer.param_groups]
+        if values != self._hyper[0]:
+            structs = [struct_pb2.Struct() for _ in values]
+            for struct, of_group in zip(structs, values, strict=True):
+                struct.update(of_group)
+            self._hyper = values, structs
+        return self._hyper[1]
 
     def _slice_proto(self, step_slice: StepSlice) -> ps_pb2.StepSlice:
         return ps_pb2.StepSlice(
@@ -319,7 +364,7 @@ def _bitmap(bits: Sequence[bool]) -> bytes:
     return value.to_bytes(-(-len(bits) // 8), "little")
 
 
-def _hyper_parameters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> struct_pb2.Struct:
+def _hyper_values(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the optimizer as they stand in one param_group, without those that only concern this process."""
     values: dict[str, Any] = {}
     for name in optimizer.defaults:
@@ -328,7 +373,7 @@ def _hyper_parameters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
         value = group[name]
         if isinstance(value, torch.Tensor):
             value = value.item()
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             value = [item.item() if isinstance(item, torch.Tensor) else item for item in value]
         if not isinstance(value, float | int | str | list | type(None)):
             raise ConfigurationError(
@@ -336,6 +381,4 @@ def _hyper_parameters(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
                 f"got {type(value).__name__}"
             )
         values[name] = value
-    struct = struct_pb2.Struct()
-    struct.update(values)
-    return struct
+    return values

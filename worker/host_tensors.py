@@ -23,7 +23,7 @@ class WeightTargets:
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
         self._layout = layout
-        self._tensors = list(tensors)
+        self.tensors = list(tensors)
         self._mirrors: dict[int, torch.Tensor] = {}
         self._dirty: set[int] = set()
 
@@ -38,19 +38,19 @@ class WeightTargets:
     def finish(self) -> None:
         """Makes everything written visible in the tensors."""
         for index in self._dirty:
-            tensor = self._tensors[index]
+            tensor = self.tensors[index]
             tensor.copy_(self._mirrors[index].view(tensor.shape), non_blocking=True)
         self._dirty.clear()
 
     def pieces(self, chunk: Chunk) -> Pieces:
         """The current values of a chunk, to be sent."""
         return lambda: [
-            self._tensors[span.variable].detach().cpu().reshape(-1)[span.start : span.start + span.num_elements]
+            self.tensors[span.variable].detach().cpu().reshape(-1)[span.start : span.start + span.num_elements]
             for span in chunk.spans
         ]
 
     def _flat(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
+        tensor = self.tensors[index]
         if tensor.device.type == "cpu" and tensor.is_contiguous():
             return tensor.view(-1)
         mirror = self._mirrors.get(index)

@@ -41,6 +41,7 @@ class LeaseClient:
         self._ready: collections.deque[Grant] = collections.deque()
         self._unreported: dict[Unit, chief_pb2.Grant] = {}
         self._held: dict[Unit, chief_pb2.Grant] = {}
+        self._deltas: dict[Unit, chief_pb2.UnitDelta] = {}
 
     def start_epoch(self, epoch: int) -> None:
         """The following calls are about this pass over the dataset."""
@@ -50,9 +51,9 @@ class LeaseClient:
         """The next unit; None when the epoch is closed, or (without ``wait``) when there is none right now."""
         if not self._ready:
             held = [unit.index for unit in self._held if unit.epoch == self._epoch]
-            accepted = self._accepted()
-            reply = self._chief.next_units(self._dataset, self._epoch, accepted, held, self._ahead, wait)
-            self._unreported.clear()
+            accepted, deltas = self._accepted()
+            reply = self._chief.next_units(self._dataset, self._epoch, accepted, deltas, held, self._ahead, wait)
+            self._reported()
             for grant in reply.grants:
                 unit = Unit(grant.unit.dataset, grant.unit.epoch, grant.unit.index)
                 self._held[unit] = grant
@@ -66,8 +67,24 @@ class LeaseClient:
         if grant is not None:
             self._unreported[unit] = grant
 
-    def _accepted(self) -> list[int]:
-        return [unit.index for unit in self._unreported]
+    def count(self, unit: Unit, tally: chief_pb2.TallyName, data: bytes) -> None:
+        """What was counted on a unit; the chief hears of it with its acceptance."""
+        self._deltas[unit] = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
+
+    def report(self) -> None:
+        """Tells the chief what was accepted, without borrowing anything."""
+        if self._unreported:
+            self._chief.next_units(self._dataset, self._epoch, *self._accepted(), [], 0, False)
+            self._reported()
+
+    def _accepted(self) -> tuple[list[int], list[chief_pb2.UnitDelta]]:
+        deltas = [self._deltas[unit] for unit in self._unreported if unit in self._deltas]
+        return [unit.index for unit in self._unreported], deltas
+
+    def _reported(self) -> None:
+        for unit in self._unreported:
+            self._deltas.pop(unit, None)
+        self._unreported.clear()
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit is on loan to this worker."""
@@ -75,21 +92,22 @@ class LeaseClient:
 
     def start_step(self, clock: int) -> int:
         """Waits for the staleness bound; returns the clock the chief holds for this worker."""
-        now = self._chief.start_step(self._dataset, self._epoch, self._accepted(), clock)
-        self._unreported.clear()
+        now = self._chief.start_step(self._dataset, self._epoch, *self._accepted(), clock)
+        self._reported()
         return now
 
     def leave(self) -> None:
         """Gives back everything that is not accepted."""
-        accepted = self._accepted()
+        accepted, deltas = self._accepted()
         self.forget()
-        self._chief.leave_epoch(self._dataset, self._epoch, accepted)
+        self._chief.leave_epoch(self._dataset, self._epoch, accepted, deltas)
 
     def forget(self) -> None:
         """The job went back to a checkpoint: the chief has taken everything back and lends anew."""
         self._unreported.clear()
         self._ready.clear()
         self._held.clear()
+        self._deltas.clear()
 
     def held(self) -> list[chief_pb2.Grant]:
         """Units on loan, and those it has not heard the end of, for a chief that restarted."""

@@ -16,6 +16,8 @@ from stratagem.rpc import channels
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
+from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter, Lane
 from stratagem.rpc.session import SessionClient
 from stratagem.worker.ps_lanes import PsLaneOpener
@@ -67,6 +69,7 @@ class PsClient:
         timeout_s: seconds to wait for a ps that restarts.
         frame_bytes: payload bytes of the frames that will be sent.
         transport: which lane to take; auto: shm on the same host, else tcp, else grpc.
+        max_inbox_bytes: of a lane, see ``WorkerConfig``.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class PsClient:
         timeout_s: float,
         frame_bytes: int,
         transport: Transport = "grpc",
+        max_inbox_bytes: int = INBOX_BYTES,
     ) -> None:
         self.session = session
         self.index = index
@@ -86,6 +90,7 @@ class PsClient:
         self._timeout_s = timeout_s
         self._frame_bytes = frame_bytes
         self._transport: Transport = transport
+        self._max_inbox_bytes = max_inbox_bytes
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._server_life = (0, 0)
@@ -100,6 +105,11 @@ class PsClient:
         if self._lane is None:
             raise PeerUnavailableError(f"there is no connection to {self.task}")
         return self._lane
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a lane that works."""
+        return self._lane is not None and self._lane.alive
 
     def new_transfer(self) -> int:
         """An id that no transfer of this worker to this ps had."""
@@ -125,9 +135,10 @@ class PsClient:
                 self.session.raise_if_stopped()
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    refusal = explain_refusal(info.address, self.task, self.session.security) if info else ""
                     raise PeerUnavailableError(
                         f"{self.session.task} waited {self._timeout_s:.0f} s for {self.task} and it did not come back: "
-                        f"{error}. Look at its log; a job with --checkpoint-dir can be resumed."
+                        f"{refusal or error}. Look at its log; a job with --checkpoint-dir can be resumed."
                     ) from None
                 self.session.wait_stopped(min(left, RETRY_S))
 
@@ -164,7 +175,7 @@ class PsClient:
         self._lane = self._control = None
 
     def _open(self, info: common_pb2.TaskInfo) -> None:
-        self._control = channels.connect(info.address)
+        self._control = channels.connect(info.address, self.task, self.session.security)
         self._stub = ps_pb2_grpc.ParameterServerStub(self._control)
         hello = ps_pb2.HelloRequest(sender=self._sender(0), next_sequence=self._next_sequence)
         try:
@@ -181,7 +192,15 @@ class PsClient:
         self.store_epoch = reply.store_epoch
         if self._server_life != (life := (reply.server.incarnation, reply.store_epoch)):
             self._server_life, self._known_from = life, self._next_sequence
-        opener = PsLaneOpener(self._stub, self._sender(0), self.task, info.address, self._meter)
+        opener = PsLaneOpener(
+            self._stub,
+            self._sender(0),
+            self.task,
+            info.address,
+            self._meter,
+            self.session.security,
+            self._max_inbox_bytes,
+        )
         self._lane = opener.open(self._transport, reply.place)
 
     def _send(self, method: str, request: Any) -> PendingCall:

@@ -16,8 +16,10 @@ from stratagem.rpc.door import Way, knock
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2_grpc
 from stratagem.rpc.grpc_lane import TRANSFER_METHOD, GrpcLane
+from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter, Lane
 from stratagem.rpc.place import place_of_this_process
+from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmLane
 from stratagem.rpc.tcp_lane import TcpLane
 
@@ -39,6 +41,8 @@ class PsLaneOpener:
         ps: task id of the ps, for messages.
         address: host:port of the ps.
         meter: counts bytes.
+        security: of this worker.
+        max_inbox_bytes: of a lane, see ``WorkerConfig``.
     """
 
     def __init__(
@@ -48,12 +52,16 @@ class PsLaneOpener:
         ps: str,
         address: str,
         meter: BytesMeter,
+        security: Security = OPEN,
+        max_inbox_bytes: int = INBOX_BYTES,
     ) -> None:
         self._stub = stub
         self._sender = sender
         self._ps = ps
         self._address = address
         self._meter = meter
+        self._security = security
+        self._max_inbox_bytes = max_inbox_bytes
 
     def open(self, transport: Transport, place: str) -> Lane:
         """The lane asked for; ``auto`` takes the fastest that works.
@@ -88,20 +96,20 @@ class PsLaneOpener:
                 ("stratagem-task", self._sender.task),
                 ("stratagem-incarnation", str(self._sender.incarnation)),
             )
-            channel = channels.connect(self._address)
-            return OwningGrpcLane(channel, self._ps, metadata, self._meter)
+            channel = channels.connect(self._address, self._ps, self._security)
+            return OwningGrpcLane(channel, self._ps, metadata, self._meter, self._max_inbox_bytes)
         wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
         host = self._address.rpartition(":")[0].strip("[]")
         deadline = time.monotonic() + OPEN_S
         ways = [self._ask(wire, purpose) for purpose in ("up", "down")]
         with contextlib.ExitStack() as undo:
-            outward = undo.enter_context(knock(ways[0], host, deadline))
-            inward = undo.enter_context(knock(ways[1], host, deadline))
+            outward = undo.enter_context(knock(ways[0], host, deadline, self._ps, self._security))
+            inward = undo.enter_context(knock(ways[1], host, deadline, self._ps, self._security))
             lane: Lane
             if kind == "shm":
                 lane = ShmLane(outward, inward, self._ps, self._meter, lambda: UNREAD_BYTES)
             else:
-                lane = TcpLane(outward, inward, self._ps, self._meter)
+                lane = TcpLane(outward, inward, self._ps, self._meter, self._max_inbox_bytes)
             undo.pop_all()
         return lane
 
@@ -118,9 +126,14 @@ class OwningGrpcLane(GrpcLane):
     """A grpc lane with a connection of its own, so that payload and control messages do not share one."""
 
     def __init__(
-        self, channel: grpc.Channel, ps: str, metadata: tuple[tuple[str, str], ...], meter: BytesMeter
+        self,
+        channel: grpc.Channel,
+        ps: str,
+        metadata: tuple[tuple[str, str], ...],
+        meter: BytesMeter,
+        max_inbox_bytes: int,
     ) -> None:
-        super().__init__(channel, TRANSFER_METHOD, metadata, ps, meter)
+        super().__init__(channel, TRANSFER_METHOD, metadata, ps, meter, max_inbox_bytes)
         self._channel = channel
 
     def close(self, reason: str) -> None:

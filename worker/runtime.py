@@ -11,11 +11,14 @@ from stratagem.cluster.task import TaskId
 from stratagem.errors import JobStoppedError, StratagemError
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.security import security_of
 from stratagem.rpc.server import RunningServer, add_servicer, serve
-from stratagem.rpc.session import SessionClient
+from stratagem.rpc.session import PREEMPTED, SessionClient
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.chief_process import ChiefProcess
 from stratagem.worker.leases import LeaseClient
+from stratagem.worker.preemption_request import preemption
 from stratagem.worker.ps_client import PsClient
 from stratagem.worker.ring.entrance import Entrance
 from stratagem.worker.ring.ring_member import RingMember
@@ -49,16 +52,24 @@ class WorkerRuntime:
         self.bytes = BytesMeter()
         self.leases: list[LeaseClient] = []
         self.clients: Sequence[PsClient] = ()
+        security = security_of(config)
         self._chief_process = self._spawn_chief()
-        entrance = Entrance(config.bind.rpartition(":")[0].strip("[]"), lambda: self.session.membership, self.bytes)
+        host = config.bind.rpartition(":")[0].strip("[]")
+        entrance = Entrance(
+            host,
+            lambda: self.session.membership,
+            self.bytes,
+            security,
+            max_lanes_per_peer=config.max_lanes_per_peer,
+            max_inbox_bytes=config.max_inbox_bytes,
+        )
         self._server: RunningServer = serve(
             config.bind,
             lambda server: add_servicer(SERVICE, WorkerServicer(entrance), server),
             services=[SERVICE.full_name],
-            # At rank 0 every worker waits in a meeting at once; the grpc lanes of a ring are streams that stay.
-            max_threads=8 + cluster.num_workers + 2 * config.stripes,
-            max_message_bytes=config.max_message_bytes,
+            limits=ServerLimits.of(config),
             insecure=config.insecure,
+            security=security,
         )
         self.session = SessionClient(
             config.chief,
@@ -67,10 +78,12 @@ class WorkerRuntime:
             progress=self.meter.progress,
             held=self._held,
             chief_timeout_s=config.peer_timeout_s,
+            security=security,
         )
         self.ring = RingMember(entrance, self.session, self.bytes)
         """This worker's part in a ring, once a strategy forms one."""
         self.chief = ChiefClient(self.session, config.peer_timeout_s)
+        self.session.on_stop(_preempt)
         self._ended = False
         _newest = self
         try:
@@ -84,7 +97,15 @@ class WorkerRuntime:
         self.session.wait_ready(self.config.start_timeout_s)
         config = self.config
         self.clients = [
-            PsClient(self.session, index, self.bytes, config.peer_timeout_s, config.frame_bytes, config.transport)
+            PsClient(
+                self.session,
+                index,
+                self.bytes,
+                config.peer_timeout_s,
+                config.frame_bytes,
+                config.transport,
+                config.max_inbox_bytes,
+            )
             for index in range(self.cluster.num_ps)
         ]
         for client in self.clients:
@@ -142,6 +163,15 @@ class WorkerRuntime:
                 num_workers=self.cluster.num_workers,
                 num_ps=self.cluster.num_ps,
                 insecure=self.config.insecure,
+                checkpoint_roots=self.config.checkpoint_roots,
+                tls=self.config.tls,
+                token_file=self.config.token_file,
                 log_format=self.config.log_format,
             )
         )
+
+
+def _preempt(reason: JobStoppedError) -> None:
+    """The chief was told to end, and so is this worker."""
+    if reason.exit_code == PREEMPTED:
+        preemption.request()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
 
 EXIT_DONE = 0
 EXIT_SCRIPT_FAILED = 1
@@ -43,6 +44,8 @@ def run_script(script: str, arguments: Sequence[str]) -> Outcome:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
+    except Preempted as error:
+        return Outcome(EXIT_TERMINATED, error.message)
     except SystemExit as error:
         return _of_exit(error)
     except KeyboardInterrupt:

@@ -14,6 +14,8 @@ from stratagem.rpc.generated import frame_pb2, ps_pb2
 from stratagem.worker.host_tensors import GradientSource
 from stratagem.worker.layout import Chunk, Layout
 from stratagem.worker.ps_client import PsClient
+from stratagem.worker.remote_table import RemoteTable
+from stratagem.worker.row_gradients import RowGradient
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class GradientStaging:
         layout: where the rows live; parameter i is variable i.
         parameters: the parameters.
         on_backward: called whenever a gradient was accumulated.
+        tables: those that the optimizer changes; their rows leave at :meth:`complete`.
     """
 
     def __init__(
@@ -41,8 +44,11 @@ class GradientStaging:
         layout: Layout,
         parameters: Sequence[torch.nn.Parameter],
         on_backward: Callable[[], None],
+        tables: Sequence[RemoteTable] = (),
     ) -> None:
         self._clients = clients
+        self._tables = tables
+        self._rows_sent: dict[int, tuple[RowGradient | None, ...]] = {}
         self._parameters = list(parameters)
         self._source = GradientSource(parameters)
         self._on_backward = on_backward
@@ -89,22 +95,32 @@ class GradientStaging:
                 self._stage(chunk, signatures)
         if restaged:
             self._count_restaged()
+        for ps in servers:
+            self._stage_rows(ps)
         return {ps: self.reference(ps) for ps in servers}
 
     def reference(self, ps: int) -> ps_pb2.TransferRef:
         """What has been sent to one ps for this step."""
         return ps_pb2.TransferRef(transfer=self._transfer(ps), num_frames=self._num_frames.get(ps, 0))
 
-    def restage(self, ps: int) -> ps_pb2.TransferRef:
-        """Sends everything for one ps again, after its connection was lost."""
+    def lost(self, ps: int) -> None:
+        """One ps has forgotten what it was sent: the connection to it is new."""
         self._transfers.pop(ps, None)
         self._num_frames.pop(ps, None)
+        self._rows_sent.pop(ps, None)
         for chunk in self._chunks:
             if chunk.ps == ps:
                 self._staged.pop(chunk.index, None)
+
+    def restage(self, ps: int) -> ps_pb2.TransferRef:
+        """Sends everything for one ps again, after its connection was lost."""
+        self.lost(ps)
+        for chunk in self._chunks:
+            if chunk.ps == ps:
                 signatures = self._signatures(chunk)
                 if any(signature is not None for signature in signatures):
                     self._stage(chunk, signatures)
+        self._stage_rows(ps)
         return self.reference(ps)
 
     def reset(self) -> None:
@@ -112,6 +128,7 @@ class GradientStaging:
         self._transfers.clear()
         self._num_frames.clear()
         self._staged.clear()
+        self._rows_sent.clear()
         self._restaged = False
         for fired in self._fired.values():
             fired.clear()
@@ -146,6 +163,15 @@ class GradientStaging:
         client.lane.send(frame_pb2.GRADIENT, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
         self._num_frames[chunk.ps] = self._num_frames.get(chunk.ps, 0) + 1
         self._staged[chunk.index] = signatures
+
+    def _stage_rows(self, ps: int) -> None:
+        gradients = tuple(table.gradient() for table in self._tables)
+        if self._rows_sent.get(ps, ()) == gradients:
+            return
+        for table in self._tables:
+            num_frames = table.send_gradient(self._clients[ps], self._transfer(ps))
+            self._num_frames[ps] = self._num_frames.get(ps, 0) + num_frames
+        self._rows_sent[ps] = gradients
 
     def _transfer(self, ps: int) -> int:
         if ps not in self._transfers:

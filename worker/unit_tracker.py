@@ -89,9 +89,9 @@ class UnitTracker:
         self._has_gradients = True
 
     def step(self) -> Update:
-        """The identity of the ``optimizer.step()`` that happens now."""
-        units = (*self._accumulating, self._current) if self._current is not None else ()
-        return Update(units, self._num_steps)
+        """The identity of the ``optimizer.step()`` that happens now; without a current unit it is that of those which
+        are accumulating, at the end of a loop."""
+        return Update((*self._accumulating, *((self._current,) if self._current else ())), self._num_steps)
 
     def stepped(self) -> list[Unit]:
         """The step was accepted. Returns the accumulated units that are complete with it."""

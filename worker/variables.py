@@ -101,6 +101,19 @@ class RemoteVariables:
         reply: ps_pb2.AssignValuesReply = client.call("AssignValues", request, sequenced=True)
         self._remember(client, reply.versions)
 
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Every variable by its name in the job, and its copy in this process."""
+        names = (variable.name for variable in self.layout.variables)
+        return list(zip(names, self.targets.tensors, strict=True))
+
+    def assign_all(self) -> None:
+        """Sends this process's values to every ps."""
+        for client in self.clients:
+            groups = [group for group, ps in self.layout.shards if ps == client.index]
+            if groups:
+                self.assign(client, groups)
+
     def pull(self, clients: Iterable[PsClient] | None = None, wait_s: float = 0.0) -> bool:
         """Takes weights newer than the copies here; unchanged ones cost no payload.
 

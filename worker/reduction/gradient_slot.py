@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from stratagem.errors import ConfigurationError
@@ -224,3 +228,21 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
                 return torch.empty(tensor.shape, device="meta").stride()
             expected *= size
     return tensor.stride()
+
+
+class WeakHook:
+    """A post-accumulate hook that keeps nothing alive: torch never frees a cycle through one that does.
+
+    Args:
+        method: of a reducer, called with ``slot`` and its parameter as long as both live.
+        slot: of the parameter that the hook is for.
+    """
+
+    def __init__(self, method: Callable[[Any, torch.Tensor], None], slot: Slot) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._slot = weakref.ref(slot)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        method, slot = self._method(), self._slot()
+        if method is not None and slot is not None:
+            method(slot, parameter)

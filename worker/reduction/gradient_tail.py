@@ -25,6 +25,8 @@ class Tail:
     """How many backwards were reduced before this one."""
     failed: bool = False
     """The backward of this rank raised; what its buckets hold is worth nothing."""
+    wants_end: bool = False
+    """This rank has been asked to end (SIGTERM): all are to stop after the same step."""
 
     def encode(self, rank: int, size: int) -> torch.Tensor:
         """As a float64 vector, to be summed over ranks."""
@@ -33,6 +35,7 @@ class Tail:
         failures[rank] = float(self.failed)
         weights = self.weights
         head = [weights.numerator, float(weights.num_with > 0), float(weights.num_without > 0), float(self.ordinal)]
+        head.append(float(self.wants_end))
         return torch.tensor(head + groups + failures + [float(flag) for flag in self.present], dtype=torch.float64)
 
     def decode(self, total: torch.Tensor, size: int) -> MergedTail:
@@ -43,9 +46,8 @@ class Tail:
             ConfigurationError: some ranks called ``set_weight`` and others did not.
         """
         values = total.tolist()
-        numerator, num_with, num_without, ordinals = values[:4]
-        groups = values[4 : 4 + self.num_groups]
-        failures = values[4 + self.num_groups : 4 + self.num_groups + size]
+        (numerator, num_with, num_without, ordinals, ends), rest = values[:5], values[5:]
+        groups, failures = rest[: self.num_groups], rest[self.num_groups : self.num_groups + size]
         for rank, failure in enumerate(failures):
             if failure:
                 raise CollectiveError(
@@ -63,8 +65,8 @@ class Tail:
                 f"set_weight was called on {num_with:.0f} of {size} ranks for this step, and {num_without:.0f} had a "
                 "backward() without it: call it on every rank before every backward(), or on none"
             )
-        present = [bool(flag) for flag in values[4 + self.num_groups + size :]]
-        return MergedTail(present, numerator if num_with else None)
+        present = [bool(flag) for flag in rest[self.num_groups + size :]]
+        return MergedTail(present, numerator if num_with else None, bool(ends))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +77,5 @@ class MergedTail:
     """By parameter: whether any rank has a gradient for it."""
     divisor: float | None
     """Sum of the numerators; None: nothing is divided."""
+    wants_end: bool = False
+    """Whether any rank has been asked to end."""

@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.preemption_request import PreemptionRequest, preemption
 from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
-from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot
+from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot, WeakHook
 from stratagem.worker.reduction.gradient_tail import MergedTail, Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.ring.communicator import Communicator
@@ -52,6 +53,7 @@ class GradientReducer:
             group too. A group that no rank's backward reaches costs nothing.
         early: whether buckets leave during backward. False where a collective inside backward (SyncBatchNorm) may meet
             parameters that some ranks do not use: buckets would leave before it on one rank and after it on another.
+        request: whether this rank has been asked to end; told when any rank has, in the same backward on all.
 
     Raises:
         ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks.
@@ -71,8 +73,10 @@ class GradientReducer:
         sparse: Collection[torch.nn.Parameter] = (),
         groups: Sequence[Collection[torch.nn.Parameter]] = (),
         early: bool = True,
+        request: PreemptionRequest = preemption,
     ) -> None:
         self._communicator = communicator
+        self._request = request
         self._meter = meter
         self._weight = weight
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
@@ -185,7 +189,7 @@ class GradientReducer:
                 "reduced: set its gradient to None when it is unfrozen, or prepare the model after that"
             )
         slot.handles.append(parameter.register_hook(functools.partial(self._on_leaf, slot)))
-        slot.handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot)))
+        slot.handles.append(parameter.register_post_accumulate_grad_hook(WeakHook(self._on_gradient, slot)))
 
     # -- one backward ------------------------------------------------------------------------------------------
 
@@ -300,6 +304,8 @@ class GradientReducer:
         with self._meter.exposed("the gradients of the other ranks"):
             self._futures[-1].result()
             merged = tail.decode(total, self._communicator.size)
+            if merged.wants_end:
+                self._request.hear()
             for bucket in self.buckets:
                 if bucket not in backward.launched and any(merged.present[slot.index] for slot in bucket.slots):
                     self._launch(backward, bucket)
@@ -324,7 +330,8 @@ class GradientReducer:
     def _submit_tail(self, backward: _Backward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
         present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
         group = backward.group if self._early else 0
-        tail = Tail(present, backward.weights, group, self._num_groups, self._num_reduced, failed)
+        asked = self._request.requested
+        tail = Tail(present, backward.weights, group, self._num_groups, self._num_reduced, failed, asked)
         self._num_reduced += 1
         mine = tail.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from stratagem.errors import ConfigurationError, FencedError, PeerUnavailableError
-from stratagem.rpc.door import Door, Way
+from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
+from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Way
 from stratagem.rpc.generated import chief_pb2, common_pb2, lane_pb2, worker_pb2
 from stratagem.rpc.grpc_lane import ServedGrpcLane, Stream
+from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.security import OPEN, Security
 from stratagem.worker.ring.breakage import BLAME_S, Breakage
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.meeting import MeetingRoom
@@ -33,10 +35,24 @@ class Entrance:
         host: address to listen on for sockets.
         membership: what the chief says now.
         meter: counts bytes of grpc lanes.
+        security: of this worker.
+        max_lanes_per_peer: see ``WorkerConfig``.
+        max_inbox_bytes: of a lane, see ``WorkerConfig``.
     """
 
-    def __init__(self, host: str, membership: Callable[[], chief_pb2.Membership], meter: BytesMeter) -> None:
-        self.door = Door(host)
+    def __init__(
+        self,
+        host: str,
+        membership: Callable[[], chief_pb2.Membership],
+        meter: BytesMeter,
+        security: Security = OPEN,
+        *,
+        max_lanes_per_peer: int = MAX_LANES_PER_PEER,
+        max_inbox_bytes: int = INBOX_BYTES,
+    ) -> None:
+        self.door = Door(host, security, max_lanes_per_peer)
+        self.max_inbox_bytes = max_inbox_bytes
+        self._max_lanes_per_peer = max_lanes_per_peer
         self.communicator: Communicator | None = None
         self.breakage: Breakage | None = None
         self._membership = membership
@@ -73,6 +89,7 @@ class Entrance:
         Raises:
             FencedError: the caller is no live worker.
             ConfigurationError: no such kind of lane.
+            LimitError: too many lanes of the caller are not open yet.
         """
         self._check(request.sender)
         visitor = (request.sender.task, request.sender.incarnation, request.generation, request.purpose)
@@ -80,11 +97,16 @@ class Entrance:
             token = secrets.token_bytes(32)
             with self._changed:
                 self._tokens = {known: other for known, other in self._tokens.items() if other != visitor}
+                num_lanes = sum(other[0] == visitor[0] for other in self._tokens.values())
+                if num_lanes >= self._max_lanes_per_peer:
+                    raise LimitError(
+                        f"{visitor[0]} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer"
+                    )
                 self._tokens[token] = visitor
             return Way(token)
         if request.kind not in _FAMILIES:
             raise ConfigurationError(f"expected a lane of grpc, tcp or shm, got kind {request.kind}")
-        return self.door.expect(visitor, _FAMILIES[request.kind])
+        return self.door.expect(visitor, _FAMILIES[request.kind], request.sender.task)
 
     def exchange(self, token: bytes, messages: Iterator[bytes], stream: Stream) -> None:
         """Serves a grpc lane until it ends.

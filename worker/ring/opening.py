@@ -6,8 +6,6 @@ import contextlib
 import socket
 from collections.abc import Sequence
 
-from stratagem.rpc import channels
-from stratagem.rpc.door import knock
 from stratagem.rpc.generated import lane_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
 from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
@@ -47,7 +45,7 @@ class Opener:
             for place, rank in enumerate(ranks):
                 if rank > self._peers.rank:
                     way = self._peers.open_lane(rank, lane_pb2.SHM, purpose)
-                    opened[place] = knock(way, "", self._deadline)
+                    opened[place] = self._peers.knock(rank, way, self._deadline)
             for place, rank in enumerate(ranks):
                 if rank < self._peers.rank:
                     opened[place] = self._entrance.door.wait(self._visitor(rank, purpose), self._deadline)
@@ -88,16 +86,17 @@ class Opener:
         peer = self._peers.members.ranks[rank]
         if lane == "tcp":
             way = self._peers.open_lane(rank, lane_pb2.TCP, purpose)
-            return TcpSender(knock(way, peer.host, self._deadline), peer.task, self._meter)
+            return TcpSender(self._peers.knock(rank, way, self._deadline), peer.task, self._meter)
         way = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
-        channel = channels.connect(peer.address)
+        channel = self._peers.connect(rank)
         self.undo.callback(channel.close)
         return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", way.token),), peer.task, self._meter)
 
     def _receiver(self, rank: int, lane: RingLane, purpose: str) -> ReceivingLane:
         visitor = self._visitor(rank, purpose)
         if lane == "tcp":
-            return TcpReceiver(self._entrance.door.wait(visitor, self._deadline), visitor[0], self._meter)
+            sock = self._entrance.door.wait(visitor, self._deadline)
+            return TcpReceiver(sock, visitor[0], self._meter, self._entrance.max_inbox_bytes)
         return self._entrance.wait_grpc(visitor, self._deadline)
 
     def _visitor(self, rank: int, purpose: str) -> Visitor:

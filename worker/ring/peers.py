@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import grpc
 
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc import channels
-from stratagem.rpc.door import Way
+from stratagem.rpc.door import Way, knock
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2_grpc
 from stratagem.rpc.session import SessionClient
@@ -50,8 +51,22 @@ class Peers:
         """The service of a rank, over a control connection."""
         with self._guard:
             if rank not in self._channels:
-                self._channels[rank] = channels.connect(self.members.ranks[rank].address)
+                self._channels[rank] = self.connect(rank)
             return worker_pb2_grpc.WorkerStub(self._channels[rank])
+
+    def connect(self, rank: int) -> grpc.Channel:
+        """A connection of its own to a rank; the caller closes it."""
+        peer = self.members.ranks[rank]
+        return channels.connect(peer.address, peer.task, self._session.security)
+
+    def knock(self, rank: int, way: Way, deadline: float) -> socket.socket:
+        """Goes in at the door of a rank.
+
+        Raises:
+            PeerUnavailableError: nobody is there, or it does not let this worker in.
+        """
+        peer = self.members.ranks[rank]
+        return knock(way, peer.host, deadline, peer.task, self._session.security)
 
     def meet(
         self, meeting: int, description: worker_pb2.Description, deadline: float

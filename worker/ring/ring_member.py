@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.errors import CollectiveError, ConfigurationError, PeerUnavailableError, SegmentError
 from stratagem.rpc.generated import chief_pb2, worker_pb2
 from stratagem.rpc.lane import BytesMeter
@@ -73,6 +73,12 @@ class RingMember:
             ConfigurationError: workers want different things, or a lane that cannot be had.
             ClusterTimeoutError: somebody does not come.
         """
+        wants_nccl = options.implementation is CommunicationImplementation.NCCL or options.transport == "nccl"
+        if wants_nccl and not self._session.security.allows_clear_text:
+            raise ConfigurationError(
+                "NCCL does not encrypt what it sends, and this job has --tls: take --transport auto, or add --insecure "
+                "if the network of the GPUs is yours alone"
+            )
         deadline = time.monotonic() + timeout_s
         while True:
             self._session.wait_ready(max(1.0, deadline - time.monotonic()))
@@ -109,7 +115,7 @@ class RingMember:
         me = worker_pb2.Description(
             task=self._session.task,
             place=place_of_this_process(),
-            cuda=device.type == "cuda",
+            cuda=device.type == "cuda" and self._session.security.allows_clear_text,
             options={field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)},
             store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from stratagem.errors import CheckpointError, ProtocolError
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2, ps_pb2, ps_pb2_grpc
+from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import serve_aio
 
 DEADLINE_S = 10.0
@@ -63,6 +65,7 @@ class Chief:
 async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief]:
     """A chief for two workers and two ps, unless ``config`` says otherwise."""
     defaults: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "heartbeat_interval_s": 0.05, "session_timeout_s": 5.0}
+    defaults["checkpoint_roots"] = tempfile.gettempdir()
     settings = ChiefConfig(bind=bind, **{**defaults, **config})
     job = Job(
         settings,
@@ -72,7 +75,7 @@ async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief
         settings.bind,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
         services=[SERVICE],
-        max_message_bytes=settings.max_message_bytes,
+        limits=ServerLimits.of(settings),
         insecure=False,
     )
     running = Chief(job, server)
@@ -215,8 +218,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         return self.describe()
 
     async def HoldCommits(self, request: Any, context: Any) -> Any:
-        if self.token not in (0, request.token):
-            raise ProtocolError("another hold is on")
+        if self.token > request.token:
+            raise ProtocolError("a newer hold is on")
         self.token = request.token
         self.calls.append("hold")
         return ps_pb2.HoldCommitsReply(units=self.describe())
@@ -272,7 +275,7 @@ async def ps(chief_address: str, fake: FakePs, resume: int = 0) -> AsyncIterator
         "127.0.0.1:0",
         lambda server: ps_pb2_grpc.add_ParameterServerServicer_to_server(fake, server),
         services=["stratagem.ParameterServer"],
-        max_message_bytes=1 << 20,
+        limits=ServerLimits(max_message_bytes=1 << 20),
         insecure=False,
     )
     fake.session = Task(chief_address, f"ps:{fake.index}", server.address, resume)

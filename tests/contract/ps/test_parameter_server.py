@@ -33,6 +33,7 @@ from stratagem.ps.store import Store
 from stratagem.rpc.codec import encode_frame
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
+from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, add_servicer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 
@@ -55,8 +56,7 @@ def server(store: Store) -> Iterator[RunningServer]:
         "127.0.0.1:0",
         lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
-        max_threads=64,
-        max_message_bytes=8 << 20,
+        limits=ServerLimits(max_message_bytes=8 << 20),
         insecure=False,
     )
     yield running

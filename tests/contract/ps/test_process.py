@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stratagem.ps.store import Store
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, make_spec
@@ -60,8 +61,7 @@ def chief() -> Iterator[tuple[SessionOnly, RunningServer]]:
         "127.0.0.1:0",
         register,
         services=["stratagem.Chief"],
-        max_threads=8,
-        max_message_bytes=1 << 20,
+        limits=ServerLimits(max_message_bytes=1 << 20),
         insecure=False,
     )
     yield servicer, running

@@ -135,6 +135,12 @@ def test_the_lead_moves_when_it_dies() -> None:
     assert sessions.lead == "worker:1"
 
 
+def test_a_lead_that_has_finished_hands_nothing_on() -> None:
+    sessions = ready()
+    sessions.goodbye("worker:0", 1, 0, "", 1.0)
+    assert sessions.lead == "worker:0"
+
+
 def test_the_job_ends_when_every_worker_said_goodbye() -> None:
     sessions = ready()
     first = sessions.goodbye("worker:0", 1, 0, "", 1.0)

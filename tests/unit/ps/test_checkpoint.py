@@ -168,7 +168,7 @@ def test_hold_lets_admitted_updates_through_and_the_rest_wait() -> None:
     assert store.checkpoints.admit_updates(CHIEF, 3, [Update((unit(1),), 0)], 10.0, CALL)
     assert calls[0].result().applied and not calls[1].done and store.state.step == 2
     with pytest.raises(ProtocolError, match="held under token 3"):
-        store.checkpoints.hold_commits(CHIEF, 4, 1.0, CALL)
+        store.checkpoints.hold_commits(CHIEF, 2, 1.0, CALL)
     store.checkpoints.release_commits(3)
     assert calls[1].result().applied and store.state.step == 3
 
@@ -185,6 +185,18 @@ def test_gate_releases_itself() -> None:
     gate.hold(2, now=107.0, hold_s=5.0)
     gate.release(1)
     assert gate.is_held(108.0)
+
+
+def test_the_hold_of_a_newer_chief_takes_the_place_of_a_dead_ones() -> None:
+    gate = CommitGate()
+    gate.hold(1 << 32 | 7, now=100.0, hold_s=60.0)
+    gate.admit(1 << 32 | 7, [Update((unit(1),), 0)], now=101.0)
+    gate.hold(2 << 32 | 1, now=102.0, hold_s=5.0)
+    assert not gate.lets_through(Update((unit(1),), 0), 103.0)
+    with pytest.raises(ProtocolError, match="newer than"):
+        gate.hold(1 << 32 | 7, now=104.0, hold_s=60.0)
+    gate.release(1 << 32 | 7)
+    assert gate.is_held(104.0) and not gate.is_held(107.0)
 
 
 def test_restore_sends_everybody_back_to_hello(tmp_path: pathlib.Path) -> None:

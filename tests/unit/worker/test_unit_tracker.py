@@ -41,6 +41,17 @@ def test_accumulation_spans_units() -> None:
     assert tracker.leave() == [C]
 
 
+def test_what_accumulates_at_the_end_of_a_loop_makes_an_update() -> None:
+    tracker = UnitTracker()
+    for unit in (A, B):
+        tracker.take(unit)
+        tracker.backward()
+        assert tracker.leave() == []
+    assert tracker.step() == Update((A, B), 0)
+    assert tracker.stepped() == [A, B]
+    assert tracker.step() == Update((), 1) and tracker.end() == []
+
+
 def test_a_batch_without_backward_is_complete_at_the_end() -> None:
     tracker = UnitTracker()
     tracker.take(A)

@@ -1,0 +1,150 @@
+"""The units of evaluations: lent and counted like those of an epoch, all on one version of the weights. Pure, no I/O.
+
+Nothing of them is on the ps: a unit is accepted when what was counted on it is here. When the weights have changed
+before the last unit was, the evaluation begins anew under the next attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from stratagem.chief.leases import EpochLeases
+from stratagem.chief.lending import Loan, Loans
+from stratagem.chief.lives import Life
+from stratagem.chief.tallies import TallyName
+from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.errors import ConfigurationError
+
+Versions = Mapping[str, tuple[int, int]]
+"""Of each ps: (epoch of its store, updates applied)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """What an evaluation has to be of, as the journal keeps it."""
+
+    plan: Plan
+    attempt: int
+    versions: Versions
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON."""
+        sizes = [self.plan.num_examples, self.plan.batch_size, self.plan.drop_last]
+        return {"plan": sizes, "attempt": self.attempt, "versions": dict(self.versions)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Pin:
+        """The inverse of :meth:`to_record`."""
+        versions = {task: (epoch, step) for task, (epoch, step) in record["versions"].items()}
+        return cls(plan_of(*record["plan"]), record["attempt"], versions)
+
+
+def plan_of(num_examples: int, batch_size: int, drop_last: bool) -> Plan:
+    """How evaluation data are cut: in their own order."""
+    return Plan(num_examples, batch_size, drop_last, shuffle=False)
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """One pass over evaluation data."""
+
+    plan: Plan
+    leases: EpochLeases
+    attempt: int = 1
+    versions: Versions | None = None
+    """Of the weights; None before the first worker asked."""
+    is_held: bool = False
+    """Commits are held for it."""
+    is_pinned: bool = False
+    """``versions`` are of this hold."""
+    is_proven: bool = False
+    """All units were counted, and the weights were the same before and after."""
+    askers: set[Life] = dataclasses.field(default_factory=set)
+
+    def pin(self, versions: Versions) -> bool:
+        """These are the weights now. True when what was counted before was of others."""
+        before, self.versions = self.versions, dict(versions)
+        if before is None or before == self.versions:
+            return False
+        self.attempt += 1
+        self.leases = EpochLeases(self.plan)
+        return True
+
+    @property
+    def record(self) -> Pin:
+        """For the journal."""
+        return Pin(self.plan, self.attempt, self.versions or {})
+
+
+class Evaluations:
+    """The evaluations of a job."""
+
+    def __init__(self) -> None:
+        self._all: dict[TallyName, Evaluation] = {}
+
+    def items(self) -> Iterator[tuple[TallyName, Evaluation]]:
+        """All that were begun."""
+        return iter(list(self._all.items()))
+
+    def restore(self, name: TallyName, pin: Pin, counted: Iterable[Unit], is_settled: bool) -> None:
+        """An earlier life of the chief had begun it.
+
+        Args:
+            name: its name.
+            pin: what it has to be of.
+            counted: units that were counted.
+            is_settled: it is over.
+        """
+        indices = range(pin.plan.num_units) if is_settled else [unit.index for unit in counted]
+        leases = EpochLeases(pin.plan, UnitBitmap.of(indices))
+        self._all[name] = Evaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_settled)
+
+    def open(self, name: TallyName, plan: Plan) -> Evaluation:
+        """The evaluation of a name.
+
+        Raises:
+            ConfigurationError: it is over other data.
+        """
+        known = self._all.setdefault(name, Evaluation(plan, EpochLeases(plan)))
+        if known.plan != plan:
+            raise ConfigurationError(
+                f"{name} is over {_sizes(known.plan)} in the job and over {_sizes(plan)} here. Every worker must "
+                "evaluate the same data, in the same order of its calls."
+            )
+        return known
+
+    def ask(self, name: TallyName, life: Life, held: Collection[int], want: int) -> Loans:
+        """Lends up to ``want`` units; those that the borrower does not know of first."""
+        evaluation = self._all[name]
+        leases = evaluation.leases
+        evaluation.askers.add(life)
+        units = [index for index in leases.held_by(life) if index not in held][:want]
+        while len(units) < want and (index := leases.first_pending) is not None:
+            leases.lend(index, life)
+            units.append(index)
+        loans = tuple(Loan(Unit(0, 0, index), evaluation.plan.unit_examples(index)) for index in units)
+        waits_for = () if loans or leases.closed else tuple(sorted(leases.borrowers() - {life}))
+        return Loans(loans, not loans and leases.closed, waits_for)
+
+    def leave(self, name: TallyName, life: Life) -> None:
+        """``life`` has given up: its units go to others."""
+        evaluation = self._all.get(name)
+        if evaluation is not None:
+            for index in evaluation.leases.held_by(life):
+                evaluation.leases.give_back(index)
+            evaluation.askers.discard(life)
+
+    def forget(self, life: Life) -> None:
+        """``life`` is over."""
+        for name in self._all:
+            self.leave(name, life)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._all.clear()
+
+
+def _sizes(plan: Plan) -> str:
+    return f"{plan.num_examples} examples in batches of {plan.batch_size}"

@@ -1,0 +1,187 @@
+"""Holds commits on every ps while somebody needs one consistent version of everything: a checkpoint, an evaluation.
+
+The version is consistent because commits are held while every update is either on all of its ps or on none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+
+from stratagem.chief.fleet import Fleet
+from stratagem.chief.lives import Life
+from stratagem.chief.servers import Description, Server
+from stratagem.cluster.units import Update
+from stratagem.errors import PeerUnavailableError, StratagemError
+
+logger = logging.getLogger(__name__)
+
+HOLD_S = 15.0
+"""Seconds after which a ps lets commits through again if the chief died meanwhile; prolonged while it is needed."""
+ADMIT_S = 2.0
+"""Seconds to wait for updates that are under way to some ps."""
+ATTEMPTS = 10
+PAUSE_S = 0.1
+"""Between attempts: what waits at the gate gets through."""
+
+
+def torn_updates(held: Mapping[Life, Description]) -> dict[Life, list[Update]]:
+    """Updates that are on some but not all of their ps, for each ps that may lack them.
+
+    Args:
+        held: what each ps has applied, with commits held.
+    """
+    torn: dict[Life, list[Update]] = {}
+    updates = {update: num for each in held.values() for update, num in each.open.items()}
+    for update, num_servers in sorted(updates.items()):
+        lacking = [life for life, each in held.items() if not each.has(update)]
+        if len(held) - len(lacking) < num_servers:
+            for life in lacking:
+                torn.setdefault(life, []).append(update)
+    return torn
+
+
+class Quiet:
+    """One hold on the commits of all ps, shared by everybody who needs it at the time.
+
+    Args:
+        fleet: the ps.
+        chief_epoch: process life of the chief.
+        num_ps: ps of the cluster; all have to be there.
+    """
+
+    def __init__(self, fleet: Fleet, *, chief_epoch: int, num_ps: int) -> None:
+        self._fleet = fleet
+        self._chief_epoch = chief_epoch
+        self._num_ps = num_ps
+        self._lock = asyncio.Lock()
+        self._num_tokens = 0
+        self._num_inside = 0
+        self._prolonging: asyncio.Task[None] | None = None
+
+    @property
+    def token(self) -> int:
+        """What names the hold to the ps."""
+        return self._chief_epoch << 32 | self._num_tokens
+
+    @contextlib.asynccontextmanager
+    async def held(self, what: str, *, complete: bool = True) -> AsyncIterator[int]:
+        """Inside, commits are held; gives the token. See :meth:`enter`."""
+        token = await self.enter(what, complete=complete)
+        try:
+            yield token
+        finally:
+            await self.leave()
+
+    async def enter(self, what: str, *, complete: bool = True) -> int:
+        """Holds commits, unless they are; returns the token. Ends with :meth:`leave`.
+
+        Args:
+            what: needs it, for messages.
+            complete: wait for updates that only some of their ps have; False when nobody is left to send them.
+
+        Raises:
+            PeerUnavailableError: a ps is away, or updates under way did not arrive.
+        """
+        async with self._lock:
+            if self._num_inside:
+                self._check_all(what)
+            else:
+                await self._begin(what, complete)
+                self._prolonging = asyncio.create_task(self._prolong())
+            self._num_inside += 1
+            return self.token
+
+    async def leave(self) -> None:
+        """One that needed it does no more."""
+        async with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._stop_prolonging()
+                await self._release(self._fleet.servers)
+
+    async def include(self, server: Server) -> None:
+        """A ps came, or came back: it joins a hold that is on before any worker may use it."""
+        async with self._lock:
+            if self._num_inside:
+                token = self.token
+                await self._fleet.insist(server, lambda each: each.hold_commits(token, HOLD_S))
+
+    def close(self) -> None:
+        """Ends the chief's part; holds end by themselves."""
+        self._stop_prolonging()
+
+    async def _begin(self, what: str, complete: bool) -> None:
+        torn: dict[Life, list[Update]] = {}
+        for attempt in range(1, ATTEMPTS + 1):
+            servers = self._check_all(what)
+            self._num_tokens += 1
+            is_held = False
+            try:
+                torn = await self._hold(servers, complete)
+                is_held = not torn
+            finally:
+                if not is_held:
+                    await self._release(servers)
+            if is_held:
+                return
+            logger.info("Attempt %d for %s: updates are still under way to %s", attempt, what, _names(torn))
+            await asyncio.sleep(PAUSE_S)
+        raise PeerUnavailableError(
+            f"no {what.removeprefix('a ').removeprefix('an ')} after {ATTEMPTS} attempts: expected every update on all "
+            f"of its ps, but {_names(torn)} still lack some. A worker stopped in the middle of a step; look at "
+            "`stratagem status`."
+        )
+
+    def _check_all(self, what: str) -> list[Server]:
+        servers = self._fleet.servers
+        if len(servers) < self._num_ps:
+            raise PeerUnavailableError(
+                f"{what} needs all {self._num_ps} ps; {len(servers)} are here now. "
+                "It is repeated once the others are back."
+            )
+        return servers
+
+    async def _hold(self, servers: list[Server], complete: bool) -> dict[Life, list[Update]]:
+        """Holds commits; what is torn and could not be completed."""
+        token = self.token
+        units = await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers))
+        if not complete:
+            return {}
+        held = {server.life: each for server, each in zip(servers, units, strict=True)}
+        torn = torn_updates(held)
+        if not torn:
+            return {}
+        late = [server for server in servers if server.life in torn]
+        arrived = await asyncio.gather(*(s.admit_updates(token, torn[s.life], ADMIT_S) for s in late))
+        if all(arrived):
+            return {}
+        # A ps that takes no part in an update never completes it; only what is applied counts.
+        again = await asyncio.gather(*(server.describe_units() for server in servers))
+        return torn_updates({server.life: each for server, each in zip(servers, again, strict=True)})
+
+    async def _release(self, servers: list[Server]) -> None:
+        token = self.token
+        answers = await asyncio.gather(*(server.release_commits(token) for server in servers), return_exceptions=True)
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, StratagemError):
+                logger.info("%s did not hear the release; its hold ends by itself: %s", server.life.task, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+
+    async def _prolong(self) -> None:
+        while True:
+            await asyncio.sleep(HOLD_S / 3)
+            servers, token = self._fleet.servers, self.token
+            await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers), return_exceptions=True)
+
+    def _stop_prolonging(self) -> None:
+        if self._prolonging is not None:
+            self._prolonging.cancel()
+            self._prolonging = None
+
+
+def _names(torn: Mapping[Life, list[Update]]) -> str:
+    return ", ".join(life.task for life in sorted(torn))

@@ -1,0 +1,61 @@
+"""Initial values of the rows of a table, from a seed: equal whoever holds a row, however the table is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+import torch
+
+Distribution = Literal["normal", "uniform", "constant"]
+
+BLOCK_ROWS = 1024
+"""Rows that are drawn together: each block of a table has random numbers of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialRows:
+    """How the rows of a table begin."""
+
+    distribution: Distribution
+    first: float
+    """Mean, lower bound, or the value."""
+    second: float = 0.0
+    """Standard deviation, or upper bound."""
+    seed: int = 0
+    """Below 2 ** 64."""
+    zero_row: int | None = None
+    """A row that is zero (padding)."""
+
+
+def fill_rows(out: torch.Tensor, first_row: int, initial: InitialRows) -> None:
+    """Writes the initial values of rows ``first_row`` and on.
+
+    Args:
+        out: ``(rows, width)``, contiguous, on the CPU.
+        first_row: its first row's number in the whole table.
+        initial: how they begin.
+    """
+    num_rows, width = out.shape
+    dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
+    for start in range(first_row - first_row % BLOCK_ROWS, first_row + num_rows, BLOCK_ROWS):
+        block = _block(start // BLOCK_ROWS, width, initial, dtype)
+        begin, end = max(start, first_row), min(start + BLOCK_ROWS, first_row + num_rows)
+        out[begin - first_row : end - first_row] = block[begin - start : end - start]
+    if initial.zero_row is not None and first_row <= initial.zero_row < first_row + num_rows:
+        out[initial.zero_row - first_row] = 0.0
+
+
+def _block(number: int, width: int, initial: InitialRows, dtype: torch.dtype) -> torch.Tensor:
+    block = torch.empty(BLOCK_ROWS, width, dtype=dtype, device="cpu")
+    if initial.distribution == "constant":
+        return block.fill_(initial.first)
+    # A counter-based generator: block i begins at counter i * 2**128 and never reaches the next one.
+    generator = np.random.Generator(np.random.Philox(key=initial.seed, counter=[0, 0, number, 0]))
+    array = block.numpy()
+    if initial.distribution == "normal":
+        generator.standard_normal(dtype=array.dtype, out=array)
+        return block.mul_(initial.second).add_(initial.first)
+    generator.random(dtype=array.dtype, out=array)
+    return block.mul_(initial.second - initial.first).add_(initial.first)

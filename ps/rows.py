@@ -1,0 +1,112 @@
+"""Gradients of tables: rows by number. Packing, checking and summing them. Pure.
+
+A *piece* is ``n`` row numbers (int64), then ``n`` rows of the table's dtype, as bytes: one frame. Numbers count within
+the ps's part of the table, and ascend, within a piece and from piece to piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from stratagem.errors import FrameError, ProtocolError
+from stratagem.ps.specs import GroupSpec
+
+NUMBER_BYTES = 8
+
+Pieces = Sequence[tuple[int, torch.Tensor]]
+"""Rows before those of the piece, and the piece: flat uint8."""
+Block = tuple[torch.Tensor, torch.Tensor]
+"""Row numbers ``(n,)`` and rows ``(n, width)``, views on a piece."""
+
+
+def max_bytes(spec: GroupSpec) -> int:
+    """Bytes of a gradient of every row."""
+    return spec.num_bytes + NUMBER_BYTES * spec.num_rows
+
+
+def check_piece(spec: GroupSpec, offset: int, piece: torch.Tensor) -> None:
+    """Refuses a frame that cannot be a part of a table's gradient.
+
+    Raises:
+        FrameError: not whole rows, or more than there are.
+    """
+    size = _row_bytes(spec)
+    if piece.dtype != torch.uint8 or piece.dim() != 1 or piece.numel() % size:
+        raise FrameError(
+            f"group {spec.group} is a table: expected row numbers and rows, {size} bytes a row, "
+            f"got {piece.numel()} elements of {piece.dtype}"
+        )
+    if offset + piece.numel() // size > spec.num_rows:
+        raise FrameError(f"group {spec.group}: expected at most {spec.num_rows} rows, got more")
+
+
+def unpack(spec: GroupSpec, pieces: Pieces) -> list[Block]:
+    """Row numbers and rows of a gradient, checked.
+
+    Raises:
+        ProtocolError: a piece is missing, a row is not held here, or the numbers do not ascend.
+    """
+    blocks: list[Block] = []
+    num_rows, last = 0, -1
+    for offset, piece in sorted(pieces, key=lambda one: one[0]):
+        if offset != num_rows:
+            raise ProtocolError(f"group {spec.group}: expected the rows after the first {num_rows}, got those {offset}")
+        numbers, rows = _views(spec, piece)
+        if not len(numbers):
+            continue
+        array = numbers.numpy()
+        if array[0] <= last or array[-1] >= spec.num_rows or (array[1:] <= array[:-1]).any():
+            raise ProtocolError(
+                f"group {spec.group}: expected ascending row numbers below {spec.num_rows}, got "
+                f"{int(array.min())} to {int(array.max())} after {last}"
+            )
+        num_rows, last = num_rows + len(array), int(array[-1])
+        blocks.append((numbers, rows))
+    return blocks
+
+
+def merge_rows(spec: GroupSpec, gradients: Sequence[tuple[float, Pieces]]) -> Pieces:
+    """The weighted sum of gradients of one table, as one piece.
+
+    Args:
+        spec: the table.
+        gradients: factor and pieces of each, in the order in which they are summed.
+    """
+    blocks = [(factor, block) for factor, pieces in gradients for block in unpack(spec, pieces)]
+    if not blocks:
+        return []
+    found = np.unique(np.concatenate([numbers.numpy() for _, (numbers, _) in blocks]))
+    piece = torch.zeros(len(found) * _row_bytes(spec), dtype=torch.uint8)
+    numbers, rows = _views(spec, piece)
+    numbers.copy_(torch.from_numpy(found))
+    for factor, (some, values) in blocks:
+        at = torch.from_numpy(np.searchsorted(found, some.numpy()))
+        put_rows(rows, at, take_rows(rows, at).add_(values, alpha=factor))
+    return [(0, piece)]
+
+
+def take_rows(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """A copy of some rows of ``(rows, width)``."""
+    return table.index_select(0, numbers)
+
+
+def put_rows(table: torch.Tensor, numbers: torch.Tensor, rows: torch.Tensor) -> None:
+    """Writes rows back. Measured with 2,000 rows of 64: numpy writes 23 M rows/s, torch's index_copy_ 12 M."""
+    bits = _BITS[table.dtype.itemsize]
+    table.view(bits).numpy()[numbers.numpy()] = rows.view(bits).numpy()
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _row_bytes(spec: GroupSpec) -> int:
+    return NUMBER_BYTES + spec.row_elements * spec.dtype.itemsize
+
+
+def _views(spec: GroupSpec, piece: torch.Tensor) -> Block:
+    count = piece.numel() // _row_bytes(spec)
+    numbers = piece[: count * NUMBER_BYTES].view(torch.int64)
+    return numbers, piece[count * NUMBER_BYTES :].view(spec.dtype).view(count, spec.row_elements)

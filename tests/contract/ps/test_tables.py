@@ -1,0 +1,384 @@
+"""Tables over real servers and every lane: the layers of ``sg.nn``, their optimizers, and two ps, in this process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.cluster.communication import Transport
+from stratagem.cluster.units import Unit, Update
+from stratagem.errors import (
+    ConfigurationError,
+    JobStoppedError,
+    NonFiniteGradientError,
+    PeerUnavailableError,
+    UnsupportedOptimizerError,
+    VariableError,
+)
+from stratagem.nn.remote_rows import RemoteRows
+from stratagem.ps.servicer import SERVICE, ParameterServerServicer
+from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.store import Store
+from stratagem.rpc.generated import chief_pb2, common_pb2
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.security import OPEN
+from stratagem.rpc.server import RunningServer, add_servicer, serve
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.ps_variables import OptimizedVariables, VariableGroups
+from stratagem.worker import remote_table
+from stratagem.worker.close_reports import CloseReports
+from stratagem.worker.gradient_push import GradientPush, PushPolicy
+from stratagem.worker.ps_client import PsClient
+from stratagem.worker.step_meter import StepMeter
+from tests.unit.ps.driver import poll
+
+torch.set_num_threads(1)
+
+ROWS, WIDTH = 23, 3
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, 0.01),
+}
+
+
+class Remote(Strategy):
+    """Tables built in its scope live on parameter servers."""
+
+    holds_tables = True
+
+
+class Net(nn.Module):
+    """A table with padding, bags of another, and what is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = sg.nn.Embedding(ROWS, WIDTH, padding_idx=2, seed=1)
+        self.bags = sg.nn.EmbeddingBag(ROWS, WIDTH, mode="mean", seed=2)
+        self.head = nn.Linear(WIDTH, 2, bias=False)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.arange(2.0 * WIDTH).view(2, WIDTH) / 7 - 0.3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.table(ids).sum(1) + self.bags(ids + 1))
+        return found
+
+
+@dataclasses.dataclass
+class Job:
+    """One worker and the stores of its ps."""
+
+    stores: list[Store]
+    clients: list[PsClient]
+    groups: VariableGroups
+    units: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    pushes: list[GradientPush] = dataclasses.field(default_factory=list)
+
+    def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """As the strategy does."""
+        for member in self.groups.create([model], optimizers):
+            self.pushes.append(self._push(member))
+
+    def step(self) -> None:
+        """As ``optimizer.step()`` of every optimizer."""
+        unit = Unit(1, 0, next(self.units))
+        for ordinal, push in enumerate(self.pushes):
+            push.push(Update((unit,), ordinal), None)
+
+    def _push(self, member: OptimizedVariables) -> GradientPush:
+        return GradientPush(
+            member.optimizer,
+            member.parameters,
+            member.variables,
+            member.staging,
+            PushPolicy(),
+            CloseReports(self.clients),
+            StepMeter(),
+            member.tables,
+            self.groups.lost,
+        )
+
+    def num_updates(self) -> set[int]:
+        """Of all groups of all ps."""
+        return {shelf.group.num_updates for store in self.stores for shelf in store.state.shelves.values()}
+
+
+def start_server(store: Store, lanes: SocketLanes) -> RunningServer:
+    servicer = ParameterServerServicer(store, lanes, 8 << 20)
+    return serve(
+        "127.0.0.1:0", lambda server: add_servicer(SERVICE, servicer, server), services=[SERVICE.full_name],
+        limits=ServerLimits(max_message_bytes=8 << 20),
+        insecure=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    undo: list[Callable[[], None]] = []
+
+    def job(transport: Transport = "tcp", num_ps: int = 2, frame_bytes: int = 1 << 20) -> Job:
+        stores, tasks = [], []
+        for index in range(num_ps):
+            store = Store(f"ps:{index}", index, frames_timeout_s=5.0)
+            lanes = SocketLanes(store, "127.0.0.1")
+            server = start_server(store, lanes)
+            stores.append(store)
+            tasks.append(common_pb2.TaskInfo(task=f"ps:{index}", address=server.address, live=True))
+
+            def stop(store: Store = store, lanes: SocketLanes = lanes, server: RunningServer = server) -> None:
+                store.state.close_lanes(JobStoppedError("the test is over", 0))
+                lanes.close()
+                server.stop(0.2)
+
+            undo.append(stop)
+        session: Any = SimpleNamespace(
+            task="worker:0",
+            incarnation=1,
+            security=OPEN,
+            membership=chief_pb2.Membership(tasks=tasks),
+            raise_if_stopped=lambda: None,
+            wait_stopped=lambda timeout_s: None,
+        )
+        clients = [PsClient(session, index, BytesMeter(), 5.0, frame_bytes, transport) for index in range(num_ps)]
+        for client in clients:
+            undo.append(functools.partial(client.close, "the test is over"))
+            client.connect()
+        config = SimpleNamespace(frame_bytes=frame_bytes, start_timeout_s=5.0)
+        runtime: Any = SimpleNamespace(clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True)
+        return Job(stores, clients, VariableGroups(runtime, None, lambda: None))
+
+    yield job
+    for action in reversed(undo):
+        action()
+
+
+def build(optimizer: str, strategy: Strategy | None = None) -> tuple[Net, list[torch.optim.Optimizer]]:
+    with (strategy or Strategy()).scope():
+        model = Net()
+    tables = [*model.table.parameters(), *model.bags.parameters()]
+    return model, [OPTIMIZERS[optimizer](tables), torch.optim.SGD(model.head.parameters(), 0.1)]
+
+
+def backward(model: nn.Module, step: int) -> None:
+    ids = torch.randint(0, ROWS - 1, (4, 3), generator=torch.Generator().manual_seed(step))
+    model(ids).square().sum().backward()
+
+
+def train_alone(optimizer: str, num_steps: int, backwards: int = 1) -> Net:
+    model, optimizers = build(optimizer)
+    for step in range(num_steps):
+        for one in optimizers:
+            one.zero_grad()
+        for part in range(backwards):
+            backward(model, 10 * step + part)
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            for one in optimizers:
+                one.step()
+    return model
+
+
+def check_equal(model: Net, expected: Net) -> None:
+    for name in ("table", "bags"):
+        plain = getattr(model, name).export_form()
+        assert type(plain) in (nn.Embedding, nn.EmbeddingBag)
+        torch.testing.assert_close(plain.weight, getattr(expected, name).weight, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(model.head.weight, expected.head.weight, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_equals_one_process(start: Callable[..., Job], transport: Transport, optimizer: str) -> None:
+    # Frames of five rows: pulls and gradients take several.
+    job = start(transport, frame_bytes=64)
+    model, optimizers = build(optimizer, Remote())
+    job.prepare(model, *optimizers)
+    for step in range(5):
+        for one in optimizers:
+            one.zero_grad()
+        for part in range(2):
+            backward(model, 10 * step + part)
+        job.step()
+    check_equal(model, train_alone(optimizer, 5, backwards=2))
+    assert job.num_updates() == {5}
+
+
+def test_no_ps_holds_or_sends_more_than_its_rows(start: Callable[..., Job]) -> None:
+    job = start("tcp")
+    model, optimizers = build("SGD", Remote())
+    job.prepare(model, *optimizers)
+    shards = [shard for store in job.stores for shelf in store.state.shelves.values() for shard in shelf.spec.shards]
+    assert sorted((s.first_row, s.num_rows) for s in shards if s.variable == "table.weight") == [(0, 12), (12, 11)]
+    assert sum(s.num_elements for s in shards) == 2 * ROWS * WIDTH + 2 * WIDTH
+
+
+def test_the_layers_give_what_torch_gives(start: Callable[..., Job]) -> None:
+    job = start("tcp")
+    remote, optimizers = build("SGD", Remote())
+    job.prepare(remote, *optimizers)
+    plain, _ = build("SGD")
+    with torch.no_grad():
+        for ids in (
+            torch.tensor(3),
+            torch.tensor([2, 2]),
+            torch.tensor([[1], [1]]),
+            torch.empty(0, 3, dtype=torch.int64),
+        ):
+            assert torch.equal(remote.table(ids), plain.table(ids))
+        assert torch.equal(remote.table(torch.tensor([4], dtype=torch.int32)), plain.table(torch.tensor([4])))
+        flat, offsets = torch.tensor([1, 5, 5, 9]), torch.tensor([0, 0, 3])
+        torch.testing.assert_close(remote.bags(flat, offsets), plain.bags(flat, offsets))
+        nothing = torch.empty(0, dtype=torch.int64)
+        assert torch.equal(remote.bags(nothing, torch.tensor([0, 0])), torch.zeros(2, WIDTH))
+    for wrong in (torch.tensor([ROWS]), torch.tensor([-1])):
+        with pytest.raises(IndexError, match=f"from 0 to {ROWS - 1}"):
+            remote.table(wrong)
+    with pytest.raises(ConfigurationError, match="int32 or int64"):
+        remote.table(torch.tensor([1.0]))
+
+
+def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]) -> None:
+    job = start("tcp")
+    model, optimizers = build("SGD", Remote())
+    job.prepare(model, *optimizers)
+    before = model.table.whole_weight().clone()
+    backward(model, 1)
+    for one in optimizers:
+        one.zero_grad()
+    job.step()
+    with torch.no_grad():
+        assert not model(torch.tensor([[1, 2, 3]])).requires_grad
+    model.table.requires_grad_(False)
+    backward(model, 1)
+    job.step()
+    assert torch.equal(model.table.whole_weight(), before)
+    assert not torch.equal(model.bags.whole_weight(), build("SGD")[0].bags.weight)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_lane_that_breaks_is_opened_again(start: Callable[..., Job], transport: Transport) -> None:
+    job = start(transport)
+    model, optimizers = build("SparseAdam", Remote())
+    job.prepare(model, *optimizers)
+    broken = 0
+    for step in range(6):
+        for one in optimizers:
+            one.zero_grad()
+        if step % 3 == 0:  # rows are asked for
+            job.stores[1].state.close_lanes(PeerUnavailableError("a fault of the test"))
+            broken += 1
+        backward(model, 10 * step)
+        if step % 3 == 1:  # the gradient leaves
+            job.stores[0].state.close_lanes(PeerUnavailableError("a fault of the test"))
+            if transport == "grpc":  # which hears of it in a thread of its own; the others when they send
+                poll(lambda: not job.clients[0].is_connected)
+            broken += 1
+        job.step()
+    assert broken == 4 and job.num_updates() == {6}
+    check_equal(model, train_alone("SparseAdam", 6))
+
+
+def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:
+    job = start("tcp")
+    model, optimizers = build("SGD", Remote())
+    job.prepare(model, *optimizers)
+    for shelf in job.stores[0].state.shelves.values():
+        shelf.group.initialized = False
+    with pytest.raises(PeerUnavailableError):
+        model.table(torch.tensor([1]))
+
+
+def test_a_gradient_that_is_not_finite_is_named(start: Callable[..., Job]) -> None:
+    job = start("tcp")
+    model, optimizers = build("SGD", Remote())
+    job.prepare(model, *optimizers)
+    (model.bags(torch.tensor([[1, 2]])).sum() * torch.nan).backward()
+    with pytest.raises(NonFiniteGradientError, match=r"bags\.weight"):
+        job.step()
+    assert job.num_updates() == {0}
+
+
+def test_large_tables_come_and_go_in_parts(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_table, "PULL_BYTES", 5 * 4 * WIDTH)
+    monkeypatch.setattr(remote_table, "ASSIGN_BYTES", 7 * 4 * WIDTH)
+    job = start("tcp", frame_bytes=30)
+    model, optimizers = build("SGD", Remote())
+    job.prepare(model, *optimizers)
+    state = model.state_dict()
+    state["table.weight"] = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
+    state["bags.weight"] = torch.ones(ROWS, WIDTH)
+    model.load_state_dict(state)
+    assert torch.equal(model.table.whole_weight(), state["table.weight"])
+    assert torch.equal(model.bags.whole_weight(), state["bags.weight"])
+
+
+def test_the_state_of_the_optimizer_stays_on_the_ps_and_can_be_loaded(start: Callable[..., Job]) -> None:
+    plain, (lazy, dense) = build("SparseAdam")
+    for step in range(3):
+        for one in (lazy, dense):
+            one.zero_grad()
+        backward(plain, 10 * step)
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            lazy.step()
+        dense.step()
+    job = start("tcp")
+    model, optimizers = build("SparseAdam", Remote())
+    job.prepare(model, *optimizers)
+    with pytest.raises(ConfigurationError, match=r"table\.weight.*sg\.Checkpoint"):
+        optimizers[0].state_dict()
+    model.load_state_dict(plain.state_dict())
+    job.groups.push()
+    state = copy.deepcopy(lazy.state_dict())
+    optimizers[0].load_state_dict(state)
+    assert state["state"].keys() == {0, 1} and not optimizers[0].state
+    for one in (lazy, dense, *optimizers):
+        one.zero_grad()
+    backward(plain, 99)
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        lazy.step()
+    dense.step()
+    backward(model, 99)
+    job.step()
+    check_equal(model, plain)
+    counts = {
+        shelf.group.counts[0] for store in job.stores for shelf in store.state.shelves.values() if shelf.spec.is_table
+    }
+    assert counts == {4}
+
+
+def test_what_tables_cannot_do_is_refused_at_prepare(start: Callable[..., Job]) -> None:
+    job = start("tcp")
+    with Remote().scope():
+        model = sg.nn.Embedding(ROWS, WIDTH)
+    for optimizer, match in (
+        (torch.optim.Adam(model.parameters(), 0.1), "cannot be changed by Adam"),
+        (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), "momentum=0"),
+        (torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1), "weight_decay=0"),
+        (torch.optim.Adagrad(model.parameters(), 0.1, weight_decay=0.1), "weight_decay=0"),
+    ):
+        with pytest.raises(UnsupportedOptimizerError, match=match):
+            job.prepare(model, optimizer)
+    assert isinstance(model, RemoteRows) and not model.remote_table.is_linked
+    linear = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedOptimizerError, match=r"SparseAdam: it works on rows of sg\.nn\.Embedding"):
+        job.prepare(linear, torch.optim.SparseAdam(linear.parameters(), 0.1))
+
+
+def test_another_shape_of_the_same_table_is_refused(start: Callable[..., Job]) -> None:
+    job = start("tcp", num_ps=1)
+    with Remote().scope():
+        first, second = sg.nn.Embedding(ROWS, WIDTH), sg.nn.Embedding(ROWS + 1, WIDTH)
+    job.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
+    again = VariableGroups(job.groups._runtime, None, lambda: None)
+    with pytest.raises(VariableError, match="shape"):
+        again.create([second], [torch.optim.SGD(second.parameters(), 0.1)])

@@ -1,0 +1,37 @@
+"""What workers decide together, some of which die, come late or come too late."""
+
+from __future__ import annotations
+
+from stratagem.chief.agreements import Agreements
+from stratagem.chief.lives import Life
+from stratagem.chief.tallies import TallyName
+
+A, B, C = Life("worker:0", 1), Life("worker:1", 2), Life("worker:1", 3)
+FIRST, SECOND = TallyName("fit 1, ends of epochs", 0), TallyName("fit 1, ends of epochs", 1)
+
+
+def test_founders_are_waited_for_and_the_largest_number_counts() -> None:
+    book = Agreements({})
+    book.say(A, FIRST, 0)
+    assert book.waits_for(FIRST, [A, B], {A, B}) == [B]
+    book.say(B, FIRST, 1)
+    assert book.waits_for(FIRST, [A, B], {A, B}) == [] and book.outcome(FIRST) == 1
+
+
+def test_nobody_waits_for_the_dead_or_for_one_who_has_only_just_come() -> None:
+    book = Agreements({})
+    book.say(A, FIRST, 0)
+    assert book.waits_for(FIRST, [A], {A, B}) == []
+    assert book.waits_for(FIRST, [A, C], {A, B}) == []
+    book.say(C, FIRST, 0)
+    book.say(A, SECOND, 0)
+    assert book.waits_for(SECOND, [A, C], {A, B}) == [C], "it takes part since it said something"
+
+
+def test_what_is_decided_stays() -> None:
+    book = Agreements({FIRST: 0})
+    book.say(C, FIRST, 1)
+    assert book.decided(FIRST) == 0 and book.largest(FIRST.group) == 0
+    book.say(C, SECOND, 1)
+    assert book.decided(SECOND) is None and book.largest(FIRST.group) == 1
+    assert book.largest("fit 2") == 0

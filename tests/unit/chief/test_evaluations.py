@@ -1,0 +1,102 @@
+"""Units of evaluation data between workers that come and go: each is counted exactly once, on one version."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stratagem.chief.evaluations import Evaluations, Pin, plan_of
+from stratagem.chief.lives import Life
+from stratagem.chief.tallies import TallyName
+from stratagem.cluster.units import Unit
+from stratagem.errors import ConfigurationError
+
+A, B = Life("worker:0", 1), Life("worker:1", 2)
+NAME = TallyName("evaluation 1", 0)
+PLAN = plan_of(10, 3, False)
+
+
+def ask(book: Evaluations, life: Life, want: int = 1, held: tuple[int, ...] = ()) -> list[int]:
+    return [loan.unit.index for loan in book.ask(NAME, life, held, want).loans]
+
+
+def test_units_are_lent_once_and_those_of_a_lost_reply_again() -> None:
+    book = Evaluations()
+    evaluation = book.open(NAME, PLAN)
+    assert ask(book, A, 2) == [0, 1] and ask(book, B) == [2]
+    assert ask(book, A, 2, held=(0,)) == [1, 3]
+    assert [loan.num_examples for loan in book.ask(NAME, A, (), 9).loans] == [3, 3, 1]
+    assert book.ask(NAME, B, (2,), 1).waits_for == (A,)
+    for index in range(4):
+        evaluation.leases.settle(index)
+    assert book.ask(NAME, B, (), 1).end
+
+
+def test_those_who_leave_or_die_give_back() -> None:
+    book = Evaluations()
+    evaluation = book.open(NAME, PLAN)
+    assert ask(book, A, 2) == [0, 1] and ask(book, B, 2) == [2, 3]
+    book.leave(NAME, A)
+    assert evaluation.askers == {B}
+    book.forget(B)
+    assert not evaluation.askers and ask(book, A, 9) == [0, 1, 2, 3]
+    book.leave(TallyName("evaluation 7", 0), A)
+
+
+def test_other_data_are_refused() -> None:
+    book = Evaluations()
+    book.open(NAME, PLAN)
+    with pytest.raises(ConfigurationError, match="10 examples in batches of 3 in the job and over 9 examples"):
+        book.open(NAME, plan_of(9, 3, False))
+
+
+def test_other_weights_begin_anew() -> None:
+    book = Evaluations()
+    evaluation = book.open(NAME, PLAN)
+    assert not evaluation.pin({"ps:0": (1, 5)})
+    assert ask(book, A, 2) == [0, 1]
+    evaluation.leases.settle(0)
+    assert not evaluation.pin({"ps:0": (1, 5)}) and evaluation.attempt == 1
+    assert evaluation.pin({"ps:0": (2, 5)}) and evaluation.attempt == 2
+    assert ask(book, B, 9) == [0, 1, 2, 3]
+
+
+def test_a_restarted_chief_goes_on() -> None:
+    book = Evaluations()
+    pin = Pin.from_record(Pin(PLAN, 2, {"ps:0": (1, 5)}).to_record())
+    book.restore(NAME, pin, [Unit(0, 0, 1)], is_settled=False)
+    evaluation = book.open(NAME, PLAN)
+    assert not evaluation.pin({"ps:0": (1, 5)}) and evaluation.attempt == 2
+    assert ask(book, A, 9) == [0, 2, 3]
+    over = TallyName("evaluation 1", 1)
+    book.restore(over, pin, [], is_settled=True)
+    assert book.ask(over, A, (), 1).end and book.open(over, PLAN).is_proven
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ask", "count", "leave"]), st.sampled_from([A, B])), max_size=40))
+def test_each_unit_is_counted_once(events: list[tuple[str, Life]]) -> None:
+    book = Evaluations()
+    evaluation = book.open(NAME, PLAN)
+    held: dict[Life, list[int]] = {A: [], B: []}
+    counted: list[int] = []
+
+    def count(life: Life) -> None:
+        index = held[life].pop(0)
+        if evaluation.leases.settle(index):
+            counted.append(index)
+
+    for what, life in events:
+        if what == "ask":
+            held[life] += ask(book, life, 1, tuple(held[life]))
+        elif what == "count" and held[life]:
+            count(life)
+        elif what == "leave":
+            book.leave(NAME, life)  # what it has computed may still come, as after a lost reply
+    while not book.ask(NAME, A, tuple(held[A]), 1).end:
+        held[A] = [loan.unit.index for loan in book.ask(NAME, A, (), 9).loans] or held[A]
+        if held[A]:
+            count(A)
+        else:
+            book.forget(B)
+    assert sorted(counted) == [0, 1, 2, 3]
