@@ -107,6 +107,33 @@ def distribute_from_function(
     )
 
 
+def lendable(
+    source: DataLoader[Any] | Dataset[Any] | Iterable[Any], batch_size: int | None, options: DistributeOptions
+) -> DataLoader[Any]:
+    """The loader whose batches a chief can lend.
+
+    Raises:
+        ConfigurationError: ``source`` is an iterable, or ``options`` are for workers that run in step.
+    """
+    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.LEASE):
+        raise ConfigurationError(
+            f"AutoShardPolicy.{options.auto_shard_policy.name} is for workers that run in step; under "
+            "ParameterServerStrategy the chief lends batches: AutoShardPolicy.LEASE"
+        )
+    if options.on_empty != "call" or options.prefetch is not None:
+        raise ConfigurationError(
+            "on_empty and prefetch are for workers that run in step; under ParameterServerStrategy a worker gets no "
+            "batch without examples, and borrows ahead by itself: leave both out"
+        )
+    batched = _with_batches(source, batch_size)
+    if not isinstance(batched, DataLoader):
+        raise ConfigurationError(
+            f"under ParameterServerStrategy the chief lends batches by number, which a {type(batched).__name__} does "
+            "not have: give distribute_dataset a DataLoader over a map-style dataset"
+        )
+    return batched
+
+
 def _with_batches(source: Any, batch_size: int | None) -> Any:
     if isinstance(source, Dataset):
         if batch_size is None:

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from stratagem.cluster.units import Plan, Unit
-from stratagem.data.loaders import Batches, rebuild
+from stratagem.cluster.units import Plan
+from stratagem.data.loaders import Batches, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.data.order import epoch_order
 from stratagem.worker.leases import Grant
-from stratagem.worker.step_meter import StepMeter
 
 
 class UnitSource(Protocol):
@@ -54,7 +53,8 @@ class DistributedDataset:
         self, loader: DataLoader[Any], plan: Plan, ordinal: int, source: UnitSource, device: torch.device
     ) -> None:
         self.plan = plan
-        self._loader = loader
+        self.loader = loader
+        """Of all batches, as it was given."""
         self._ordinal = ordinal
         self._source = source
         self._device = device
@@ -63,6 +63,12 @@ class DistributedDataset:
     def __len__(self) -> int:
         """Global batches in an epoch."""
         return self.plan.num_batches
+
+    def first_example(self) -> Any:
+        """A batch of the first example, for a worker that has got none and has to know what they look like."""
+        source, collate = self.loader.dataset, self.loader.collate_fn
+        loader = DataLoader(source, batch_sampler=[[0]], collate_fn=collate, generator=torch.Generator())
+        return to_device(next(iter(loader)), self._device)
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch
@@ -91,7 +97,9 @@ class DistributedDataset:
                 yield order[start : stop if grant.num_examples else start + 1].tolist()
                 grant = self._source.next(wait=False)
 
-        for batch in rebuild(self._loader, Batches(indices())):
+        loader = rebuild(self.loader, Batches(indices()))
+        seed_epoch(loader, self.plan.seed, self._ordinal, first.unit.epoch, first.unit.index)
+        for batch in loader:
             grant = reading.popleft()
             if not self._source.holds(grant):
                 continue
@@ -99,44 +107,3 @@ class DistributedDataset:
             self._source.begin(grant, batch)
             yield batch
             self._source.done(grant)
-
-
-class LocalUnits:
-    """Every unit of every epoch, in order: one process alone.
-
-    Args:
-        plan: the plan of the dataset.
-        ordinal: ordinal of the dataset.
-        meter: counts steps and examples.
-    """
-
-    def __init__(self, plan: Plan, ordinal: int, meter: StepMeter) -> None:
-        self._plan = plan
-        self._meter = meter
-        self._ordinal = ordinal
-        self._epoch = 0
-        self._next = 0
-
-    def start_epoch(self, epoch: int) -> None:
-        self._epoch, self._next = epoch, 0
-        self._meter.epoch = epoch
-        self._meter.start_clock()
-
-    def next(self, wait: bool) -> Grant | None:
-        if self._next >= self._plan.num_units:
-            return None
-        index = self._next
-        self._next += 1
-        return Grant(Unit(self._ordinal, self._epoch, index), self._plan.unit_examples(index))
-
-    def holds(self, grant: Grant) -> bool:
-        return True
-
-    def begin(self, grant: Grant, batch: Any) -> None:
-        pass
-
-    def done(self, grant: Grant) -> None:
-        self._meter.step_done(grant.num_examples)
-
-    def end_epoch(self, complete: bool) -> None:
-        pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -68,6 +70,16 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     )
 
 
+def can_be_planned(loader: DataLoader[Any]) -> bool:
+    """Whether :func:`plan_of` can plan it."""
+    return (
+        not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and loader.batch_size is not None
+        and is_plain(loader.sampler)
+    )
+
+
 def has_own_batches(loader: DataLoader[Any]) -> bool:
     """Whether the loader was given a ``batch_sampler``; its ``sampler`` then says nothing."""
     return loader.batch_sampler is not None and loader.batch_size is None
@@ -118,9 +130,25 @@ def _carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
         arguments.pop("multiprocessing_context")
     if not arguments.get("pin_memory_device"):
         arguments.pop("pin_memory_device", None)
+    if arguments.get("generator") is None:
+        # Else each pass would draw from torch's own generator, and a script that goes on in mid-epoch once more.
+        arguments["generator"] = _Seeded()
     if persistent:
         arguments["persistent_workers"] = loader.persistent_workers
     return arguments
+
+
+def seed_epoch(loader: DataLoader[Any], *numbers: int) -> None:
+    """Has a rebuilt loader seed its worker processes by ``numbers`` (of the order, the epoch), if it is of ours to say.
+
+    A generator that the user gave draws on by itself.
+    """
+    if isinstance(loader.generator, _Seeded):
+        loader.generator.manual_seed(int.from_bytes(hashlib.blake2b(str(numbers).encode(), digest_size=7).digest()))
+
+
+class _Seeded(torch.Generator):
+    """A generator of ours."""
 
 
 class Batches(Sampler[Any]):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from stratagem.data.dealing import Dealing, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, rebuild, rebuild_items
+from stratagem.data.loaders import Batches, rebuild, rebuild_items, seed_epoch
 from stratagem.data.nested import empty_like, num_examples, part_of
 from stratagem.errors import ConfigurationError
 
@@ -95,6 +95,7 @@ class IndexReader:
                 first_step = 0
 
         _tell_epoch(self._loader.dataset, epoch)
+        seed_epoch(self._loader, seed, epoch, first, self._dealing.worker)
         self._sampler.indices = index_lists()
         loaded = iter(self._loader)
         while batches := list(islice(loaded, self._dealing.num_local_replicas)):
@@ -224,6 +225,7 @@ class ItemBatches:
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
         """The items of an epoch from number ``first`` on."""
         _tell_epoch(self._loader.dataset, epoch)
+        seed_epoch(self._loader, seed, epoch, first)
         self._sampler.indices = (index for (index,) in self._indices.of_epoch(epoch, first, seed))
         return iter(self._loader)
 

@@ -6,18 +6,22 @@ import contextlib
 import contextvars
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.data.distributed import DistributedDataset
+from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.values import PerReplica, ReduceOp, local_values
+from stratagem.strategy.cross_replica import CrossReplica
+from stratagem.strategy.replicas.context import ReplicaContext
+from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values, part_of_replica
+from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.runtime import active_runtime
+from stratagem.worker.step_meter import StepMeter
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
 
@@ -30,6 +34,7 @@ class Preparation:
     clip_norm: float | None = None
     nan: Literal["error", "skip"] = "error"
     sync_batchnorm: bool = False
+    torch_compile: bool | str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.gradients not in ("mean", "sum"):
@@ -38,6 +43,26 @@ class Preparation:
             raise ConfigurationError(f"expected nan='error' or 'skip', got {self.nan!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigurationError(f"expected clip_norm above 0 or None, got {self.clip_norm!r}")
+        if not isinstance(self.torch_compile, bool | str | Mapping | None):
+            raise ConfigurationError(f"expected torch_compile=True, a mode or options, got {self.torch_compile!r}")
+
+    def compile(self, models: Iterable[torch.nn.Module]) -> None:
+        """Has torch compile models, in place, if that was asked for."""
+        if self.torch_compile is None or self.torch_compile is False:
+            return
+        chosen = self.torch_compile
+        options = {"mode": chosen} if isinstance(chosen, str) else {} if chosen is True else dict(chosen)
+        for model in models:
+            # As nn.Module.compile does it, but from a frame that is not torch's own: dynamo leaves those alone, so that
+            # an nn.Sequential would not be compiled at all.
+            model._compiled_call_impl = torch.compile(_frame_around(model._call_impl), **options)
+
+
+def _frame_around(call: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward
 
 
 class Strategy:
@@ -46,10 +71,39 @@ class Strategy:
     The base class is the pass-through that :func:`get_strategy` gives outside any scope: one replica, nothing changed.
     """
 
+    communicator: Communicator | None = None
+    """Collectives among the workers; each must make the same calls in the same order. None: they do not run in step."""
+    holds_tables = False
+    """Whether tables (``sg.nn.Embedding``) built in its scope live elsewhere, and workers ask for their rows."""
+    _cross_replica = CrossReplica()
+    _meter: StepMeter | None = None
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas whose gradients go into one update."""
         return 1
+
+    @property
+    def local_devices(self) -> tuple[torch.device, ...]:
+        """Where the replicas of this process compute, one each."""
+        return (torch.device("cpu"),)
+
+    @property
+    def first_replica_id(self) -> int:
+        """Number of the first replica of this process among those in sync."""
+        return 0 if self.communicator is None else self.communicator.rank * len(self.local_devices)
+
+    @property
+    def parameter_device(self) -> torch.device | None:
+        """Where the only copy of variables is; None: each replica has its own."""
+        return None
+
+    def check_variable(self, name: str, trainable: bool) -> None:
+        """Called for each :class:`Variable` that is about to be created in the scope.
+
+        Raises:
+            ConfigurationError: the strategy cannot hold it.
+        """
 
     @property
     def is_lead(self) -> bool:
@@ -82,6 +136,7 @@ class Strategy:
         clip_norm: float | None = None,
         nan: Literal["error", "skip"] = "error",
         sync_batchnorm: bool = False,
+        torch_compile: bool | str | Mapping[str, Any] | None = None,
     ) -> Any:
         """Connects models, optimizers and schedulers to the strategy, in place.
 
@@ -94,68 +149,131 @@ class Strategy:
                 and counted.
             sync_batchnorm: BatchNorm layers normalise over the batches of all replicas in sync, so that the result
                 equals one process on the joined batch.
+            torch_compile: True, a mode ("max-autotune"), or arguments of ``torch.compile`` (``{"dynamic": True}``):
+                each replica's models are compiled. Shares of uneven batches have other sizes, each a compilation unless
+                ``dynamic``.
 
         Returns:
-            the object, or the tuple of objects, in the order given.
+            what stands for the object, or the tuple of objects, in the order given.
 
         Raises:
             ConfigurationError: an object is none of these, or an argument is out of its range.
             UnsupportedOptimizerError: the strategy cannot run the optimizer.
         """
+        kinds = torch.nn.Module | torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
         for item in objects:
-            if not isinstance(item, torch.nn.Module | torch.optim.Optimizer | LRScheduler):
+            if not isinstance(item, kinds):
                 raise ConfigurationError(
-                    f"prepare expects models, optimizers and schedulers, got {type(item).__name__}; "
+                    f"prepare expects models, optimizers, schedulers and GradScalers, got {type(item).__name__}; "
                     "loaders go to distribute_dataset"
                 )
-        self._prepare(objects, Preparation(gradients, clip_norm, nan, sync_batchnorm))
-        return objects[0] if len(objects) == 1 else objects
+        prepared = self._prepare(objects, Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile))
+        return prepared[0] if len(objects) == 1 else tuple(prepared)
 
-    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> None:
-        """What a strategy does with what it was given."""
+    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
+        """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""
+        from stratagem.strategy.guard import guard
 
-    def distribute_dataset(self, loader: DataLoader[Any]) -> DistributedDataset:
-        """This task's part of a loader of GLOBAL batches; iterate over it once an epoch.
+        preparation.compile(item for item in objects if isinstance(item, torch.nn.Module))
+        for item in objects:
+            if isinstance(item, torch.optim.Optimizer):
+                guard(item, preparation, lambda: None)
+        return objects
+
+    def distribute_dataset(
+        self,
+        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        options: DistributeOptions | None = None,
+    ) -> Any:
+        """This task's part of a source of GLOBAL batches; iterate over it once an epoch.
+
+        Args:
+            source: a DataLoader, an iterable of batches (tensors, arrays, in tuples, lists, dicts, dataclasses), or,
+                with ``batch_size``, a Dataset.
+            batch_size: examples in a global batch of a Dataset.
+            options: which part each worker gets, and how it gets to the devices.
 
         Raises:
-            ConfigurationError: the loader cannot be planned; says why.
+            ConfigurationError: the source cannot be shared out; says why, and what can be done.
         """
         raise ConfigurationError("distribute_dataset needs a strategy: build one, or enter its scope")
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Calls ``fn`` once for each local replica. Returns a :class:`PerReplica` of what it returned."""
-        return PerReplica((fn(*args, **(kwargs or {})),))
-
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> torch.Tensor:
-        """Reduces a value over the local replicas; with ``axis=0`` over the batch as well.
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
+    ) -> Any:
+        """This task's batches, each for ONE replica, from what ``dataset_fn`` returns; it is called once, here.
 
         Args:
-            op: SUM or MEAN. MEAN with an axis divides by the number of elements along it, over all replicas.
-            value: a :class:`PerReplica` of tensors or numbers, or one of them.
-            axis: None or 0.
+            dataset_fn: is told its place, batches per replica and shards by ``num_input_pipelines`` and
+                ``input_pipeline_id`` itself.
+            options: how batches get to the devices.
         """
-        parts = [torch.as_tensor(part) for part in local_values(value)]
-        if axis is None:
-            total = torch.stack(parts).sum(0)
-            return total / len(parts) if op is ReduceOp.MEAN else total
-        if axis != 0:
-            raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
-        total = torch.stack([part.sum(0) for part in parts]).sum(0)
-        return total / sum(part.shape[0] for part in parts) if op is ReduceOp.MEAN else total
+        raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
 
-    def reduce_mean(self, value: Any) -> torch.Tensor:
-        """The mean of per-replica means, weighted by the replicas' shares, detached: the loss to print."""
-        parts = [torch.as_tensor(part).detach() for part in local_values(value)]
-        shares = value.shares if isinstance(value, PerReplica) and value.shares else (1.0,) * len(parts)
-        pairs = [(part, share) for part, share in zip(parts, shares, strict=True) if share]
-        total = sum(share for _, share in pairs)
-        mean = torch.stack([part * (share / total) for part, share in pairs]).sum(0)
-        if mean.numel() == 1:
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """A :class:`PerReplica` of what ``value_fn`` returns, called once for each local replica."""
+        numbers = range(self.first_replica_id, self.first_replica_id + len(self.local_devices))
+        return PerReplica(tuple(value_fn(ValueContext(number, self.num_replicas_in_sync)) for number in numbers))
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Calls ``fn`` once for each local replica, in replica context.
+
+        Each :class:`PerReplica` among the arguments (a batch of a distributed dataset, say) is replaced by the value of
+        the replica.
+
+        Returns:
+            a :class:`PerReplica` of what ``fn`` returned.
+        """
+        own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs or {}), 0)
+        with ReplicaContext(self).entered():
+            return PerReplica((fn(*own[0], **own[1]),))
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Around what runs outside of replicas in the middle of :meth:`run` (``merge_call`` sees to it)."""
+        yield
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> Any:
+        """Reduces a value over all replicas in sync; with ``axis=0`` over the batch as well. Every worker must call it.
+
+        Under parameter servers it covers this worker's replica.
+
+        Args:
+            op: MEAN with an axis divides by the number of elements along it, over all replicas.
+            value: a :class:`PerReplica` of tensors, numbers, or dicts, lists and tuples of them.
+            axis: None or 0.
+
+        Returns:
+            a tensor, or a structure of them. The mean of integers is of torch's default dtype.
+        """
+        return self._cross_replica.reduce(op, value, axis)
+
+    def reduce_mean(self, value: Any) -> Any:
+        """The mean of per-replica means, weighted by the replicas' shares, detached: the loss to print.
+
+        Replicas without examples are ignored. A share is a number of examples, or what the step said with
+        ``set_weight``. Every worker must call it.
+        """
+        mean = self._cross_replica.reduce_mean(value)
+        if isinstance(mean, torch.Tensor) and mean.numel() == 1:
             self._saw_loss(mean)
         return mean
 
+    def gather(self, value: Any, axis: int) -> Any:
+        """The concatenation of all replicas' tensors along ``axis``, in replica order. Every worker must call it.
+
+        Args:
+            value: a :class:`PerReplica` of tensors, or of structures of them; lengths along the axis may differ.
+            axis: of the tensors, at least one-dimensional.
+        """
+        return self._cross_replica.gather(value, axis)
+
     def _saw_loss(self, loss: torch.Tensor) -> None:
         """A loss for the progress display."""
+        if self._meter is not None:
+            self._meter.newest_loss = loss
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The local replicas' values."""
@@ -171,13 +289,37 @@ class Strategy:
         """Inside, backward only accumulates; nothing is sent."""
         yield
 
+    @contextlib.contextmanager
+    def averaged_buffers(self, *models: torch.nn.Module) -> Iterator[None]:
+        """Inside, the buffers of models (statistics of BatchNorm) are the same on every replica; then each has its own.
+
+        Floats are averages, weighted by the examples that each replica has seen, integers the maximum (PROTOCOL.md 21):
+        for saving and evaluating. Every worker must enter it.
+        """
+        yield
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """Where the replicas' own streams of random numbers are, by name; the process's generators are not among them.
+
+        For checkpoints. Ask outside of :meth:`run`.
+        """
+        return {}
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Puts the replicas' streams back where :meth:`random_states` found them; those of others are left out."""
+
+    def close(self) -> None:
+        """Ends the threads of local replicas; nothing can be run after that. A script that ends need not call it."""
+
     def report(self, **metrics: float) -> None:
         """Named numbers for the progress display and ``--summary``."""
+        if self._meter is not None:
+            self._meter.metrics.update({name: float(value) for name, value in metrics.items()})
 
     @property
     def exposed_communication(self) -> float:
         """Part of the last steps' time that waited for communication, 0 to 1."""
-        return 0.0
+        return 0.0 if self._meter is None else self._meter.exposed_fraction
 
 
 _default = Strategy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -28,8 +29,42 @@ def parse_device(device: str | torch.device) -> torch.device:
     return torch.device("cpu") if parsed.type == "cpu" else parsed
 
 
+def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
+    """The devices of the replicas of this process. None: its part of the GPUs that torch sees, else one CPU.
+
+    Workers of one host (LOCAL_WORLD_SIZE, LOCAL_RANK) share out the GPUs.
+
+    Raises:
+        ConfigurationError: no such device, none at all, or one that comes twice.
+    """
+    if devices is None:
+        return _own_part_of_gpus() or (torch.device("cpu"),)
+    names = [devices] if isinstance(devices, str | torch.device) else list(devices)
+    if not names:
+        raise ConfigurationError("expected a device for each replica, got none; leave devices out for all GPUs")
+    spelled = [str(name).lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda") for name in names]
+    if len(set(spelled)) != len(spelled):
+        raise ConfigurationError(f"expected each device once, got {', '.join(map(str, names))}")
+    return tuple(map(parse_device, names))
+
+
+def _own_part_of_gpus() -> tuple[torch.device, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    each = torch.cuda.device_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not each:
+        return (default_device(),)
+    first = int(os.environ.get("LOCAL_RANK", "0")) * each
+    return tuple(torch.device("cuda", first + index) for index in range(each))
+
+
 def default_device() -> torch.device:
     """Where a worker computes when nobody says: ``cuda:LOCAL_RANK`` if there is one, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def named_devices(names: str) -> list[str] | None:
+    """The devices of a list with commas; None where it is empty."""
+    return [name.strip() for name in names.split(",")] if names else None

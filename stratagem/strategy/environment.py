@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.central_storage import CentralStorageStrategy
+from stratagem.strategy.devices import default_device, named_devices, parse_devices
+from stratagem.strategy.mirrored import MirroredStrategy
 from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from stratagem.strategy.one_device import OneDeviceStrategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 
 
-def strategy_from_environment(name: str | None = None) -> Strategy:
+def strategy_from_environment(
+    name: str | None = None, devices: str | Sequence[str | torch.device] | None = None
+) -> Strategy:
     """Builds a strategy.
 
     Args:
-        name: "one", "ring" or "ps"; "auto": ps when the cluster has a ps, ring when it has several workers, else one.
-            None: STRATAGEM_STRATEGY, else "auto".
+        name: "one", "mirrored", "central", "ring" or "ps"; "auto": ps when the cluster has a ps, ring when it has
+            several workers, mirrored when this process has several devices, else one. None: STRATAGEM_STRATEGY, else
+            "auto".
+        devices: of the replicas of this process; a text has commas between them. None: STRATAGEM_DEVICES, else its
+            GPUs, else one CPU.
 
     Raises:
-        ConfigurationError: no such strategy, or the cluster does not fit it.
+        ConfigurationError: no such strategy or device, or the cluster does not fit the strategy.
     """
     placement = placement_from_environment(os.environ)
     cluster = placement.cluster if placement is not None else None
     num_workers, num_ps = (cluster.num_workers, cluster.num_ps) if cluster is not None else (1, 0)
-    chosen = choose_strategy(name or os.environ.get("STRATAGEM_STRATEGY", "auto"), num_workers, num_ps)
-    if chosen == "ps":
-        return ParameterServerStrategy()
-    if chosen == "ring":
-        return MultiWorkerMirroredStrategy()
-    return OneDeviceStrategy("cuda:0" if torch.cuda.is_available() else "cpu")
+    chosen = name or os.environ.get("STRATAGEM_STRATEGY", "auto")
+    names = devices or os.environ.get("STRATAGEM_DEVICES", "")
+    own = named_devices(names) if isinstance(names, str) else names
+    strategy = choose_strategy(chosen, num_workers, num_ps, num_devices=len(parse_devices(own)))
+    if strategy == "mirrored":
+        return MirroredStrategy(own)
+    if strategy == "central":
+        return CentralStorageStrategy(own)
+    if strategy == "ring":
+        return MultiWorkerMirroredStrategy(devices=own)
+    if own is not None and len(own) > 1:
+        raise ConfigurationError(
+            f"the strategy {strategy!r} has one replica a process, but {len(own)} devices were given: "
+            f"{', '.join(map(str, own))}"
+        )
+    device = default_device() if own is None else own[0]
+    return ParameterServerStrategy(device=device) if strategy == "ps" else OneDeviceStrategy(device)

@@ -7,27 +7,32 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Plan, Unit
+from stratagem.data.distribute import lendable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
-from stratagem.errors import ConfigurationError
+from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.strategy import roles
 from stratagem.strategy.base import Preparation, Strategy
 from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.partitioners import Partitioner
-from stratagem.strategy.ps_units import LeasedUnits
+from stratagem.strategy.ps_counts import SharedCounts
+from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
+from stratagem.strategy.ps_units import LeasedUnits, UnitListener
 from stratagem.strategy.ps_variables import VariableGroups
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy, RolledBack, StepSlice
 from stratagem.worker.leases import Grant, LeaseClient
+from stratagem.worker.remote_table import RemoteTable
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.unit_tracker import UnitTracker
 
@@ -54,6 +59,8 @@ class ParameterServerStrategy(Strategy):
         ClusterTimeoutError: the cluster did not come up in time; names who is missing.
     """
 
+    holds_tables = True
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -72,12 +79,17 @@ class ParameterServerStrategy(Strategy):
             raise ConfigurationError(f"expected a staleness of at least 0, got {self.staleness!r}")
         self.device = default_device() if device is None else parse_device(device)
         self._runtime = WorkerRuntime(config, cluster)
+        self._meter = self._runtime.meter
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
         self._closes = CloseReports(self._runtime.clients)
         self._groups = VariableGroups(self._runtime, variable_partitioner, self._tracker.backward)
         self._pushes: list[GradientPush] = []
         self._num_datasets = 0
+        self._units: list[LeasedUnits] = []
+        self._listener: UnitListener | None = None
+        self.counts = SharedCounts(self._runtime.chief)
+        """What workers count and decide together."""
         self._grants: list[Grant] = []
         self._batches: dict[int, tuple[Any, Unit]] = {}
         self._weight: float | None = None
@@ -92,15 +104,31 @@ class ParameterServerStrategy(Strategy):
         return self._runtime.is_lead()
 
     @property
-    def exposed_communication(self) -> float:
-        return self._runtime.meter.exposed_fraction
+    def first_replica_id(self) -> int:
+        return self.task.index if self.staleness == 0 else 0
+
+    @property
+    def local_devices(self) -> tuple[torch.device, ...]:
+        return (self.device,)
+
+    def check_variable(self, name: str, trainable: bool) -> None:
+        raise ConfigurationError(
+            f"variable {name!r}: parameter servers hold the parameters of prepared models; make it an nn.Parameter of "
+            "a model, or create it outside of the scope, where it is this worker's own"
+        )
 
     @property
     def task(self) -> TaskId:
         """This worker."""
         return self._runtime.task
 
-    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> None:
+    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
+        for item in objects:
+            if isinstance(item, torch.amp.GradScaler):
+                raise ConfigurationError(
+                    "a GradScaler cannot be used with parameter servers: gradients leave during backward, still "
+                    "scaled. Use bfloat16 autocast, which needs no scaling"
+                )
         if preparation.sync_batchnorm:
             raise ConfigurationError(
                 "sync_batchnorm=True needs workers that run in step and talk to each other: use "
@@ -110,7 +138,9 @@ class ParameterServerStrategy(Strategy):
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for model in models:
+            _refuse_sparse(model)
             model.to(self.device)
+        preparation.compile(models)
         for member in self._groups.create(models, optimizers):
             push = GradientPush(
                 member.optimizer,
@@ -120,9 +150,12 @@ class ParameterServerStrategy(Strategy):
                 policy,
                 self._closes,
                 self._runtime.meter,
+                member.tables,
+                self._groups.lost,
             )
             self._pushes.append(push)
-            self._attach(push, member.parameters)
+            self._attach(push, [*member.parameters, *(table.handle for table in member.tables)])
+        return objects
 
     def _attach(self, push: GradientPush, parameters: Sequence[torch.nn.Parameter]) -> None:
         stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -149,20 +182,21 @@ class ParameterServerStrategy(Strategy):
 
     def _commit(self, push: GradientPush) -> None:
         try:
-            pushed = push.push(self._tracker.step(), self._step_slice())
+            update = self._tracker.step()
+            pushed = push.push(update, self._step_slice(update.units))
         except RolledBack:
             self._roll_back()
             return
         if not pushed:
             return
         self._accept(self._tracker.stepped())
-        if self._tracker.current is None:
+        if not update.units:
             self._runtime.meter.step_done(0)
 
-    def _step_slice(self) -> StepSlice | None:
+    def _step_slice(self, units: Sequence[Unit]) -> StepSlice | None:
         if self.staleness > 0 and (self._num_datasets or self.staleness == math.inf):
             return None
-        if self._tracker.current is None:
+        if not units:
             raise ConfigurationError(
                 f"staleness {self.staleness:g} needs to know which batch a step belongs to: iterate over "
                 "strategy.distribute_dataset(loader)"
@@ -209,9 +243,24 @@ class ParameterServerStrategy(Strategy):
             lease.forget()
         self._closes.clear()
         self._groups.reattach()
+        for push in self._pushes:
+            push.reattached()
         logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")
 
-    def distribute_dataset(self, loader: DataLoader[Any]) -> DistributedDataset:
+    def distribute_dataset(
+        self,
+        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        options: DistributeOptions | None = None,
+    ) -> DistributedDataset:
+        """See :meth:`Strategy.distribute_dataset`. The chief lends batches (AutoShardPolicy.LEASE, which AUTO is here):
+        each example is accepted exactly once an epoch, whatever dies.
+
+        Raises:
+            ConfigurationError: a source whose batches cannot be lent: an iterable, or a sampler of one's own.
+        """
+        loader = lendable(source, batch_size, options or DistributeOptions())
         num_slices = self._runtime.cluster.num_workers if self.staleness == 0 else 1
         plan = plan_of(loader, num_slices, self.staleness)
         self._num_datasets += 1
@@ -220,10 +269,87 @@ class ParameterServerStrategy(Strategy):
         ahead = 2 if self.staleness == math.inf else 1
         lease = LeaseClient(self._runtime.chief, self._num_datasets, ahead)
         self._runtime.leases.append(lease)
-        source = LeasedUnits(
-            plan, lease, self._tracker, self._closes, self._runtime.meter, self._groups.pull, self._begin
+        source_of_units = LeasedUnits(
+            plan,
+            lease,
+            self._tracker,
+            self._closes,
+            self._runtime.meter,
+            self._groups.pull,
+            self._begin,
+            lambda: self._listener,
         )
-        return DistributedDataset(loader, plan, self._num_datasets, source, self.device)
+        self._units.append(source_of_units)
+        return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
+    ) -> DistributedDataset:
+        """Cannot be done: what each worker makes for itself cannot be lent to another."""
+        raise ConfigurationError(
+            "under ParameterServerStrategy the chief lends batches to workers that come and go, so they cannot come "
+            "from a function of each worker's own: give distribute_dataset a DataLoader over a map-style dataset"
+        )
+
+    def lend_evaluation(
+        self, loader: DataLoader[Any], num_batches: int | None = None
+    ) -> tuple[DistributedDataset, EvaluatedUnits]:
+        """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
+        the weights: while a pass goes on, the chief holds training. Every worker has to call it, and to go through it,
+        in the same order.
+
+        Args:
+            loader: of batches; they are the units, in the order of the examples.
+            num_batches: no more than these; None: all.
+
+        Returns:
+            the batches of this worker, and whom to tell what was counted on them.
+
+        Raises:
+            ConfigurationError: the loader's batches have no numbers.
+        """
+        whole = plan_of(loader, 1, math.inf)
+        num_examples = (
+            whole.num_examples if num_batches is None else min(whole.num_examples, num_batches * whole.batch_size)
+        )
+        plan = dataclasses.replace(whole, num_examples=num_examples, shuffle=False)
+        units = self._evaluated_units(plan)
+        return DistributedDataset(loader, plan, 0, units, self.device), units
+
+    def lend_whole(self, batches: Iterable[Any]) -> tuple[WholeData, EvaluatedUnits]:
+        """As :meth:`lend_evaluation`, of data whose batches have no numbers: one worker evaluates them all."""
+        units = self._evaluated_units(Plan(1, 1, shuffle=False))
+        return WholeData(batches, units), units
+
+    def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
+        group = self.counts.new_group("evaluation")
+        return EvaluatedUnits(self._runtime.chief, group, plan, self._pull_all, self._runtime.meter)
+
+    def _pull_all(self) -> None:
+        """Takes the newest weights, of ps that come back as well."""
+        while True:
+            try:
+                self._groups.pull()
+                return
+            except (StaleStoreError, PeerUnavailableError):
+                if self.staleness == 0:
+                    self._roll_back()
+                else:
+                    self._groups.reconnect()
+
+    @contextlib.contextmanager
+    def listened(self, listener: UnitListener) -> Iterator[None]:
+        """Inside, ``listener`` hears of the units that are trained on."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def finish_unit(self) -> None:
+        """The script pauses after a step: the batch it has is complete, and the chief hears of it."""
+        for units in self._units:
+            units.finish()
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)
@@ -234,11 +360,17 @@ class ParameterServerStrategy(Strategy):
         with self._groups.paused():
             yield
 
-    def _saw_loss(self, loss: torch.Tensor) -> None:
-        self._runtime.meter.newest_loss = loss
+    def named_variables(self) -> list[tuple[str, torch.Tensor]]:
+        """What optimizers change on the ps, by the name it has there, and its copy in this process.
 
-    def report(self, **metrics: float) -> None:
-        self._runtime.meter.metrics.update({name: float(value) for name, value in metrics.items()})
+        Of what no optimizer changes (buffers) the ps have the initial values only.
+        """
+        return self._groups.optimized
+
+    def push_weights(self) -> None:
+        """Gives the ps the values that this process has now, if it is the lead; the others take them from there."""
+        if self.is_lead:
+            self._groups.push()
 
     def save_checkpoint(self, directory: str | os.PathLike[str] = "") -> str:
         """Takes a consistent checkpoint of all ps and returns its path.
@@ -251,3 +383,14 @@ class ParameterServerStrategy(Strategy):
         """
         path, _step = self._runtime.chief.save_checkpoint(os.fspath(directory))
         return path
+
+
+def _refuse_sparse(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        remote = isinstance(getattr(module, "remote_table", None), RemoteTable)
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse and not remote:
+            raise ConfigurationError(
+                f"gradients of an nn.Embedding travel dense to parameter servers: give {name or 'the embedding'} "
+                "sparse=False, or make it an sg.nn.Embedding (or EmbeddingBag) inside `with strategy.scope():`, whose "
+                "rows live on the parameter servers"
+            )

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from stratagem.cluster.units import Plan, Unit
 from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.leases import Grant, LeaseClient
 from stratagem.worker.step_meter import StepMeter
 from stratagem.worker.unit_tracker import UnitTracker
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What was counted on a unit."""
+
+    group: str
+    """With ``ordinal`` the name of the tally, the same on every worker."""
+    ordinal: int
+    data: bytes
+
+
+class UnitListener(Protocol):
+    """Hears of the units that this worker trains on."""
+
+    def begin_unit(self) -> None:
+        """The script is about to get the batch of a unit."""
+
+    def collect(self) -> Counted:
+        """What was counted since."""
+
+    def flush(self) -> None:
+        """There is no further batch now, perhaps never: a step with what was accumulated is due."""
 
 
 class LeasedUnits:
@@ -26,6 +51,7 @@ class LeasedUnits:
         meter: counts steps and examples, times waiting.
         pull: takes newer weights from the ps.
         on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
+        listener: gives who hears of units.
     """
 
     def __init__(
@@ -37,6 +63,7 @@ class LeasedUnits:
         meter: StepMeter,
         pull: Callable[[], None],
         on_begin: Callable[[Grant | None, Any], None],
+        listener: Callable[[], UnitListener | None],
     ) -> None:
         self._plan = plan
         self._bounded = 0 < plan.staleness < math.inf
@@ -46,7 +73,9 @@ class LeasedUnits:
         self._meter = meter
         self._pull = pull
         self._on_begin = on_begin
+        self._listener = listener
         self._clock = 0
+        self._uncounted: Unit | None = None
 
     def start_epoch(self, epoch: int) -> None:
         self._lease.start_epoch(epoch)
@@ -58,6 +87,8 @@ class LeasedUnits:
         grant = self._lease.next(wait=False)
         if grant is not None or not wait:
             return grant
+        if (listener := self._listener()) is not None:
+            listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
         self._close(self._tracker.end())
         self._closes.flush()
@@ -77,8 +108,18 @@ class LeasedUnits:
                 self._pull()
         self._tracker.take(grant.unit)
         self._on_begin(grant, batch)
+        if (listener := self._listener()) is not None:
+            self._uncounted = grant.unit
+            listener.begin_unit()
+
+    def finish(self) -> None:
+        """The script pauses after a step: the unit it has is complete now, and the chief hears of it."""
+        self._count()
+        self._close(self._tracker.leave())
+        self._lease.report()
 
     def done(self, grant: Grant) -> None:
+        self._count()
         self._close(self._tracker.leave())
         if self._plan.staleness == 0 and self._tracker.num_idle:
             raise ConfigurationError(
@@ -99,6 +140,14 @@ class LeasedUnits:
         self._tracker.abandon()
         with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
             self._lease.leave()
+
+    def _count(self) -> None:
+        unit, self._uncounted = self._uncounted, None
+        listener = self._listener()
+        if unit is not None and listener is not None:
+            counted = listener.collect()
+            tally = chief_pb2.TallyName(group=counted.group, ordinal=counted.ordinal)
+            self._lease.count(unit, tally, counted.data)
 
     def _close(self, closed: list[Unit]) -> None:
         self._closes.add(closed)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
-from stratagem.strategy.partitioners import Partitioner, place
+from stratagem.ps.row_updates import check_for_rows
+from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.worker.layout import Layout, VariableSpec
 from stratagem.worker.optimizer_state import OptimizerState
+from stratagem.worker.ps_client import PsClient
+from stratagem.worker.remote_table import RemoteTable, TableLink
+from stratagem.worker.row_placement import RowPlacement
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.staging import GradientStaging
+from stratagem.worker.table_state import TableState
 from stratagem.worker.variables import RemoteVariables
+
+logger = logging.getLogger(__name__)
 
 GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
 
@@ -25,6 +33,8 @@ class OptimizedVariables:
 
     optimizer: torch.optim.Optimizer
     parameters: Sequence[torch.nn.Parameter]
+    """Without tables."""
+    tables: Sequence[RemoteTable]
     variables: RemoteVariables
     staging: GradientStaging
 
@@ -47,6 +57,7 @@ class VariableGroups:
         self._load_bytes = [0] * len(runtime.clients)
         self._all: list[RemoteVariables] = []
         self._staging: list[GradientStaging] = []
+        self._tables: list[RemoteTable] = []
         self._num_models = 0
         self._next_group = 0
 
@@ -55,21 +66,35 @@ class VariableGroups:
     ) -> list[OptimizedVariables]:
         """Creates or attaches to the variables of ``models``; returns those that each optimizer changes."""
         names = self._names(models)
+        every = {id(table.handle): table for model in models for table in tables_of(model)}
         optimized: list[OptimizedVariables] = []
         taken: set[int] = set()
         for optimizer in optimizers:
             _check_optimizer(optimizer)
-            parameters, groups = _parameters(optimizer, names, taken)
+            pairs = _parameters(optimizer, names, taken)
+            tables = [every[id(handle)] for handle, _ in pairs if id(handle) in every]
+            for handle, group in pairs:
+                if id(handle) in every:
+                    check_for_rows(type(optimizer).__name__, optimizer.param_groups[group])
+                    self._add_table(every[id(handle)], names[id(handle)], group, type(optimizer).__name__)
+            parameters = [parameter for parameter, _ in pairs if id(parameter) not in every]
+            groups = [group for parameter, group in pairs if id(parameter) not in every]
             variables = self._add(
                 [names[id(parameter)] for parameter in parameters],
                 parameters,
                 groups,
                 type(optimizer).__name__,
             )
-            staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward)
+            staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward, tables)
             self._staging.append(staging)
             OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.is_lead)
-            optimized.append(OptimizedVariables(optimizer, parameters, variables, staging))
+            if tables:
+                TableState(optimizer, tables)
+            optimized.append(OptimizedVariables(optimizer, parameters, tables, variables, staging))
+        for identity, table in every.items():
+            if identity not in taken:
+                self._add_table(table, names[identity], 0, "")
+                taken.add(identity)
         rest = [
             (names[id(tensor)], tensor)
             for model in models
@@ -81,11 +106,34 @@ class VariableGroups:
             self._add([name for name, _ in rest], [tensor for _, tensor in rest], [0] * len(rest), "")
         return optimized
 
+    @property
+    def optimized(self) -> list[tuple[str, torch.Tensor]]:
+        """Every variable that an optimizer changes, by its name in the job, and its copy in this process.
+
+        Tables, and what stands for them, are among them, also those that no optimizer changes.
+        """
+        dense = [pair for variables in self._all if variables.optimized for pair in variables.named]
+        return [*dense, *((table.link.name, table.handle) for table in self._tables)]
+
+    def push(self) -> None:
+        """Gives the ps the values of this process."""
+        for variables in self._all:
+            variables.assign_all()
+
     def pull(self) -> None:
         """Takes newer weights of everything an optimizer changes."""
         for variables in self._all:
             if variables.optimized:
                 variables.pull()
+
+    def reconnect(self) -> None:
+        """Connects to every ps anew, waits for those that are away, and gives one without values those of this process.
+
+        Raises:
+            PeerUnavailableError: one does not come back in time.
+        """
+        for client in self._runtime.clients:
+            self._recover(client)
 
     def reattach(self) -> None:
         """After the ps went back to a checkpoint: forgets what was staged, takes their weights."""
@@ -94,7 +142,16 @@ class VariableGroups:
         for variables in self._all:
             for client in self._runtime.clients:
                 variables.attach(client, False)
+        for table in self._tables:
+            table.clear_gradient()
+            for client in self._runtime.clients:
+                table.attach(client, False)
         self.pull()
+
+    def lost(self, ps: int) -> None:
+        """One ps has forgotten what was staged there: the connection to it is new."""
+        for staging in self._staging:
+            staging.lost(ps)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,6 +160,41 @@ class VariableGroups:
             for staging in self._staging:
                 stack.enter_context(staging.paused())
             yield
+
+    def _recover(self, client: PsClient) -> None:
+        """Connects to a ps that was lost while rows or weights were asked for."""
+        store_epoch = client.store_epoch
+        logger.warning("lost the connection to %s; waiting for it", client.task)
+        client.connect()
+        self.lost(client.index)
+        if client.store_epoch != store_epoch:
+            # As after a lost commit: a ps that found no checkpoint takes the values of whoever comes first.
+            for variables in self._all:
+                variables.attach(client, True)
+            for table in self._tables:
+                table.attach(client, True)
+
+    def _add_table(self, table: RemoteTable, name: str, param_group: int, optimizer: str) -> None:
+        clients = self._runtime.clients
+        shape, dtype = (table.num_rows, table.width), table.handle.dtype
+        (rows,) = place([(shape, dtype)], self._partitioner or FixedShardsPartitioner(len(clients)), self._load_bytes)
+        link = TableLink(
+            name=name,
+            clients=clients,
+            placement=RowPlacement(rows),
+            group=self._next_group,
+            optimizer=optimizer,
+            param_group=param_group,
+            frame_bytes=self._runtime.config.frame_bytes,
+            meter=self._runtime.meter,
+            is_lead=self._runtime.is_lead,
+            on_backward=self._on_backward,
+            recover=self._recover,
+            timeout_s=self._runtime.config.start_timeout_s,
+        )
+        self._next_group += 1
+        table.create_or_attach(link)
+        self._tables.append(table)
 
     def _add(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], param_groups: Sequence[int], optimizer: str
@@ -141,6 +233,12 @@ class VariableGroups:
         return names
 
 
+def tables_of(model: torch.nn.Module) -> list[RemoteTable]:
+    """The tables of a model whose rows live on parameter servers."""
+    found = (getattr(module, "remote_table", None) for module in model.modules())
+    return [table for table in found if isinstance(table, RemoteTable)]
+
+
 def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     saved = model.state_dict(keep_vars=True)
     return [buffer for name, buffer in model.named_buffers() if name in saved]
@@ -148,9 +246,9 @@ def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def _parameters(
     optimizer: torch.optim.Optimizer, names: dict[int, str], taken: set[int]
-) -> tuple[list[torch.nn.Parameter], list[int]]:
-    parameters: list[torch.nn.Parameter] = []
-    groups: list[int] = []
+) -> list[tuple[torch.nn.Parameter, int]]:
+    """Parameters of an optimizer, and the param_group of each."""
+    found: list[tuple[torch.nn.Parameter, int]] = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -163,9 +261,8 @@ def _parameters(
                     f"{names[id(parameter)]} belongs to two optimizers; a ps keeps one optimizer state for it"
                 )
             taken.add(id(parameter))
-            parameters.append(parameter)
-            groups.append(index)
-    return parameters, groups
+            found.append((parameter, index))
+    return found
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -21,6 +21,8 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc.logs import configure_logging
+from stratagem.worker.interrupts import EXIT_TERMINATED
+from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,13 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
         previous(cls, error, traceback)
 
     sys.excepthook = on_exception
-    _before_pools_close(lambda: runtime.goodbye(1 if failure else 0, failure[0] if failure else ""))
+
+    def goodbye() -> None:
+        # A SystemExit does not come by the hook; the one that says that work is left is known here.
+        code = 1 if failure else EXIT_TERMINATED if preemption.is_leaving else 0
+        runtime.goodbye(code, failure[0] if failure else "")
+
+    _before_pools_close(goodbye)
 
 
 def _before_pools_close(work: Callable[[], None]) -> None:

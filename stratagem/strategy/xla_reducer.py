@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from stratagem.strategy.xla_group import XlaGroup
-from stratagem.worker.reduction.gradient_slot import Slot
+from stratagem.worker.preemption_request import preemption
+from stratagem.worker.reduction.gradient_slot import Slot, WeakHook
 from stratagem.worker.reduction.gradient_tail import Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.ring.communicator import Communicator
@@ -48,7 +49,7 @@ class XlaReducer:
         for slot in self._slots:
             if slot.parameter.requires_grad:
                 slot.parameter.register_hook(functools.partial(self._on_leaf, slot))
-                slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, slot))
+                slot.parameter.register_post_accumulate_grad_hook(WeakHook(self._on_gradient, slot))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -63,6 +64,13 @@ class XlaReducer:
     def has_pending(self) -> bool:
         """Whether ``no_sync`` has left gradients that are this replica's own."""
         return any(slot.pending and slot.parameter.grad is not None for slot in self._slots)
+
+    def refresh(self) -> None:
+        """Parameters that need gradients later stay out: XLA would have to compile the step again."""
+
+    def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """A step was made: its graph is sent off."""
+        self._group.run_graph()
 
     def _on_leaf(self, slot: _LazySlot, _: torch.Tensor) -> None:
         """Runs before autograd adds to ``p.grad``; also for ``torch.autograd.grad`` of the parameter."""
@@ -126,6 +134,8 @@ class XlaReducer:
     def _synchronise(self, backward: _Backward) -> None:
         tail, total = self._exchange(backward)
         merged = tail.decode(total, self._group.size)
+        if merged.wants_end:
+            preemption.hear()
         present = [slot for slot in self._slots if merged.present[slot.index]]
         gradients = [slot.contribution() for slot in present]
         self._group.sum_on_device(gradients)
@@ -139,7 +149,7 @@ class XlaReducer:
 
     def _exchange(self, backward: _Backward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
         present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
-        tail = Tail(present, backward.weights, 0, 1, self._num_reduced, failed)
+        tail = Tail(present, backward.weights, 0, 1, self._num_reduced, failed, preemption.requested)
         self._num_reduced += 1
         return tail, self._communicator.all_reduce(tail.encode(self._group.rank, self._group.size))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -79,6 +79,23 @@ class Baton:
             if self._holder == who:
                 self._holder = None
                 self._changed.notify_all()
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """The streams of all but the caller and replica 0, by the replica's number; the caller has the baton.
+
+        "left": the generator as the caller got it back, by which it is told whether the caller has used it since.
+        """
+        if self._left is None:
+            return {}
+        own = {str(who): state.clone() for who, state in self._states.items() if who > 0}
+        return own | {"left": self._left.clone()}
+
+    def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Takes what :meth:`states` gave. That of other replicas than these: they are seeded when they run next."""
+        self._left = None
+        if set(states) == {"left", *(str(who) for who in self._takers if who > 0)}:
+            self._states |= {who: states[str(who)].clone() for who in self._takers if who > 0}
+            self._left = states["left"].clone()
 
     def _seed(self, state: torch.Tensor) -> None:
         generator = torch.Generator("cpu")

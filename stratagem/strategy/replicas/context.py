@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +17,7 @@ from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
-from stratagem.strategy.values import PerReplica
+from stratagem.strategy.values import PerReplica, part_of_replica
 from stratagem.worker.ring.communicator import Communicator
 
 if TYPE_CHECKING:  # a strategy enters contexts, so its module imports this one
@@ -69,6 +68,8 @@ class ReplicaContext:
         replica: local number of this one.
         ops: reduces within the process; only with a crew.
         workers: collectives with other workers; None: there are none.
+        own: collectives of this replica; what it has queued there is done before the replicas meet, so that every
+            worker makes its collectives in one order.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ReplicaContext:
         replica: int = 0,
         ops: CrossDeviceOps | None = None,
         workers: Communicator | None = None,
+        own: Communicator | None = None,
     ) -> None:
         if crew is not None and ops is None:
             raise ValueError("expected cross-device ops with a crew, got None")
@@ -86,6 +88,7 @@ class ReplicaContext:
         self._replica = replica
         self._ops = ops
         self._workers = workers
+        self._own = own
 
     @property
     def strategy(self) -> Strategy:
@@ -95,8 +98,9 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> int:
         """Number of this replica, from 0, among those of all workers."""
-        num_local = 1 if self._crew is None else self._crew.size
-        return self._replica + (0 if self._workers is None else self._workers.rank * num_local)
+        if self._workers is None:
+            return self._strategy.first_replica_id + self._replica
+        return self._replica + self._workers.rank * (1 if self._crew is None else self._crew.size)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -173,14 +177,22 @@ class ReplicaContext:
         def decide(values: list[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
             merged = [PerReplica(column) for column in zip(*(its for its, _ in values), strict=True)]
             named = {key: PerReplica(tuple(its[key] for _, its in values)) for key in kwargs}
-            result = fn(self._strategy, *merged, **named)
-            return [map_leaves(functools.partial(_part, replica), result) for replica in range(len(values))]
+            with self._strategy.interrupted():
+                result = fn(self._strategy, *merged, **named)
+            return [part_of_replica(result, replica) for replica in range(len(values))]
 
         return self._merge(what, (tuple(args), kwargs), decide)
 
     @property
     def _is_alone(self) -> bool:
-        return self._crew is None and self._workers is None
+        if self._crew is not None or self._workers is not None:
+            return False
+        if self.num_replicas_in_sync > 1:
+            raise ConfigurationError(
+                f"the replicas of {type(self._strategy).__name__} do not meet in a step: they only add up gradients; "
+                "use MultiWorkerMirroredStrategy (--strategy ring) for collectives in a step"
+            )
+        return True
 
     def _merge(self, what: str, value: Any, decide: Callable[[list[Any]], list[Any]]) -> Any:
         """``decide`` runs once, in cross-replica context: from the local replicas' values to one result each."""
@@ -190,6 +202,9 @@ class ReplicaContext:
                 return decide(values)
 
         if self._crew is not None:
+            if self._own is not None:
+                with self._crew.waiting():
+                    self._own.submit(lambda: None).result()
             return self._crew.meet(what, value, cross)
         return cross([value])[0]
 
@@ -301,10 +316,6 @@ def _in(here: ReplicaContext | _Here, strategy: Strategy) -> Iterator[None]:
         token = _here.set(here)
         stack.callback(_here.reset, token)
         yield
-
-
-def _part(replica: int, value: Any) -> Any:
-    return value.values[replica] if isinstance(value, PerReplica) else value
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

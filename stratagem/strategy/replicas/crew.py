@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -183,6 +183,14 @@ class Crew:
                 del cause  # its traceback holds this frame
         return cast(list[T], run.results)
 
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """Where the streams of those replicas are that have one beside the caller's; nothing may run meanwhile."""
+        return self._baton.states()
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Puts the streams back where :meth:`random_states` found them."""
+        self._baton.set_states(states)
+
     def close(self) -> None:
         """Ends the threads."""
         self._dismiss()
@@ -216,7 +224,10 @@ class Crew:
 
     def _check_same_place(self, run: _Run) -> None:
         one = next(replica for replica, offer in enumerate(run.offers) if offer is not None)
-        for other, offer in enumerate(run.offers):
+        # One that has not come yet may come; the one to name is that which never will.
+        others = sorted(range(self.size), key=lambda replica: run.doing[replica] is not Doing.ENDED)
+        for other in others:
+            offer = run.offers[other]
             if offer is None or offer.what != cast(_Offer, run.offers[one]).what:
                 raise CollectiveError(
                     f"{self.name_of(one)} {self._doing(run, one)}, but {self.name_of(other)} "

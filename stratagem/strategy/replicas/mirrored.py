@@ -22,6 +22,9 @@ class Home(Protocol):
     def touch(self) -> None:
         """Code outside of replicas got hold of something that it may change without a trace."""
 
+    def acts_for_all(self) -> bool:
+        """Whether what asks is the first replica, or the code outside of replicas."""
+
 
 class Mirrored:
     """Stands for its copy on the replica that asks; outside of replicas for that of replica 0, the user's own object.

@@ -86,6 +86,16 @@ class OnlyReplica:
         return getattr, (nullcontext(), "__exit__")
 
 
+def drop_checks(model: nn.Module) -> None:
+    """Takes the checks off a model that is to be compiled: they would cut its graph into pieces.
+
+    Whoever uses it in another replica is still found out, in backward.
+    """
+    for part in model.modules():
+        for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, OnlyReplica)]:
+            del part._forward_pre_hooks[key]
+
+
 def foreign(did: str, here: int, owner: int) -> ConfigurationError:
     """The error for using what is another replica's."""
     what = "the object that was given to strategy.prepare" if owner == 0 else "an object that it kept"

@@ -32,5 +32,5 @@ class MirroredScheduler(Mirrored):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """In a step of several replicas, done by replica 0 alone."""
-        if not self._mirrored_home.which():
+        if self._mirrored_home.acts_for_all():
             current(self).step(*args, **kwargs)

@@ -80,6 +80,10 @@ class Mirrors:
         """The objects of each replica, in the same order. A scheduler is the same object everywhere."""
         return [[copies[replica] for _, copies in self._all.values()] for replica in range(len(self.devices))]
 
+    def copies_of(self, item: Any) -> Sequence[Any]:
+        """What an original stands for on each replica."""
+        return self._all[id(item)][1]
+
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """Mirrors more objects, which may share parameters with those that were given before.
 
@@ -103,7 +107,7 @@ class Mirrors:
                 for model in models:
                     copies[id(model)].append(its.of_module(model))
                 for optimizer in optimizers:
-                    copies[id(optimizer)].append(its.of_optimizer(optimizer))
+                    copies[id(optimizer)].append(self._copy_optimizer(its, optimizer))
                 for item in fresh:
                     if isinstance(item, torch.amp.GradScaler):
                         copies[id(item)].append(its.of_scaler(item))
@@ -160,6 +164,10 @@ class Mirrors:
     def touch(self) -> None:
         """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
         self._touched = True
+
+    def acts_for_all(self) -> bool:
+        """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
+        return not self.which()
 
     def before_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
         """Has ``callback`` called before each step, with the number of the replica and its optimizer.
@@ -219,12 +227,9 @@ class Mirrors:
             self._changes.append(ModelChanges(copies, self._copies, self.devices[0]))
             return mirrored(MirroredModule, copies, self), copies
         if isinstance(item, torch.optim.Optimizer):
-            name = f"step() of {type(item).__name__} {self._num_optimizers}"
             self._num_optimizers += 1
-            for replica, optimizer in enumerate(copies):
-                optimizer.register_step_pre_hook(functools.partial(self._before_step, name, replica))
-            self._changes.append(OptimizerChanges(copies, self._copies))
-            return mirrored(MirroredOptimizer, copies, self), copies
+            name = f"step() of {type(item).__name__} {self._num_optimizers - 1}"
+            return self._install_optimizer(name, copies), copies
         if isinstance(item, torch.amp.GradScaler):
             self._scalers.append(copies)
             return mirrored(MirroredScaler, copies, self, self._largest, self._own), copies
@@ -233,6 +238,16 @@ class Mirrors:
             copies = [item] * len(self.devices)
             return mirrored(MirroredScheduler, copies, self, optimizer), copies
         raise ConfigurationError(f"expected models, optimizers, schedulers and GradScalers, got {type(item).__name__}")
+
+    def _copy_optimizer(self, copies: Copies, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return copies.of_optimizer(optimizer)
+
+    def _install_optimizer(self, name: str, copies: list[Any]) -> Any:
+        """Makes the proxy of an optimizer; ``name`` is that of its step, for messages."""
+        for replica, optimizer in enumerate(copies):
+            optimizer.register_step_pre_hook(functools.partial(self._before_step, name, replica))
+        self._changes.append(OptimizerChanges(copies, self._copies))
+        return mirrored(MirroredOptimizer, copies, self)
 
     # -- inside of replicas ------------------------------------------------------------------------------------
 

@@ -122,6 +122,7 @@ class ModelChanges:
             seen.record()
         self._hooks.record()
         self._frozen = [parameter.requires_grad for parameter, *_ in self._parameters]
+        self._had_gradient = [parameter.grad is not None for parameter, *_ in self._parameters]
         self._versions = _versions(self._tensors)
 
     def spread(self, fully: bool) -> None:
@@ -142,11 +143,12 @@ class ModelChanges:
         if fully:
             self._hooks.spread(self._copies)
         self._spread_tensors(fully)
-        for was_needed, (parameter, *twins) in zip(self._frozen, self._parameters, strict=True):
+        before = zip(self._frozen, self._had_gradient, self._parameters, strict=True)
+        for was_needed, had_gradient, (parameter, *twins) in before:
             if parameter.requires_grad != was_needed:
                 for twin in twins:
                     twin.requires_grad_(not was_needed)
-            if parameter.grad is None:
+            if had_gradient and parameter.grad is None:
                 for twin in twins:
                     twin.grad = None
 

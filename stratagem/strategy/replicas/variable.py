@@ -17,7 +17,6 @@ from stratagem.strategy.base import Strategy, get_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.strategy.values import PerReplica, ReduceOp
-from stratagem.worker.ring.communicator import Communicator
 
 
 class VariableAggregation(enum.Enum):
@@ -95,9 +94,9 @@ class Variable(TensorOperators):
         self.synchronization = synchronization
         self.trainable = trainable
         self._strategy = get_strategy()
-        self._devices = _local_devices(self._strategy)
-        communicator = getattr(self._strategy, "communicator", None)
-        self._workers = communicator if isinstance(communicator, Communicator) else None
+        self._strategy.check_variable(name, trainable)
+        self._devices = self._strategy.local_devices
+        self._workers = self._strategy.communicator
         initial = self._of_the_lead(initial)
         self._tensors = [self._hold(initial.to(device, copy=True)) for device in self._places()]
         _variables.setdefault(self._strategy, []).append(weakref.ref(self))
@@ -240,7 +239,7 @@ class Variable(TensorOperators):
         return replica if len(self._tensors) > 1 else 0
 
     def _places(self) -> tuple[torch.device, ...]:
-        central = getattr(self._strategy, "parameter_device", None)
+        central = self._strategy.parameter_device
         if central is not None and self.synchronization is VariableSynchronization.ON_WRITE:
             return (central,)  # one copy for all replicas
         return self._devices
@@ -253,7 +252,8 @@ class Variable(TensorOperators):
             return values.values[0]
         self._check_aggregation(doing)
         if self.aggregation in _OPS:
-            return self._strategy.reduce(_OPS[self.aggregation], values).to(self.dtype)
+            total: torch.Tensor = self._strategy.reduce(_OPS[self.aggregation], values)
+            return total.to(self.dtype)
         return self._of_the_lead(values.values[0])
 
     def _of_the_lead(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -337,8 +337,3 @@ def _as_tensor(value: Any) -> torch.Tensor:
     if isinstance(value, Variable):
         value = value.value()
     return torch.as_tensor(value).detach()
-
-
-def _local_devices(strategy: Strategy) -> tuple[torch.device, ...]:
-    several = getattr(strategy, "local_devices", None)  # a strategy of one replica says only where that is
-    return tuple(several) if several else (getattr(strategy, "device", torch.device("cpu")),)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
@@ -25,11 +26,20 @@ class CrewStrategy(Strategy):
     """
 
     def __init__(self, num_local: int, communicator: Communicator | None = None) -> None:
-        self.local_devices = (torch.device("cpu"),) * num_local
+        self._devices = (torch.device("cpu"),) * num_local
         self.communicator = communicator
-        self.crew = Crew(self.local_devices)
+        self.crew = Crew(self._devices)
         self.num_reduced = 0
+        self.place: torch.device | None = None
         self._ops = ReductionToOneDevice()
+
+    @property
+    def local_devices(self) -> tuple[torch.device, ...]:
+        return self._devices
+
+    @property
+    def parameter_device(self) -> torch.device | None:
+        return self.place
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -43,12 +53,9 @@ class CrewStrategy(Strategy):
         work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]
         return PerReplica(tuple(self.crew.run(work)))
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> torch.Tensor:
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> Any:
         self.num_reduced += 1
-        total = super().reduce(ReduceOp.SUM, value, axis)
-        if self.communicator is not None:
-            total = self.communicator.all_reduce(total)
-        return total / self.num_replicas_in_sync if op is ReduceOp.MEAN else total
+        return CrossReplica(len(self._devices), self._ops, self.communicator).reduce(op, value, axis)
 
 
 def replica_id() -> int:

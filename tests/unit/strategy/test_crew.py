@@ -418,3 +418,34 @@ def test_listeners_hear_of_a_failure_once(crew: Crew) -> None:
         everywhere(crew, work)
     assert len(heard) == 1
     assert heard[0] in [f"replica {replica} raised Broken: first line of {replica}" for replica in range(3)]
+
+
+def test_the_streams_of_the_replicas_go_on_where_they_were() -> None:
+    with crew_of(3) as first:
+        torch.manual_seed(7)
+        everywhere(first, lambda _: torch.rand(2))
+        generator, streams = torch.get_rng_state(), first.random_states()
+        expected = everywhere(first, lambda _: torch.rand(2))
+    assert not torch.equal(expected[1], expected[2])
+    with crew_of(3) as second:
+        torch.manual_seed(8)
+        everywhere(second, lambda _: torch.rand(5))
+        torch.set_rng_state(generator)
+        second.set_random_states(streams)
+        found = everywhere(second, lambda _: torch.rand(2))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_streams_of_other_replicas_are_left_out() -> None:
+    with crew_of(2) as two:
+        everywhere(two, lambda _: torch.rand(2))
+        streams = two.random_states()
+
+    def drawn(given: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
+        with crew_of(3) as three:
+            torch.manual_seed(7)
+            if given is not None:
+                three.set_random_states(given)
+            return list(everywhere(three, lambda _: torch.rand(2)))
+
+    assert all(map(torch.equal, drawn(streams), drawn(None)))

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.crew import Crew
+from stratagem.strategy.replicas.crew import Crew, Doing
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
 from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
@@ -27,6 +29,13 @@ from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 from tests.unit.strategy.replica_crews import Replicas, replicas
 
 DEADLINE_S = 20.0  # of any wait in a test; one that runs into it fails
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.001)
 
 
 @pytest.fixture(params=[2, 3])
@@ -189,15 +198,45 @@ def test_a_collective_does_not_wait_for_a_meeting(two: Replicas, at_meeting: int
 
 
 def test_a_bucket_may_be_on_its_way_while_the_replicas_meet(two: Replicas) -> None:
-    """One replica's bucket has left when both meet, and the other's leaves after that."""
+    """One replica's bucket waits when both meet, and the other's leaves after that."""
+    met = threading.Event()
+    futures: list[Future[torch.Tensor]] = []
+
+    def decide(given: list[Any]) -> list[Any]:
+        met.set()
+        wait_until(lambda: two.communicators[0].group.waiting_on() == 1 or futures[0].done())
+        return given
 
     def work(communicator: ReplicaCommunicator) -> float:
-        ones = torch.ones(1)
+        def bucket() -> torch.Tensor:
+            assert met.wait(DEADLINE_S)
+            return communicator.all_reduce(torch.ones(1))
+
         if communicator.rank == 0:
-            future = communicator.submit(lambda: communicator.all_reduce(ones))
-        two.crew.meet("a meeting", None, lambda given: given)
+            futures.append(communicator.submit(bucket))
+        two.crew.meet("a meeting", None, decide)
         if communicator.rank == 1:
-            future = communicator.submit(lambda: communicator.all_reduce(ones))
+            futures.append(communicator.submit(bucket))
+        with two.crew.waiting():
+            return futures[communicator.rank].result(DEADLINE_S).item()
+
+    assert two.run(work) == [2.0, 2.0]
+
+
+def test_what_a_replica_has_queued_is_waited_for_while_it_meets(two: Replicas) -> None:
+    def work(communicator: ReplicaCommunicator) -> float:
+        def bucket() -> torch.Tensor:
+            wait_until(lambda: two.communicators[0].group.waiting_on() == 1)
+            return communicator.all_reduce(torch.ones(1))
+
+        if communicator.rank == 0:
+            with two.crew.waiting():
+                wait_until(lambda: two.crew.doing(1) is Doing.MEETING)
+            total = communicator.all_reduce(torch.ones(1))
+            two.crew.meet("a meeting", None, lambda given: given)
+            return total.item()
+        future = communicator.submit(bucket)
+        two.crew.meet("a meeting", None, lambda given: given)
         with two.crew.waiting():
             return future.result(DEADLINE_S).item()
 
@@ -208,15 +247,14 @@ def test_a_replica_that_computes_long_is_waited_for() -> None:
     crew = Crew([torch.device("cpu")] * 2)
     groups = LocalGroup.make(crew, ReductionToOneDevice(), timeout_s=0.001)
     communicators = [ReplicaCommunicator(group) for group in groups]
-    checks = 0
+    timed_out = threading.Event()  # nobody sets it
 
     def work(communicator: ReplicaCommunicator) -> float:
-        nonlocal checks
         if communicator.rank == 1:  # replica 0 waits here and runs into its timeout again and again
-            waiting = threading.Event()
-            while checks < 20:
-                waiting.wait(0.001)
-                checks += groups[0].waiting_on() == 1
+            wait_until(lambda: groups[0].waiting_on() == 1)
+            for _ in range(20):
+                timed_out.wait(0.002)
+                assert groups[0].waiting_on() == 1
         return communicator.all_reduce(torch.ones(1)).item()
 
     try:

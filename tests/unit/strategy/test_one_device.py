@@ -50,18 +50,21 @@ def test_a_loop_that_is_left_starts_the_next_epoch() -> None:
     assert sum(len(batch[0]) for batch in dataset) == 10
 
 
-def test_loaders_that_cannot_be_planned_are_refused() -> None:
+def test_streams_and_lists_of_batches_are_taken_and_nonsense_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> object:  # type: ignore[override]
-            return iter([1])
+            return iter([1, 2, 3])
 
     strategy = sg.OneDeviceStrategy("cpu")
-    with pytest.raises(ConfigurationError, match="IterableDataset"):
-        strategy.distribute_dataset(DataLoader(Stream(), batch_size=2))
-    with pytest.raises(ConfigurationError, match="Subset"):
-        strategy.distribute_dataset(loader(sampler=torch.utils.data.SubsetRandomSampler([1, 2])))
-    with pytest.raises(ConfigurationError, match="DataLoader"):
-        strategy.distribute_dataset([1, 2])  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in strategy.distribute_dataset(DataLoader(Stream(), batch_size=2))] == [
+        [1, 2],
+        [3],
+    ]
+    assert [batch.tolist() for batch in strategy.distribute_dataset([torch.ones(2)])] == [[1.0, 1.0]]
+    with pytest.raises(ConfigurationError, match="expected a batch"):
+        list(strategy.distribute_dataset([1, 2]))
+    with pytest.raises(ConfigurationError, match="got int"):
+        strategy.distribute_dataset(7)  # type: ignore[arg-type]
 
 
 def test_clipping_equals_torch() -> None:
@@ -78,6 +81,16 @@ def test_clipping_equals_torch() -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             chosen.step()
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), ours.parameters(), strict=True))
+
+
+def test_the_pass_through_does_what_prepare_is_asked_for() -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    sg.get_strategy().prepare(model, optimizer, clip_norm=0.5)
+    (model(torch.tensor([[30.0, 40.0]]))).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[-0.3, -0.4]]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -215,11 +215,11 @@ def test_what_only_an_empty_share_reaches_has_no_gradient(monkeypatch: pytest.Mo
         strategy.prepare(model)
         ((x, y),) = list(strategy.distribute_dataset(loader(num=1)))
 
-        def step() -> None:
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
             loss = nn.functional.mse_loss(model(x), y)  # NaN for an empty share
             (loss if len(x) else loss * model.unused.sum()).backward()
 
-        strategy.run(step)
+        strategy.run(step, args=(x, y))
         return len(x), model
 
     expected = net()

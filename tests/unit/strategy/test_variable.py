@@ -233,7 +233,7 @@ def test_a_variable_of_no_scope_cannot_be_changed_by_several_replicas(use: Use) 
 
 def test_one_copy_where_the_strategy_keeps_variables_in_one_place(use: Use) -> None:
     strategy = use(2)
-    strategy.parameter_device = torch.device("cpu")  # type: ignore[attr-defined]
+    strategy.place = torch.device("cpu")
     with strategy.scope():
         total, own = Variable(0.0, SUM), Variable(0.0, SUM, ON_READ)
     strategy.run(lambda: (total.assign_add(1.0), own.assign_add(1.0)))

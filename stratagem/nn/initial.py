@@ -1,0 +1,88 @@
+"""Initial values of tables: as data, because the parameter servers make them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.ps.row_values import InitialRows, fill_rows
+from stratagem.rpc.generated import ps_pb2
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """Normally distributed numbers."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Numbers from ``low`` up to ``high``."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """One number everywhere."""
+
+    value: float = 0.0
+
+
+Init = Normal | Uniform | Constant
+_NORMAL, _UNIFORM = ps_pb2.InitialRows.NORMAL, ps_pb2.InitialRows.UNIFORM
+_WIRE = {"normal": _NORMAL, "uniform": _UNIFORM, "constant": ps_pb2.InitialRows.CONSTANT}
+
+
+def initial_rows(init: Init, seed: int | None, zero_row: int | None) -> InitialRows:
+    """What makes the rows.
+
+    Args:
+        init: their distribution.
+        seed: of the random numbers; None: drawn from torch's generator, as torch's own layers draw their weights.
+        zero_row: a row that is zero.
+
+    Raises:
+        ConfigurationError: no distribution of this module, bounds in the wrong order, a seed out of range.
+    """
+    drawn = int(torch.randint(1 << 62, (), device="cpu").item()) if seed is None else seed
+    if not 0 <= drawn < 1 << 64:
+        raise ConfigurationError(f"expected a seed of at least 0 and below 2**64, got {drawn}")
+    if isinstance(init, Normal) and math.isfinite(init.mean) and 0 <= init.std < math.inf:
+        return InitialRows("normal", init.mean, init.std, drawn, zero_row)
+    if isinstance(init, Uniform) and -math.inf < init.low <= init.high < math.inf:
+        return InitialRows("uniform", init.low, init.high, drawn, zero_row)
+    if isinstance(init, Constant) and math.isfinite(init.value):
+        return InitialRows("constant", init.value, 0.0, drawn, zero_row)
+    raise ConfigurationError(
+        f"expected init=sg.nn.Normal(mean, std), sg.nn.Uniform(low, high) or sg.nn.Constant(value), finite and in "
+        f"order, got {init!r}: a parameter server makes the values, and runs no code of yours"
+    )
+
+
+@torch.no_grad()
+def fill(weight: torch.Tensor, initial: InitialRows) -> None:
+    """Gives a table of this process its values, wherever it is; one without memory has none."""
+    if weight.device.type == "cpu":
+        fill_rows(weight, 0, initial)
+    elif not weight.is_meta:
+        values = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+        fill_rows(values, 0, initial)
+        weight.copy_(values)
+
+
+def to_wire(initial: InitialRows) -> ps_pb2.InitialRows:
+    """As it goes to the ps."""
+    return ps_pb2.InitialRows(
+        distribution=_WIRE[initial.distribution],
+        first=initial.first,
+        second=initial.second,
+        seed=initial.seed,
+        zero_row=initial.zero_row,
+    )

@@ -1,0 +1,124 @@
+"""What code outside of a step makes of the values of all replicas: one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
+from stratagem.strategy.values import PerReplica, local_values
+from stratagem.worker.ring.communicator import Communicator
+
+
+class CrossReplica:
+    """Reductions over the local replicas, then over those of other workers, who have to make the same calls.
+
+    Args:
+        num_local: local replicas.
+        ops: reduces between them; needed for more than one.
+        workers: collectives between workers; None: there is one.
+    """
+
+    def __init__(
+        self, num_local: int = 1, ops: CrossDeviceOps | None = None, workers: Communicator | None = None
+    ) -> None:
+        self._num_local = num_local
+        self._ops = ops
+        self._workers = workers
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
+        """See :meth:`stratagem.strategy.base.Strategy.reduce`."""
+        if axis not in (None, 0):
+            raise ConfigurationError(f"expected axis None or 0, got {axis!r}")
+        if not isinstance(value, PerReplica) and self._num_local > 1:
+            if op is not ReduceOp.MEAN or axis is not None:
+                raise ConfigurationError(
+                    f"reduce(ReduceOp.{op.name}) expects one value for each of the {self._num_local} local replicas, "
+                    f"got {type(value).__name__}; give it what strategy.run or distribute_values_from_function returned"
+                )
+            value = PerReplica((value,) * self._num_local)
+        one = self._over_replicas if axis is None else self._over_batch
+        return self._structured(value, functools.partial(one, op))
+
+    def reduce_mean(self, value: Any) -> Any:
+        """See :meth:`stratagem.strategy.base.Strategy.reduce_mean`."""
+        shares = value.shares if isinstance(value, PerReplica) and value.shares else (1.0,) * len(local_values(value))
+        return self._structured(value, functools.partial(self._weighted_mean, shares))
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """See :meth:`stratagem.strategy.base.Strategy.gather`."""
+        return self._structured(value, functools.partial(self._concatenated, axis))
+
+    def _structured(self, value: Any, one: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
+        """Applies ``one`` to every place in the structure of the replicas' values."""
+        parts = local_values(value)
+        if any(outline(part) != outline(parts[0]) for part in parts):
+            texts = ", ".join(dict.fromkeys(map(outline, parts)))
+            raise ConfigurationError(f"expected values of one structure from all replicas, got {texts}")
+        columns = zip(*(map(torch.as_tensor, leaves(part)) for part in parts), strict=True)
+        results = [one(column) for column in columns]
+        following = iter(results)
+        return map_leaves(lambda _: next(following), parts[0])
+
+    def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if op is ReduceOp.MEAN:
+            parts = [part if _is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
+        total = self._local(ReduceOp.SUM if op is ReduceOp.MEAN else op, parts)
+        if self._workers is not None:
+            total = self._workers.all_reduce(total, op)
+        return total / self._num_local if op is ReduceOp.MEAN and self._num_local > 1 else total
+
+    def _over_batch(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        for part in parts:
+            if not part.dim():
+                raise ConfigurationError("reduce(axis=0) expects values with a batch dimension, got a number")
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ConfigurationError(f"reduce(axis=0) takes SUM and MEAN, got {op.name}")
+        total = self._local(ReduceOp.SUM, [part.sum(0) for part in parts])
+        count = torch.tensor(sum(part.shape[0] for part in parts), dtype=torch.float64)
+        if self._workers is not None:
+            total, count = self._workers.all_reduce(total), self._workers.all_reduce(count)
+        return total / count.to(total.device, total.dtype) if op is ReduceOp.MEAN else total
+
+    def _weighted_mean(self, shares: Sequence[float], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        pairs = [(part.detach(), share) for part, share in zip(parts, shares, strict=True)]
+        home = pairs[0][0]
+        # What a replica without examples says does not count, whatever it is.
+        weighted = [(part.to(home.device).double() * share) if share else None for part, share in pairs]
+        total = sum(
+            (part for part in weighted if part is not None),
+            torch.zeros(home.shape, dtype=torch.float64, device=home.device),
+        )
+        if self._workers is None:
+            mean = total / sum(shares)
+        else:
+            flat = torch.cat([total.flatten().cpu(), torch.tensor([sum(shares)], dtype=torch.float64)])
+            everywhere = self._workers.all_reduce(flat)
+            mean = (everywhere[:-1] / everywhere[-1]).view(home.shape)
+        return mean.to(home.device, home.dtype if _is_inexact(home) else torch.get_default_dtype())
+
+    def _concatenated(self, axis: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        for part in parts:
+            if not -part.dim() <= axis < part.dim():
+                raise ConfigurationError(
+                    f"gather along axis {axis} expects tensors that have it, got shape {list(part.shape)}"
+                )
+        local = torch.cat([part.detach().to(parts[0].device) for part in parts], axis)
+        if self._workers is None:
+            return local
+        return torch.cat(self._workers.all_gather(local.movedim(axis, 0).contiguous())).movedim(0, axis)
+
+    def _local(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(parts) == 1 or self._ops is None:
+            return parts[0]
+        return self._ops.all_reduce(op, [part.detach() for part in parts])[0]
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,108 @@
+"""Evaluation data under parameter servers: units on loan from the chief, all evaluated with one version of the weights.
+
+Nothing of it is on the ps: a unit is accepted when the chief has what was counted on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from stratagem.cluster.units import Plan, Unit
+from stratagem.errors import StratagemError
+from stratagem.worker.chief_client import ChiefClient
+from stratagem.worker.evaluation_lease import EvaluationLease
+from stratagem.worker.leases import Grant
+from stratagem.worker.step_meter import StepMeter
+
+
+class EvaluatedUnits:
+    """Implements :class:`stratagem.data.distributed.UnitSource`; each epoch is a pass. The epoch of a unit is the
+    attempt of its pass.
+
+    Args:
+        chief: lends the units.
+        group: names the evaluation.
+        plan: how the data are cut.
+        pull: takes the weights of the ps.
+        meter: times waiting.
+    """
+
+    def __init__(self, chief: ChiefClient, group: str, plan: Plan, pull: Callable[[], None], meter: StepMeter) -> None:
+        self._chief = chief
+        self.group = group
+        """Names the evaluation."""
+        self.num_passes = 0
+        """Passes that were begun; the newest is the ordinal of the tally."""
+        self._plan = plan
+        self._pull = pull
+        self._meter = meter
+        self._pulled = 0
+        self._lease: EvaluationLease
+        self._begin: Callable[[], None] = _nothing
+        self._collect: Callable[[], bytes] = bytes
+
+    def counted_by(self, begin: Callable[[], None], collect: Callable[[], bytes]) -> None:
+        """Who counts: hears of the beginning of each unit, and says at its end what it has counted."""
+        self._begin, self._collect = begin, collect
+
+    def start_epoch(self, epoch: int) -> None:
+        self.num_passes = epoch + 1
+        self._lease = EvaluationLease(self._chief, self.group, epoch, self._plan)
+        self._pulled = 0
+
+    def next(self, wait: bool) -> Grant | None:
+        if wait:
+            with self._meter.exposed("the other workers to finish the evaluation"):
+                index = self._lease.next(wait)
+        else:
+            index = self._lease.next(wait)
+        return None if index is None else Grant(Unit(0, self._lease.attempt, index), self._plan.unit_examples(index))
+
+    def holds(self, grant: Grant) -> bool:
+        return self._lease.holds(grant.unit.index, grant.unit.epoch)
+
+    def begin(self, grant: Grant, batch: Any) -> None:
+        if self._pulled != self._lease.attempt:
+            self._pull()
+            self._pulled = self._lease.attempt
+        self._begin()
+
+    def done(self, grant: Grant) -> None:
+        if self.holds(grant):
+            self._lease.counted(grant.unit.index, self._collect())
+
+    def end_epoch(self, complete: bool) -> None:
+        if not complete:
+            with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
+                self._lease.leave()
+
+
+class WholeData:
+    """Evaluation data that have no numbers (an iterable): one unit, for one worker.
+
+    Args:
+        batches: its batches.
+        units: where the unit comes from.
+    """
+
+    def __init__(self, batches: Iterable[Any], units: EvaluatedUnits) -> None:
+        self._batches = batches
+        self._units = units
+
+    def __iter__(self) -> Iterator[Any]:
+        self._units.start_epoch(self._units.num_passes)
+        complete = False
+        try:
+            while (grant := self._units.next(wait=True)) is not None:
+                self._units.begin(grant, None)
+                yield from self._batches
+                self._units.done(grant)
+            complete = True
+        finally:
+            self._units.end_epoch(complete)
+
+
+def _nothing() -> None:
+    """Nobody counts."""

@@ -1,0 +1,151 @@
+"""Several replicas that compute with one copy of the variables, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.central_optimizer import CentralOptimizer
+from stratagem.strategy.replicas.copies import Copies
+from stratagem.strategy.replicas.crew import current_replica
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.local_replicas import SeveralReplicas
+from stratagem.strategy.replicas.mirrored import mirrored, original
+from stratagem.strategy.replicas.mirrors import Mirrors
+from stratagem.worker.step_meter import StepMeter
+
+if TYPE_CHECKING:
+    from stratagem.strategy.base import Strategy
+
+
+class CentralReplicas(SeveralReplicas):
+    """Implements :class:`LocalReplicas`: the user's objects stay in one place, each replica has copies of models alone.
+
+    Args:
+        strategy: whose replicas they are.
+        devices: one a replica.
+        parameter_device: where the user's objects are.
+        ops: reduces between replicas.
+        meter: of the process.
+        num_seen: examples that each replica was given so far.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: Sequence[torch.device],
+        parameter_device: torch.device,
+        ops: CrossDeviceOps,
+        meter: StepMeter,
+        num_seen: Callable[[], Sequence[int]],
+    ) -> None:
+        self._parameter_device = parameter_device
+        self._num_seen = num_seen
+        super().__init__(strategy, devices, ops, None, meter)
+
+    def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
+        self._central = CentralMirrors(
+            (self._parameter_device, *self.devices),
+            _which,
+            meet=self.crew.meet,
+            keep=lambda replica, memo: keep(replica - 1, memo),
+            num_seen=self._num_seen,
+        )
+        return self._central
+
+    def on_replica(self, item: Any, replica: int) -> Any:
+        """See :meth:`LocalReplicas.on_replica`."""
+        return self._mirrors.copies_of(original(item))[replica + 1]
+
+    def stepping(self, optimizer: torch.optim.Optimizer, replica: int) -> torch.optim.Optimizer | None:
+        """See :meth:`LocalReplicas.stepping`."""
+        return optimizer if replica == 0 else None
+
+    def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[nn.Parameter]:
+        """See :meth:`LocalReplicas.parameters_of`."""
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self._central.twins_of(parameter)[replica] for parameter in every]
+
+
+class CentralMirrors(Mirrors):
+    """The first of the copies is no replica's: it is the user's object, in the one place, and replicas come after it.
+
+    Args:
+        num_seen: examples that each replica was given so far; those since a model was prepared are how much the
+            replica's buffers count in an average.
+    """
+
+    def __init__(self, *args: Any, num_seen: Callable[[], Sequence[int]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_seen = num_seen
+        self._models: list[tuple[Sequence[nn.Module], Sequence[int]]] = []
+
+    def add(self, objects: Sequence[Any]) -> list[Any]:
+        """See :meth:`Mirrors.add`.
+
+        Raises:
+            ConfigurationError: also for a GradScaler.
+        """
+        for item in objects:
+            if isinstance(original(item), torch.amp.GradScaler):
+                raise ConfigurationError(
+                    "a GradScaler belongs to one optimizer a replica, and here all replicas share one: use "
+                    "MirroredStrategy, or bfloat16 autocast, which needs no scaling"
+                )
+        return super().add(objects)
+
+    def acts_for_all(self) -> bool:
+        """See :meth:`Mirrors.acts_for_all`."""
+        return self.which() in (None, 1)
+
+    def settle(self) -> None:
+        """See :meth:`Mirrors.settle`. The user's models get the gradients and the averages of buffers."""
+        for (central, *replicas), before in self._models:
+            weights = [now - then for now, then in zip(self._num_seen(), before, strict=True)]
+            for parameter, *copies in zip(*(model.parameters() for model in (central, *replicas)), strict=True):
+                gradient = copies[0].grad
+                if gradient is None or gradient.device == parameter.device:
+                    parameter.grad = gradient
+            for buffers in zip(*(model.buffers() for model in (central, *replicas)), strict=True):
+                _average(buffers[0], buffers[1:], weights)
+        super().settle()
+
+    def twins_of(self, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
+        """The copy of a parameter on each replica."""
+        return [its.of(parameter) for its in self._copies]
+
+    def _copy_optimizer(self, copies: Copies, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def _install_optimizer(self, name: str, copies: list[Any]) -> Any:
+        return mirrored(CentralOptimizer, copies, self, name, self._meet, self.twins_of)
+
+    def _install(self, item: Any, copies: list[Any], others: Any) -> Any:
+        if isinstance(item, nn.Module):
+            self._models.append((copies, tuple(self._num_seen())))
+            for parameter, *twins in zip(*(model.parameters() for model in copies), strict=True):
+                for twin in twins:
+                    if twin.device == parameter.device:
+                        twin.data = parameter.data
+        return super()._install(item, copies, others)
+
+
+def _which() -> int | None:
+    replica = current_replica()
+    return None if replica is None else replica + 1
+
+
+@torch.no_grad()
+def _average(buffer: torch.Tensor, copies: Sequence[torch.Tensor], weights: Sequence[int]) -> None:
+    """Floats become averages, integers the maximum (PROTOCOL.md 21)."""
+    here = [copy.to(buffer.device) for copy in copies]
+    if not buffer.is_floating_point():
+        buffer.copy_(torch.stack(here).amax(0) if not buffer.is_complex() else here[0])
+        return
+    total = sum(weights)
+    counted = [(copy, weight / total) for copy, weight in zip(here, weights, strict=True) if weight] if total else []
+    buffer.copy_(sum((copy * part for copy, part in counted), torch.zeros_like(buffer)) if counted else here[0])

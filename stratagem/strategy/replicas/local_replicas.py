@@ -1,0 +1,228 @@
+"""The replicas of this process as a strategy sees them: one in the calling thread, or several in a crew."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from stratagem.strategy.replicas.context import ReplicaContext
+from stratagem.strategy.replicas.crew import Crew, current_replica
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.local_group import LocalGroup
+from stratagem.strategy.replicas.mirrored import original
+from stratagem.strategy.replicas.mirrors import Mirrors
+from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
+from stratagem.strategy.replicas.variable import keep_variables
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import StepMeter
+
+if TYPE_CHECKING:
+    from stratagem.strategy.base import Strategy
+
+T = TypeVar("T")
+
+
+class LocalReplicas(abc.ABC):
+    """One replica a device."""
+
+    devices: tuple[torch.device, ...]
+    communicators: Sequence[Communicator]
+    """Of each replica, with all replicas of all workers; empty where there is one in all."""
+    meter: StepMeter
+    """What a replica measures its waiting with."""
+
+    @abc.abstractmethod
+    def which(self) -> int | None:
+        """The local replica that asks; None: the code outside of replicas."""
+
+    @abc.abstractmethod
+    def add(self, objects: Sequence[Any]) -> list[Any]:
+        """Places objects on the devices. Returns what the script uses in their stead, in their order."""
+
+    @abc.abstractmethod
+    def on_replica(self, item: Any, replica: int) -> Any:
+        """What an object that was added is on one replica."""
+
+    def stepping(self, optimizer: torch.optim.Optimizer, replica: int) -> torch.optim.Optimizer | None:
+        """The optimizer that steps on a replica for one that was added; None: another replica's does it for all."""
+        own: torch.optim.Optimizer = self.on_replica(optimizer, replica)
+        return own
+
+    def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[torch.nn.Parameter]:
+        """The parameters of an optimizer that was added, as they are on one replica."""
+        own: torch.optim.Optimizer = self.on_replica(optimizer, replica)
+        return [parameter for group in own.param_groups for parameter in group["params"]]
+
+    @abc.abstractmethod
+    def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs one callable a replica, in its context: a step of the script."""
+
+    @abc.abstractmethod
+    def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs one callable a replica that makes collectives; what it changes is each replica's own."""
+
+    @abc.abstractmethod
+    def interrupted(self) -> contextlib.AbstractContextManager[None]:
+        """Around what runs outside of replicas in the middle of :meth:`run`."""
+
+    @abc.abstractmethod
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """See :meth:`Strategy.random_states`."""
+
+    @abc.abstractmethod
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """See :meth:`Strategy.set_random_states`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the replicas' threads."""
+
+
+class OneReplica(LocalReplicas):
+    """Implements :class:`LocalReplicas` in the calling thread; objects are changed in place.
+
+    Args:
+        strategy: whose replica it is.
+        device: where it computes.
+        workers: collectives with the replicas of other workers; None: there are none.
+        meter: of the process.
+    """
+
+    def __init__(
+        self, strategy: Strategy, device: torch.device, workers: Communicator | None, meter: StepMeter
+    ) -> None:
+        self.devices: tuple[torch.device, ...] = (device,)
+        self.communicators: Sequence[Communicator] = () if workers is None else (workers,)
+        self.meter = meter
+        self._context = ReplicaContext(strategy, workers=workers)
+
+    def which(self) -> int | None:
+        """See :meth:`LocalReplicas.which`."""
+        return 0
+
+    def add(self, objects: Sequence[Any]) -> list[Any]:
+        """See :meth:`LocalReplicas.add`."""
+        for item in objects:
+            if isinstance(item, torch.nn.Module):
+                item.to(self.devices[0])
+        return list(objects)
+
+    def on_replica(self, item: Any, replica: int) -> Any:
+        """See :meth:`LocalReplicas.on_replica`."""
+        return item
+
+    def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """See :meth:`LocalReplicas.run`."""
+        with self._context.entered():
+            return [work[0]()]
+
+    def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """See :meth:`LocalReplicas.together`."""
+        return [work[0]()]
+
+    def interrupted(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`LocalReplicas.interrupted`."""
+        return contextlib.nullcontext()
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """The replica draws from the process's own generators."""
+        return {}
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """See :meth:`LocalReplicas.set_random_states`."""
+
+    def close(self) -> None:
+        """See :meth:`LocalReplicas.close`."""
+
+
+class SeveralReplicas(LocalReplicas):
+    """Implements :class:`LocalReplicas` with a thread and copies of all objects for each replica.
+
+    Args:
+        strategy: whose replicas they are.
+        devices: one a replica.
+        ops: reduces between them.
+        workers: collectives with other workers; None: there are none.
+        meter: of the process.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: Sequence[torch.device],
+        ops: CrossDeviceOps,
+        workers: Communicator | None,
+        meter: StepMeter,
+    ) -> None:
+        self.devices: tuple[torch.device, ...] = tuple(devices)
+        self.crew = Crew(devices, 0 if workers is None else workers.rank * len(devices))
+        self.meter: StepMeter = WaitingMeter(meter, self.crew)
+        self._own = [ReplicaCommunicator(group) for group in LocalGroup.make(self.crew, ops, workers)]
+        self.communicators: Sequence[Communicator] = self._own
+        self._contexts = [
+            ReplicaContext(strategy, self.crew, replica, ops, workers, own) for replica, own in enumerate(self._own)
+        ]
+        self._mirrors = self._make_mirrors(functools.partial(keep_variables, strategy))
+
+    def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
+        return Mirrors(self.devices, self.which, meet=self.crew.meet, keep=keep)
+
+    def which(self) -> int | None:
+        """See :meth:`LocalReplicas.which`."""
+        return current_replica()
+
+    def add(self, objects: Sequence[Any]) -> list[Any]:
+        """See :meth:`LocalReplicas.add`."""
+        return self._mirrors.add(objects)
+
+    def on_replica(self, item: Any, replica: int) -> Any:
+        """See :meth:`LocalReplicas.on_replica`."""
+        return self._mirrors.copies_of(original(item))[replica]
+
+    def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """See :meth:`LocalReplicas.run`. After an error the replicas go on with what replica 0 has; with other workers
+        only if those had it too."""
+        with self._mirrors.running():
+            try:
+                return self.crew.run([functools.partial(self._in_context, *each) for each in enumerate(work)])
+            except BaseException:
+                reopen(self._own)
+                self._mirrors.touch()
+                raise
+
+    def _in_context(self, replica: int, work: Callable[[], T]) -> T:
+        with self._contexts[replica].entered():
+            return work()
+
+    def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
+        """See :meth:`LocalReplicas.together`."""
+        self._mirrors.synchronize()
+        try:
+            return self.crew.run(work)
+        finally:
+            self._mirrors.settle()
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """See :meth:`LocalReplicas.interrupted`."""
+        with self._mirrors.interrupted():
+            yield
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """See :meth:`LocalReplicas.random_states`."""
+        return self.crew.random_states()
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """See :meth:`LocalReplicas.set_random_states`."""
+        self.crew.set_random_states(states)
+
+    def close(self) -> None:
+        """See :meth:`LocalReplicas.close`."""
+        for own in self._own:
+            own.close()
+        self.crew.close()

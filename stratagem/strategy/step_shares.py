@@ -1,0 +1,95 @@
+"""How much each local replica counts in a step (SEMANTICS.md, "Loss scaling")."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stratagem.data.placement import StepShare
+from stratagem.worker.reduction.gradient_weight import Weight
+
+
+class StepShares:
+    """The share of the batch that a step is run on, and what the step itself says with ``set_weight``.
+
+    Args:
+        num_local: local replicas.
+        num_replicas: of all workers: without a batch of a distributed dataset, each counts as much as the others.
+    """
+
+    def __init__(self, num_local: int, num_replicas: int) -> None:
+        self._num_local = num_local
+        self._num_replicas = num_replicas
+        self._shares: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """By tensor of a batch that the script still has."""
+        self._newest: StepShare | None = None
+        self._now: StepShare | None = None
+        self._set: list[float | None] = [None] * num_local
+        self.num_seen = [0] * num_local
+        """Examples in the batches that each replica was given so far."""
+
+    def begin(self, share: StepShare, batch: Any) -> None:
+        """The script is about to get ``batch``."""
+        self._newest = share
+        for tensor in _tensors(batch):
+            self._shares[tensor] = share
+        self._choose(share)
+        self.num_seen = [seen + count for seen, count in zip(self.num_seen, share.num_examples, strict=True)]
+
+    def end(self) -> None:
+        """The dataset has been gone through: what comes now is no batch of it, unless it is given one."""
+        self._newest = None
+        self._choose(None)
+
+    def start_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A step begins, with these arguments. One that has a batch in it is run on its share, else on the newest."""
+        shares = (self._shares.get(tensor) for tensor in _tensors([*args, *kwargs.values()]))
+        self._choose(next((share for share in shares if share is not None), self._newest))
+
+    def set_weight(self, replica: int, weight: float) -> None:
+        """What the loss of a local replica was divided by."""
+        self._set[replica] = weight
+
+    def is_empty(self, replica: int) -> bool:
+        """Whether a local replica has none of the examples of the step."""
+        return self._now is not None and not self._now.num_examples[replica]
+
+    def weight(self, replica: int, gradients: Literal["mean", "sum"]) -> Weight:
+        """Of the gradient of a local replica."""
+        told = self._set[replica]
+        if told is not None:
+            return Weight(told, told)
+        if gradients == "sum":
+            return Weight(1.0)
+        return Weight(1 / self._num_replicas if self._now is None else self._now.weights[replica])
+
+    @property
+    def of_result(self) -> tuple[float, ...]:
+        """How much each local replica's result counts in a mean; empty: all the same."""
+        if self._now is None and not any(weight is not None for weight in self._set):
+            return ()
+        counts: Sequence[float] = (1.0,) * self._num_local if self._now is None else self._now.num_examples
+        pairs = zip(self._set, counts, strict=True)
+        return tuple(float(count if told is None else told) for told, count in pairs)
+
+    def _choose(self, share: StepShare | None) -> None:
+        self._now = share
+        self._set = [None] * self._num_local
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in vars(value).values():  # PerReplica is one too
+            yield from _tensors(item)

@@ -1,0 +1,398 @@
+"""What the strategies have in common whose replicas run in step, each with the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from stratagem.cluster.units import Plan
+from stratagem.data.distribute import distribute, distribute_from_function
+from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.data.placement import Placement
+from stratagem.data.split_dataset import SplitDataset
+from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.strategy.base import Preparation, Strategy
+from stratagem.strategy.cross_replica import CrossReplica
+from stratagem.strategy.guard import guard
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, default_cross_device_ops
+from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
+from stratagem.strategy.replicas.mirrored import original
+from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
+from stratagem.strategy.step_listener import StepListener
+from stratagem.strategy.step_shares import StepShares
+from stratagem.strategy.values import PerReplica, part_of_replica
+from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
+from stratagem.worker.reduction.compress_interface import GradientCompression
+from stratagem.worker.reduction.gradient_weight import Weight
+from stratagem.worker.reduction.reducer import GradientReducer
+from stratagem.worker.ring.agreement import agree, same_everywhere
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import StepMeter
+
+BUCKET_BYTES = 25 << 20
+
+
+class Reducer(Protocol):
+    """Makes the gradients of one replica those of the global batch: :class:`GradientReducer`, or one for XLA."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are gradients that are this replica's own."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, backward only accumulates."""
+
+    def refresh(self) -> None:
+        """Looks for parameters that have changed. Collective if there are."""
+
+    def committed(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """A step was made with the gradients of ``parameters``."""
+
+
+class SynchronousStrategy(Strategy):
+    """Each replica has the model, and after ``backward()`` the gradient of the global batch.
+
+    Args:
+        devices: of the local replicas, one each.
+        meter: of the process.
+        workers: collectives with other workers; None: there are none.
+        ops: reduces between local replicas; None: the default for the devices.
+        bucket_bytes: limit of a bucket of gradients.
+        compression: of gradients on the way.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        meter: StepMeter,
+        *,
+        workers: Communicator | None = None,
+        ops: CrossDeviceOps | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        compression: GradientCompression | None = None,
+    ) -> None:
+        self._meter: StepMeter = meter
+        self.communicator = workers
+        self._ops = ops or default_cross_device_ops(devices)
+        self._local: LocalReplicas = self._make_replicas(tuple(devices))
+        self._shares = StepShares(len(devices), self.num_replicas_in_sync)
+        self._cross_replica = CrossReplica(len(devices), self._ops, workers)
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._known: dict[int, Any] = {}
+        """What has been prepared, by identity."""
+        self._seen_before: dict[int, Sequence[int]] = {}
+        """By identity of a model: examples that each local replica was given before it was prepared."""
+        self._attached: list[set[int]] = [set() for _ in devices]
+        """Of each replica: the parameters that have a reducer."""
+        self._reducers: list[list[Reducer]] = [[] for _ in devices]
+        self._num_datasets = 0
+
+    def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
+        if len(devices) == 1:
+            return OneReplica(self, devices[0], self.communicator, self._meter)
+        return SeveralReplicas(self, devices, self._ops, self.communicator, self._meter)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return len(self._local.devices) * (1 if self.communicator is None else self.communicator.size)
+
+    @property
+    def local_devices(self) -> tuple[torch.device, ...]:
+        return self._local.devices
+
+    # -- preparing ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
+        fresh = [item for item in map(original, objects) if id(item) not in self._known]
+        models = [item for item in fresh if isinstance(item, nn.Module)]
+        optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
+        self._before_placing(models)
+        if self.communicator is not None:
+            agree(self.communicator, models, optimizers)
+        prepared = self._local.add(objects)
+        self._known.update((id(item), item) for item in fresh)
+        self._seen_before.update((id(model), self._shares.num_seen) for model in models)
+        replicas = range(len(self._local.devices))
+        self._local.together(
+            [functools.partial(self._attach, replica, models, optimizers, preparation) for replica in replicas]
+        )
+        return prepared
+
+    def _before_placing(self, models: Sequence[nn.Module]) -> None:
+        """Looks at models before they are prepared."""
+
+    def _attach(
+        self,
+        replica: int,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        preparation: Preparation,
+    ) -> None:
+        """Attaches to one replica's objects what belongs to it alone."""
+        models = [self._local.on_replica(model, replica) for model in models]
+        groups = [self._local.parameters_of(optimizer, replica) for optimizer in optimizers]
+        reducer: Reducer | None = None
+        if self._local.communicators:
+            weight = functools.partial(self._weight, replica, preparation)
+            if preparation.sync_batchnorm:
+                for model in models:
+                    convert_batch_norm(model, self._local.communicators[replica], weight)
+            reducer = self._make_reducer(replica, models, groups, weight, early=not preparation.sync_batchnorm)
+            self._reducers[replica].append(reducer)
+        if preparation.torch_compile:
+            for model in models:
+                drop_checks(model)
+            preparation.compile(models)
+        for optimizer, group in zip(optimizers, groups, strict=True):
+            own = self._local.stepping(optimizer, replica)
+            if own is None:
+                continue
+            guard(own, preparation, functools.partial(self._skipped, replica))
+            if reducer is not None:
+                own.register_step_pre_hook(functools.partial(_refuse_local_gradients, reducer))
+                own.register_step_post_hook(functools.partial(_committed, reducer, group))
+
+    def _make_reducer(
+        self,
+        replica: int,
+        models: Sequence[nn.Module],
+        groups: Sequence[Sequence[nn.Parameter]],
+        weight: Callable[[], Weight],
+        early: bool,
+    ) -> Reducer:
+        """Makes what reduces the gradients of one replica's models and of the parameters of its optimizers."""
+        return GradientReducer(
+            self._fresh_parameters(replica, models, groups),
+            self._local.communicators[replica],
+            meter=self._local.meter,
+            weight=weight,
+            bucket_bytes=self._bucket_bytes,
+            compression=self._compression,
+            sparse=_sparse_tables(models),
+            groups=groups,
+            early=early,
+        )
+
+    def _fresh_parameters(
+        self, replica: int, models: Sequence[nn.Module], groups: Sequence[Sequence[nn.Parameter]]
+    ) -> list[nn.Parameter]:
+        every = [parameter for group in groups for parameter in group]
+        every += [parameter for model in models for parameter in model.parameters()]
+        fresh = [parameter for parameter in dict.fromkeys(every) if id(parameter) not in self._attached[replica]]
+        self._attached[replica].update(map(id, fresh))
+        return fresh
+
+    def _weight(self, replica: int, preparation: Preparation) -> Weight:
+        here = self._local.which()
+        if here is not None and here != replica:
+            raise foreign("called backward() on a loss", here, replica)
+        return self._shares.weight(replica, preparation.gradients)
+
+    def _skipped(self, replica: int) -> None:
+        self._meter.skipped += replica == 0  # all skip it
+
+    # -- data --------------------------------------------------------------------------------------------------
+
+    def distribute_dataset(
+        self,
+        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        options: DistributeOptions | None = None,
+    ) -> SplitDataset:
+        self._num_datasets += 1
+        listener = self._listener(self._num_datasets)
+        dataset = distribute(
+            source,
+            placement=self._placement(self._num_datasets),
+            ordinal=self._num_datasets,
+            batch_size=batch_size,
+            options=options,
+            listener=listener,
+        )
+        listener.report = self._report(self._num_datasets, dataset)
+        return dataset
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
+    ) -> SplitDataset:
+        self._num_datasets += 1
+        return distribute_from_function(
+            dataset_fn,
+            placement=self._placement(self._num_datasets),
+            options=options,
+            listener=self._listener(self._num_datasets),
+        )
+
+    def _placement(self, ordinal: int) -> Placement:
+        seed = functools.partial(self._seed_of_dataset, ordinal)
+        if self.communicator is None:
+            return Placement(self._local.devices, seed=seed)
+        rank, size = self.communicator.rank, self.communicator.size
+        return Placement(self._local.devices, size, rank, self.communicator, seed)
+
+    def _listener(self, ordinal: int) -> StepListener:
+        communicators = list(self._local.communicators)
+        if self.communicator is not None and self.communicator not in communicators:
+            communicators.append(self.communicator)
+        return StepListener(self._shares, self._meter, communicators)
+
+    def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
+        """Tells who keeps books of the steps of a dataset; None: nobody does."""
+        return None
+
+    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
+        """Seed of the order of a dataset, the same on every worker."""
+        return 0
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """See :meth:`Strategy.run`. A replica whose share of the batch is empty gets a batch of size 0; its gradient
+        counts as zeros, and the buffers of its modules are what they were.
+
+        Raises:
+            ConfigurationError: ``fn`` cannot take a batch of size 0.
+            CollectiveError: the replicas do not make the same calls.
+        """
+        self._shares.start_run(args, kwargs or {})
+        replicas = range(len(self._local.devices))
+        work = [functools.partial(self._step, replica, fn, args, kwargs or {}) for replica in replicas]
+        return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
+
+    def _step(self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for reducer in self._reducers[replica]:
+            reducer.refresh()
+        args, kwargs = part_of_replica(list(args), replica), part_of_replica(dict(kwargs), replica)
+        if not self._shares.is_empty(replica):
+            return fn(*args, **kwargs)
+        with self._buffers_kept(replica):
+            try:
+                return fn(*args, **kwargs)
+            except StratagemError:
+                raise
+            except Exception as error:
+                raise ConfigurationError(
+                    f"{getattr(fn, '__name__', 'the step function')} failed on a batch of size 0 ({error}): the last "
+                    f"global batch is too small for {self.num_replicas_in_sync} replicas. Use "
+                    'DataLoader(drop_last=True), distribute_dataset(..., options=sg.DistributeOptions(on_empty="skip"))'
+                    ", or a step that takes size 0 (flatten(1) instead of view(batch, -1))"
+                ) from error
+
+    @contextlib.contextmanager
+    def _buffers_kept(self, replica: int) -> Iterator[None]:
+        # Statistics that all replicas form together must be the same on all, whatever a replica's own share.
+        modules = [part for model in self._models(replica) for part in model.modules()]
+        kept = _copies_of_buffers(part for part in modules if not isinstance(part, SyncBatchNorm))
+        try:
+            yield
+        finally:
+            _restore(kept)
+
+    def _models(self, replica: int) -> list[nn.Module]:
+        models = [item for item in self._known.values() if isinstance(item, nn.Module)]
+        return [self._local.on_replica(model, replica) for model in models]
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        with self._local.interrupted():
+            yield
+
+    def set_weight(self, weight: float) -> None:
+        super().set_weight(weight)
+        replica = self._local.which()
+        if replica is None:
+            raise ConfigurationError("set_weight says how much a replica counts in a step: call it inside strategy.run")
+        self._shares.set_weight(replica, weight)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        replica = self._local.which()
+        chosen = [of for number, of in enumerate(self._reducers) if replica is None or number == replica]
+        with contextlib.ExitStack() as stack:
+            for reducer in (reducer for reducers in chosen for reducer in reducers):
+                stack.enter_context(reducer.no_sync())
+            yield
+
+    @contextlib.contextmanager
+    def averaged_buffers(self, *models: nn.Module) -> Iterator[None]:
+        if not self._local.communicators or not models:
+            yield
+            return
+        originals = [original(model) for model in models]
+        kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        everywhere = [[self._local.on_replica(model, r) for model in originals] for r in range(len(self.local_devices))]
+        for own in everywhere:
+            kept.append(_copies_of_buffers(part for model in own for part in model.modules()))
+        start = [0] * len(self.local_devices)
+        before = [self._seen_before.get(id(model), start) for model in originals]
+        seen = [[now - then[replica] for then in before] for replica, now in enumerate(self._shares.num_seen)]
+        together = []
+        for replica, communicator in enumerate(self._local.communicators):
+            together.append(functools.partial(_average, everywhere[replica], seen[replica], communicator))
+        self._local.together(together)
+        try:
+            yield
+        finally:
+            self._local.together([functools.partial(_restore, buffers) for buffers in kept])
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        return self._local.random_states()
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        self._local.set_random_states(states)
+
+    def close(self) -> None:
+        self._local.close()
+
+    def replicas_agree(self, *modules: nn.Module) -> bool:
+        """Whether all replicas of all workers have the same bits in every parameter; every worker must call it."""
+        originals = [original(module) for module in modules]
+        everywhere = [[self._local.on_replica(one, r) for one in originals] for r in range(len(self.local_devices))]
+        communicators = self._local.communicators
+        if not communicators:
+            return True
+        pairs = zip(communicators, everywhere, strict=True)
+        return all(self._local.together([functools.partial(same_everywhere, *pair) for pair in pairs]))
+
+
+def _average(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:
+    # Before the first batch nobody has seen any, and all have the same.
+    everybody = communicator.all_reduce(torch.tensor(seen))
+    for model, count, total in zip(models, seen, everybody.tolist(), strict=True):
+        average_buffers([model], float(count) if total else 1.0, communicator)
+
+
+def _copies_of_buffers(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+
+
+@torch.no_grad()
+def _restore(kept: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, old in kept:
+        buffer.copy_(old)
+
+
+def _refuse_local_gradients(reducer: Reducer, *_: Any) -> None:
+    if reducer.has_pending:
+        raise ConfigurationError(
+            "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and the "
+            "replicas would part. Make the last backward() before a step outside of no_sync()"
+        )
+
+
+def _committed(reducer: Reducer, parameters: Sequence[nn.Parameter], *_: Any) -> None:
+    reducer.committed(parameters)
+
+
+def _sparse_tables(models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    tables = [module for model in models for module in model.modules()]
+    weights = [table.weight for table in tables if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse]
+    return [weight for weight in weights if isinstance(weight, nn.Parameter)]

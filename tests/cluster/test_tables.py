@@ -1,0 +1,75 @@
+"""Tables on parameter servers: the numbers of one process, exactly once, and back from a checkpoint of other ps.
+
+Tolerance: 2e-6 relative and absolute after 15 updates in float32; sums of slices associate differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+from tests.cluster.test_exactly_once import check_counts
+from tests.cluster.test_synchronous import check_equal, one_process
+
+Start = Callable[..., Any]
+SCRIPT = "train_tables.py"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
+def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, optimizer: str) -> None:
+    # 50 examples in batches of 12, and a last one of 2: a row may be in one slice, in both, or in none.
+    out = tmp_path / "ps.pt"
+    job = cluster(2, 2, SCRIPT, "--optimizer", optimizer, "--out", out, flags=["--staleness", "0"])
+    expected = one_process(tmp_path, "--optimizer", optimizer, script=SCRIPT)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+def test_clipping_accumulation_and_shards(cluster: Start, tmp_path: Path) -> None:
+    # 48 examples in batches of 12: even slices, two batches an update. Five shards on two ps.
+    out = tmp_path / "ps.pt"
+    arguments = ["--accumulate", 2, "--examples", 48, "--clip-norm", 0.05, "--optimizer", "adagrad"]
+    job = cluster(3, 2, SCRIPT, *arguments, "--shards", 5, "--out", out, flags=["--staleness", "0"])
+    expected = one_process(tmp_path, *arguments, script=SCRIPT)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+def test_a_checkpoint_goes_to_other_ps_and_to_one_process(cluster: Start, tmp_path: Path) -> None:
+    common = ["--optimizer", "sparse_adam", "--epochs", 2]
+    saved, out = tmp_path / "saved" / "step", tmp_path / "ps.pt"
+    done = cluster(2, 2, SCRIPT, *common, "--save", saved, flags=["--staleness", "0"]).finish()
+    assert done.code == 0, done.stderr
+    path = sg.latest_checkpoint(saved.parent)
+    assert path is not None and len(list(Path(path).glob("ps-*.json"))) == 2
+    state = sg.load_checkpoint(path)
+    assert state["table.weight"].shape == (41, 4) and state["bags.weight"].shape == (23, 4)
+    job = cluster(1, 3, SCRIPT, *common, "--restore", path, "--out", out, flags=["--staleness", "0"])
+    expected = one_process(tmp_path, *common, "--restore", path, script=SCRIPT)
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    check_equal(expected, out)
+
+
+@pytest.mark.parametrize("target", ["worker:1", "ps:1"])
+def test_every_example_counts_once_whatever_dies(cluster: Start, tmp_path: Path, target: str) -> None:
+    fault: dict[str, Any] = {"task": "worker:0" if target == "ps:1" else target, "step": 5, "action": "kill"}
+    arguments = ["--table", "--examples", 800, "--epochs", 2, "--pause-s", 0.01]
+    job = cluster(2, 2, "count_examples.py", *arguments, faults=[{**fault, "target": target}])
+    done = job.finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    assert done.summary["restarts"] == 1
+    state = sg.load_checkpoint(done.summary["checkpoint"])
+    if target == "worker:1":
+        check_counts(state, 2)
+    else:  # updates since the last checkpoint are lost, counted, and never applied twice
+        assert float(state["table.weight"].min()) >= -2.0 and float(state["table.weight"].max()) <= 0.0
+        assert torch.equal(state["table.weight"], state["table.weight"].round())

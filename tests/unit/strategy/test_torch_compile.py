@@ -1,0 +1,65 @@
+"""prepare(torch_compile=...): every replica's model is compiled, whole, and the numbers stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from stratagem.errors import ConfigurationError
+
+OPTIONS = {"backend": "aot_eager", "dynamic": True, "fullgraph": True}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def losses(strategy: sg.Strategy, torch_compile: Any) -> list[float]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    model, optimizer = strategy.prepare(model, optimizer, torch_compile=torch_compile)
+    x = torch.linspace(-1, 1, 40).view(10, 4)
+
+    def step(batch: list[torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4))
+    return [float(strategy.reduce_mean(strategy.run(step, args=(batch,)))) for batch in dataset]
+
+
+BUILD: list[Callable[[], sg.Strategy]] = [
+    lambda: sg.OneDeviceStrategy("cpu"),
+    lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"]),
+    lambda: sg.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+]
+
+
+@pytest.mark.parametrize("build", BUILD)
+def test_compiled_models_learn_the_same(build: Callable[[], sg.Strategy]) -> None:
+    expected = losses(sg.OneDeviceStrategy("cpu"), None)
+    assert not torch._dynamo.utils.counters["stats"]
+    strategy = build()
+    assert losses(strategy, OPTIONS) == pytest.approx(expected, abs=2e-6)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    strategy.close()
+    assert graphs >= len(strategy.local_devices) and not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="torch_compile"):
+        sg.OneDeviceStrategy("cpu").prepare(nn.Linear(1, 1), torch_compile=3)  # type: ignore[arg-type]
