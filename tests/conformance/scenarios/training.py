@@ -1,0 +1,396 @@
+"""Training runs whose numbers are compared with those of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import stratagem as sg
+from tests.conformance.scenarios.refusals import said
+from tests.conformance.scenarios.workload import Batch, Step, Workload, filled, integers, normal, train
+
+News = dict[str, Any]
+Loss = Callable[[nn.Module, Batch], tuple[torch.Tensor, float]]
+
+UNEVEN = 15
+"""Examples: in batches of 7 and a last one of 1, whose other shares are empty."""
+EVEN = 24
+"""Examples: in batches of 12, which 1, 2, 3 and 4 replicas share evenly."""
+
+
+def net() -> nn.Module:
+    """Small, and smooth, so that rounding does not grow."""
+    return filled(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
+
+
+def rows(num_examples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels."""
+    return normal(num_examples, 5, seed=1), integers(3, num_examples, seed=2)
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+    """A mean over examples."""
+    return functional.cross_entropy(model(batch[0]), batch[1]), float(len(batch[1]))
+
+
+def usual(loss_of: Loss = cross_entropy) -> Step:
+    """One model, one optimizer, one step a batch."""
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        model, optimizer = objects[:2]
+        optimizer.zero_grad()
+        loss, divisor = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss, divisor
+
+    return step
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1),
+}
+
+
+def optimized(optimizer: str, num_examples: int) -> Workload:
+    """The net with one of the optimizers."""
+    model = net()
+    even = num_examples == EVEN
+    return Workload(
+        (model, OPTIMIZERS[optimizer](model.parameters())), rows(num_examples), usual(), batch_size=12 if even else 7
+    )
+
+
+def sgd(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("sgd", EVEN))
+
+
+def sgd_uneven(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("sgd", UNEVEN))
+
+
+def momentum(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("momentum", EVEN))
+
+
+def momentum_uneven(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("momentum", UNEVEN))
+
+
+def adam(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("adam", EVEN))
+
+
+def adam_uneven(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("adam", UNEVEN))
+
+
+def adamw(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("adamw", EVEN))
+
+
+def adamw_uneven(strategy: sg.Strategy) -> News:
+    return train(strategy, optimized("adamw", UNEVEN))
+
+
+class Tied(nn.Module):
+    """Input and output share a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.mix = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 9, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(torch.tanh(self.mix(self.table(tokens).mean(1))))
+        return found
+
+
+def tied_workload() -> Workload:
+    model = filled(Tied())
+    data = integers(9, UNEVEN, 3, seed=4), integers(9, UNEVEN, seed=5)
+    return Workload((model, OPTIMIZERS["momentum"](model.parameters())), data, usual())
+
+
+def tied(strategy: sg.Strategy) -> News:
+    return train(strategy, tied_workload())
+
+
+class Sometimes(nn.Module):
+    """A part that no example uses, and one that only examples with the label 2 use, of which few batches have any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+        self.never = nn.Linear(5, 3)
+        self.seldom = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, use: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.body(x)
+        if bool(use.any()):
+            y = y + torch.where(use[:, None], self.seldom(x), torch.zeros_like(y))
+        return y
+
+
+def unused_workload() -> Workload:
+    model = filled(Sometimes())
+    data = (*rows(UNEVEN), torch.arange(UNEVEN) % 14 == 5)
+
+    def loss_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+        return functional.cross_entropy(model(batch[0], batch[2]), batch[1]), float(len(batch[1]))
+
+    return Workload((model, OPTIMIZERS["momentum"](model.parameters())), data, usual(loss_of))
+
+
+def unused(strategy: sg.Strategy) -> News:
+    return train(strategy, unused_workload())
+
+
+CLIP_NORM = 0.05
+
+
+def clip_norm_workload() -> Workload:
+    model = net()
+    objects = model, OPTIMIZERS["momentum"](model.parameters())
+    return Workload(objects, rows(UNEVEN), usual(), prepare={"clip_norm": CLIP_NORM})
+
+
+def clip_norm(strategy: sg.Strategy) -> News:
+    return train(strategy, clip_norm_workload())
+
+
+def clipped_workload() -> Workload:
+    """Clipped by the step itself."""
+    model = net()
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        own, optimizer = objects
+        optimizer.zero_grad()
+        loss, divisor = cross_entropy(own, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(own.parameters(), CLIP_NORM)
+        optimizer.step()
+        return loss, divisor
+
+    return Workload((model, OPTIMIZERS["momentum"](model.parameters())), rows(UNEVEN), step)
+
+
+def clipped(strategy: sg.Strategy) -> News:
+    return train(strategy, clipped_workload())
+
+
+def accumulating(sync: bool, num_examples: int) -> Workload:
+    """An update every three batches.
+
+    Args:
+        sync: whether every backward sends; else the last of three.
+        num_examples: as for :func:`optimized`.
+    """
+    model = net()
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        own, optimizer = objects
+        if number % 3 == 0:
+            optimizer.zero_grad()
+        loss, divisor = cross_entropy(own, batch)
+        if sync or number % 3 == 2:
+            (loss / 3).backward()
+        else:
+            with sg.get_strategy().no_sync():
+                (loss / 3).backward()
+        if number % 3 == 2:
+            optimizer.step()
+        return loss, divisor
+
+    batch_size = 12 if num_examples == EVEN else 7
+    return Workload((model, OPTIMIZERS["adam"](model.parameters())), rows(num_examples), step, batch_size)
+
+
+def accumulated(strategy: sg.Strategy) -> News:
+    return train(strategy, accumulating(True, EVEN))
+
+
+def accumulated_uneven(strategy: sg.Strategy) -> News:
+    return train(strategy, accumulating(True, UNEVEN))
+
+
+def no_sync(strategy: sg.Strategy) -> News:
+    return train(strategy, accumulating(False, EVEN))
+
+
+def no_sync_uneven(strategy: sg.Strategy) -> News:
+    return train(strategy, accumulating(False, UNEVEN))
+
+
+def gan_workload() -> Workload:
+    """Two optimizers in one step, one of them twice; the critic also gets gradients of the generator's loss."""
+    generator, critic = filled(nn.Linear(2, 4)), filled(nn.Linear(4, 1), seed=4)
+    make = torch.optim.Adam(generator.parameters(), 1e-2)
+    judge = torch.optim.SGD(critic.parameters(), 5e-2, momentum=0.9)
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        generator, critic, make, judge = objects
+        real, noise = batch
+        for _ in range(2):
+            judge.zero_grad()
+            margin = critic(generator(noise).detach()).mean() - critic(real).mean()
+            (margin + critic.weight.square().sum()).backward()
+            judge.step()
+        make.zero_grad()
+        loss = -critic(generator(noise)).mean()
+        loss.backward()
+        make.step()
+        return loss, float(len(real))
+
+    data = normal(UNEVEN, 4, seed=6), normal(UNEVEN, 2, seed=7)
+    return Workload((generator, critic, make, judge), data, step)
+
+
+def gan(strategy: sg.Strategy) -> News:
+    return train(strategy, gan_workload())
+
+
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0])
+
+
+def class_weights_workload() -> Workload:
+    model = net()
+
+    def loss_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+        total = float(CLASS_WEIGHTS[batch[1]].sum())
+        sg.get_strategy().set_weight(total)
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS), total
+
+    return Workload((model, OPTIMIZERS["adam"](model.parameters())), rows(UNEVEN), usual(loss_of))
+
+
+def class_weights(strategy: sg.Strategy) -> News:
+    return train(strategy, class_weights_workload())
+
+
+def ignore_index_workload() -> Workload:
+    """In the first batch the last three labels are ignored: one replica of some strategies has nothing but those."""
+    model = net()
+    inputs, labels = rows(UNEVEN)
+    labels = torch.where(torch.tensor([*[False] * 4, *[True] * 3, *[False, True] * 3, False, False]), -100, labels)
+
+    def loss_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+        count = float((batch[1] != -100).sum())
+        sg.get_strategy().set_weight(count)
+        return functional.cross_entropy(model(batch[0]), batch[1]), count
+
+    return Workload((model, OPTIMIZERS["adam"](model.parameters())), (inputs, labels), usual(loss_of))
+
+
+def ignore_index(strategy: sg.Strategy) -> News:
+    return train(strategy, ignore_index_workload())
+
+
+def scheduled_workload() -> Workload:
+    """One scheduler goes on with every step, another with every epoch."""
+    model = net()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    by_step = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    by_epoch = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.5)
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        news = usual()(objects, batch, number)
+        objects[2].step()
+        return news
+
+    objects = model, optimizer, by_step, by_epoch
+    return Workload(objects, rows(30), step, batch_size=10, after_epoch=lambda objects: objects[3].step())
+
+
+def scheduled(strategy: sg.Strategy) -> News:
+    return train(strategy, scheduled_workload())
+
+
+def sum_workload() -> Workload:
+    """Losses divided by the global batch; a penalty on the weights divided by the replicas."""
+    model = net()
+
+    def loss_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+        each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        loss = sg.compute_average_loss(each, global_batch_size=10)
+        penalty = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+        return loss + sg.scale_regularization_loss(0.01 * penalty), 1.0
+
+    objects = model, OPTIMIZERS["adam"](model.parameters())
+    return Workload(objects, rows(20), usual(loss_of), batch_size=10, prepare={"gradients": "sum"})
+
+
+def gradients_sum(strategy: sg.Strategy) -> News:
+    return train(strategy, sum_workload())
+
+
+class Bag(nn.Module):
+    """A table of rows, of which a batch uses a few."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+        self.head = filled(nn.Linear(4, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(torch.tanh(self.table(tokens).sum(1)))
+        return found
+
+
+SPARSE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, 0.01),
+}
+
+
+def sparse_workload(optimizer: str, strategy: sg.Strategy | None = None) -> Workload:
+    """In the scope of a strategy, or as it is outside of any: then the table is torch's own class in all but name."""
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = Bag(sg.nn.Embedding(30, 4, init=sg.nn.Normal(std=0.5), seed=3))
+    return sparse_training(model, optimizer)
+
+
+def sparse_training(model: Bag, optimizer: str) -> Workload:
+    lazy, dense = SPARSE[optimizer](model.table.parameters()), torch.optim.SGD(model.head.parameters(), 0.1)
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        own, first, second = objects
+        first.zero_grad()
+        second.zero_grad()
+        loss, divisor = cross_entropy(own, batch)
+        loss.backward()
+        with torch.sparse.check_sparse_tensor_invariants(False):  # else torch warns, once, that they are off
+            first.step()
+        second.step()
+        return loss, divisor
+
+    return Workload((model, lazy, dense), (integers(30, UNEVEN, 2, seed=8), integers(3, UNEVEN, seed=9)), step)
+
+
+def sparse_refused(strategy: sg.Strategy) -> str:
+    """What is said about such a table."""
+    model = Bag(nn.Embedding(30, 4, sparse=True))
+    return said(lambda: strategy.prepare(*sparse_training(model, "SGD").objects))
+
+
+def sparse_sgd(strategy: sg.Strategy) -> News:
+    return train(strategy, sparse_workload("SGD", strategy))
+
+
+def sparse_adagrad(strategy: sg.Strategy) -> News:
+    return train(strategy, sparse_workload("Adagrad", strategy))
+
+
+def sparse_adam(strategy: sg.Strategy) -> News:
+    return train(strategy, sparse_workload("SparseAdam", strategy))

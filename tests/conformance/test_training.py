@@ -1,0 +1,322 @@
+"""Training: the numbers of one process, within 2e-6 in float32.
+
+Loss curve and weights of each strategy, against plain PyTorch on the joined batches. Tolerance: 2e-6 relative and
+absolute in float32, after 6 to 9 updates; sums of slices associate differently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance import reasons
+from tests.conformance.law import cannot, law, only
+from tests.conformance.scenarios import normalised, training
+from tests.conformance.scenarios.workload import alone
+from tests.conformance.slices import run_slices
+from tests.conformance.strategies import (
+    CENTRAL_2,
+    COLUMNS,
+    ONE,
+    PARAMETER_SERVERS,
+    PS_ASYNC,
+    PS_SYNC,
+    RING_2,
+    TPU,
+    Column,
+)
+
+TOLERANCE = 2e-6
+
+OWN_PACE = cannot(
+    PS_ASYNC, "Each worker's update is its own, of one batch, on the weights of that moment: there is no joined batch."
+)
+
+
+def check(column: Column, results: list[dict[str, Any]], expected: dict[str, Any], buffers: bool = True) -> None:
+    """Every worker has the losses, the learning rates and the weights of one process."""
+    for one in results:
+        assert one["agree"]
+        close(one["weights"], expected["weights"])
+        if buffers:
+            close(one["buffers"], expected["buffers"])
+        if column is not PS_SYNC:
+            torch.testing.assert_close(one["losses"], expected["losses"], rtol=TOLERANCE, atol=TOLERANCE)
+    means = [sum(loss * divisor for loss, divisor in step) / sum(d for _, d in step) for step in all_parts(results)]
+    torch.testing.assert_close(means, expected["losses"], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def all_parts(results: list[dict[str, Any]]) -> list[list[list[float]]]:
+    """By step: loss and divisor of every replica of every worker. A worker of ps without a slice made no step."""
+    epochs = zip(*(one["parts"] for one in results), strict=True)
+    steps = [step for of_workers in epochs for step in itertools.zip_longest(*of_workers, fillvalue=[])]
+    return [[part for parts in step for part in parts] for step in steps]
+
+
+def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal names, and values within the tolerance."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        one, other = torch.tensor(found[name], dtype=torch.float64), torch.tensor(value, dtype=torch.float64)
+        torch.testing.assert_close(one, other, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+@law("SGD", training.sgd, without=OWN_PACE)
+def test_sgd(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("sgd", training.EVEN)))
+
+
+@law("SGD, uneven and empty shares", training.sgd_uneven, without=OWN_PACE)
+def test_sgd_uneven(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("sgd", training.UNEVEN)))
+    shares = [divisor for step in all_parts(results) for _, divisor in step]
+    assert column is PS_SYNC or (0.0 in shares) == (column is not ONE)
+
+
+@law("momentum (Nesterov, weight decay)", training.momentum, without=OWN_PACE)
+def test_momentum(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("momentum", training.EVEN)))
+
+
+@law("momentum, uneven and empty shares", training.momentum_uneven, without=OWN_PACE)
+def test_momentum_uneven(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("momentum", training.UNEVEN)))
+
+
+@law("Adam", training.adam, without=OWN_PACE)
+def test_adam(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("adam", training.EVEN)))
+
+
+@law("Adam, uneven and empty shares", training.adam_uneven, without=OWN_PACE)
+def test_adam_uneven(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("adam", training.UNEVEN)))
+
+
+@law("AdamW", training.adamw, without=OWN_PACE)
+def test_adamw(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("adamw", training.EVEN)))
+
+
+@law("AdamW, uneven and empty shares", training.adamw_uneven, without=OWN_PACE)
+def test_adamw_uneven(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.optimized("adamw", training.UNEVEN)))
+
+
+@law("tied parameters", training.tied, without=OWN_PACE)
+def test_tied(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.tied_workload()))
+
+
+@law(
+    "unused parameters are left alone, also those that one replica alone uses in some steps",
+    training.unused,
+    without=OWN_PACE,
+)
+def test_unused(column: Column, results: list[dict[str, Any]]) -> None:
+    workload = training.unused_workload()
+    before = workload.objects[0].never.weight.tolist()
+    expected = alone(workload)
+    assert expected["weights"]["0.never.weight"] == before
+    check(column, results, expected)
+    assert all(one["weights"]["0.never.weight"] == before for one in results)
+
+
+@law("`prepare(clip_norm=…)`", training.clip_norm, without=OWN_PACE)
+def test_clip_norm(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.clip_norm_workload()))
+
+
+@law(
+    "a step that clips by itself",
+    training.clipped,
+    without=OWN_PACE
+    | cannot(PS_SYNC, "`.grad` is this worker's own under parameter servers: `prepare(clip_norm=…)` clips the whole."),
+)
+def test_clipped(column: Column, results: list[dict[str, Any]]) -> None:
+    expected = alone(training.clipped_workload())
+    close(expected["weights"], alone(training.clip_norm_workload())["weights"])
+    check(column, results, expected)
+
+
+UNEVEN_SUM = cannot(
+    PS_SYNC,
+    "A worker of parameter servers sends one gradient an update, weighted by all the examples in it: with uneven "
+    "slices that is the mean over all examples of the batches, not the mean of the batches' means.",
+)
+
+
+@law("accumulation over three batches", training.accumulated, without=OWN_PACE)
+def test_accumulated(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.accumulating(True, training.EVEN)))
+
+
+@law("accumulation, uneven and empty shares", training.accumulated_uneven, without=OWN_PACE | UNEVEN_SUM)
+def test_accumulated_uneven(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.accumulating(True, training.UNEVEN)))
+
+
+@law("accumulation in `no_sync`", training.no_sync, without=OWN_PACE)
+def test_no_sync(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.accumulating(False, training.EVEN)))
+
+
+@law("accumulation in `no_sync`, uneven and empty shares", training.no_sync_uneven, without=OWN_PACE | UNEVEN_SUM)
+def test_no_sync_uneven(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.accumulating(False, training.UNEVEN)))
+
+
+@law("two optimizers, one of them twice a batch (a small GAN)", training.gan, without=OWN_PACE)
+def test_gan(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.gan_workload()))
+
+
+@law("class weights, with `set_weight`", training.class_weights, without=OWN_PACE)
+def test_class_weights(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.class_weights_workload()))
+
+
+@law(
+    "`ignore_index`, with `set_weight`; a replica may have nothing that counts", training.ignore_index, without=OWN_PACE
+)
+def test_ignore_index(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.ignore_index_workload()))
+
+
+@law("schedulers, by step and by epoch", training.scheduled, without=OWN_PACE)
+def test_scheduled(column: Column, results: list[dict[str, Any]]) -> None:
+    expected = alone(training.scheduled_workload())
+    check(column, results, expected)
+    for one in results:
+        assert one["rates"] == pytest.approx(expected["rates"], rel=1e-12)
+
+
+@law(
+    '`gradients="sum"` with `compute_average_loss` and `scale_regularization_loss`',
+    training.gradients_sum,
+    without=OWN_PACE,
+)
+def test_gradients_sum(column: Column, results: list[dict[str, Any]]) -> None:
+    expected = alone(training.sum_workload())
+    sums = [sum(loss for loss, _ in step) for step in all_parts(results)]
+    torch.testing.assert_close(sums, expected["losses"], rtol=TOLERANCE, atol=TOLERANCE)
+    for one in results:
+        close(one["weights"], expected["weights"])
+
+
+DENSE = OWN_PACE | cannot(TPU, "XLA has no sparse gradients: see below.")
+ONE_REPLICA = cannot(
+    [column for column in COLUMNS if column.num_replicas == 1],
+    reasons.ONE_IN_SYNC,
+)
+
+
+@law("`sg.nn.Embedding`, sparse: SGD", training.sparse_sgd, without=DENSE)
+def test_sparse_sgd(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.sparse_workload("SGD")))
+
+
+@law("`sg.nn.Embedding`, sparse: Adagrad", training.sparse_adagrad, without=DENSE)
+def test_sparse_adagrad(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.sparse_workload("Adagrad")))
+
+
+@law("`sg.nn.Embedding`, sparse: SparseAdam", training.sparse_adam, without=DENSE)
+def test_sparse_adam(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(training.sparse_workload("SparseAdam")))
+
+
+@law(
+    "`nn.Embedding(sparse=True)` where its gradients cannot travel is refused by `prepare`, with advice",
+    training.sparse_refused,
+    without=only((TPU, *PARAMETER_SERVERS)),
+)
+def test_sparse_refused(column: Column, results: list[str]) -> None:
+    for said in results:
+        assert "give table sparse=False" in said
+
+
+@law(
+    "BatchNorm: as one process that runs the slices; buffers are averaged for evaluation",
+    normalised.batch_norm,
+    without=OWN_PACE,
+)
+def test_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
+    expected = run_slices(normalised.norm_workload(), column.num_replicas)
+    check(column, results, expected, buffers=column is not PS_SYNC)
+    if column in (ONE, CENTRAL_2):  # one copy of variables, which is the average at any time
+        close(results[0]["own buffers"], expected["buffers"])
+
+
+@law(
+    "BatchNorm: each replica has its own statistics",
+    normalised.own_statistics,
+    without=ONE_REPLICA | cannot(PS_SYNC, reasons.LENT_BY_NUMBER),
+)
+def test_own_statistics(column: Column, results: list[list[Any]]) -> None:
+    means = [tuple(mean) for found in results for mean in found]
+    assert len(set(means)) == len(means) == column.num_replicas
+
+
+@law(
+    "`sync_batchnorm=True`: as one process on the joined batch, uneven and empty shares",
+    normalised.sync_batch_norm,
+    without=cannot(PARAMETER_SERVERS, "Workers of parameter servers meet on the servers alone; `prepare` refuses it."),
+)
+def test_sync_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(normalised.sync_workload()))
+
+
+@law(
+    "dropout: as one process that runs the slices with each replica's seed",
+    normalised.dropout,
+    without=OWN_PACE
+    | cannot(PS_SYNC, "A slice goes to the worker who asks first, so that no slice has a seed.")
+    | cannot(TPU, "The replicas of the stand-in are threads that share one generator."),
+)
+def test_dropout(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, run_slices(normalised.dropout_workload(), column.num_replicas, normalised.SEED))
+
+
+@law(
+    "an empty share: the step is called, and the buffers are what they were",
+    normalised.empty_shares,
+    without=cannot(PARAMETER_SERVERS, reasons.NO_SHARE),
+)
+def test_empty_shares(column: Column, results: list[dict[str, Any]]) -> None:
+    # Batches of 4, 4 and 1.
+    counted = {1: [3], 2: [3, 2], 3: [3, 2, 0], 4: [3, 2, 2, 2]}[column.num_replicas]
+    assert [count for one in results for count in one["counted"]] == counted
+    for worker, one in enumerate(results):
+        mine = range(worker * column.num_local, (worker + 1) * column.num_local)
+        assert one["called"] == [replica for replica in mine for _ in range(3)]
+
+
+@law(
+    "an empty share: an error of the step says so, and what can be done",
+    normalised.steps_without_size_0,
+    without=cannot(PARAMETER_SERVERS, reasons.NO_SHARE)
+    | ONE_REPLICA
+    | cannot(TPU, "A thread of the stand-in ends with the error of the step, and the others with it."),
+)
+def test_steps_without_size_0(column: Column, results: list[str]) -> None:
+    assert "failed on a batch of size 0" in results[-1]
+    for advice in ("drop_last=True", 'on_empty="skip"', "flatten(1)"):
+        assert advice in results[-1]
+    if column is RING_2:
+        assert "worker:1" in results[0]
+
+
+def test_the_reference_in_slices_is_one_process_where_slices_do_not_matter() -> None:
+    workload, same = (training.optimized("momentum", training.EVEN) for _ in range(2))
+    found, expected = run_slices(workload, 3), alone(same)
+    close(found["weights"], expected["weights"])
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_comparison_sees_a_difference() -> None:
+    with pytest.raises(AssertionError, match="a: "):
+        close({"a": [1.0]}, {"a": [1.00001]})
