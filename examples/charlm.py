@@ -1,6 +1,7 @@
 """A small GPT learns to write Python, byte by byte, from the source of Python's own standard library.
 
 python examples/charlm.py                                 # this process alone
+python examples/charlm.py --strategy central --devices cpu:0,cpu:1
 stratagem run --workers 2 --ps 2 examples/charlm.py       # a chief, 2 parameter servers, 2 workers
 stratagem run --workers 2 examples/charlm.py              # a chief, 2 workers in a ring
 """
@@ -24,7 +25,9 @@ import stratagem as sg
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=("one", "ring", "ps"), help="default: what the environment says")
+    strategies = ("one", "mirrored", "central", "ring", "ps")
+    parser.add_argument("--strategy", choices=strategies, help="default: what the environment says")
+    parser.add_argument("--devices", help="of this process, one replica each: cuda:0,cuda:1 or (logical) cpu:0,cpu:1")
     parser.add_argument("--epochs", type=int, default=5, help="passes over --windows windows of text")
     parser.add_argument("--windows", type=int, default=4096, help="windows of text in an epoch")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -80,7 +83,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        heads = (self.num_heads, width // self.num_heads)
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, *heads).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         x = x + self.feed_forward(self.norm2(x))
@@ -120,7 +124,7 @@ def main() -> int:
     arguments = parse_arguments()
     torch.manual_seed(arguments.seed)
     windows = Windows(read_source_text(arguments.text_bytes), arguments.windows, arguments.context, arguments.seed)
-    strategy = sg.strategy_from_environment(arguments.strategy)
+    strategy = sg.strategy_from_environment(arguments.strategy, arguments.devices)
 
     with strategy.scope():
         model = GPT(arguments.context, arguments.width, arguments.layers)

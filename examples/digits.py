@@ -1,6 +1,7 @@
 """Learns the handwritten digits that scikit-learn carries (UCI, 1,797 images of 8x8): a small CNN, plain PyTorch.
 
 python examples/digits.py                                 # this process alone
+python examples/digits.py --strategy mirrored --devices cpu:0,cpu:1
 stratagem run --workers 2 --ps 2 examples/digits.py       # a chief, 2 parameter servers, 2 workers
 stratagem run --workers 2 examples/digits.py              # a chief, 2 workers in a ring
 """
@@ -23,7 +24,9 @@ import stratagem as sg
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=("one", "ring", "ps"), help="default: what the environment says")
+    strategies = ("one", "mirrored", "central", "ring", "ps")
+    parser.add_argument("--strategy", choices=strategies, help="default: what the environment says")
+    parser.add_argument("--devices", help="of this process, one replica each: cuda:0,cuda:1 or (logical) cpu:0,cpu:1")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -58,7 +61,7 @@ def main() -> int:
     train_data, test_data = load_digits()
     if sg.is_evaluator():
         return evaluate_checkpoints(test_data)
-    strategy = sg.strategy_from_environment(arguments.strategy)
+    strategy = sg.strategy_from_environment(arguments.strategy, arguments.devices)
 
     with strategy.scope():
         model = make_model()

@@ -63,6 +63,7 @@ class Cluster:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(SCRIPTS.parents[2]),
+            "STRATAGEM_CHECKPOINT_ROOTS": str(folder.parent),
             "TEST_FAULTS": json.dumps(list(faults)),
             "TEST_FAULTS_DIR": str(folder),
         }

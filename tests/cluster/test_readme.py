@@ -52,3 +52,9 @@ def test_other_commands(command: str) -> None:
         assert run(command).returncode == 0
     else:
         pytest.fail(f"no test runs {command!r}")
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 20
+    assert [link for link in links if not (ROOT / link).exists()] == []

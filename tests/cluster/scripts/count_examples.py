@@ -20,6 +20,18 @@ import stratagem as sg
 from tests.cluster.scripts import faults
 
 
+class TableCounter(torch.nn.Module):
+    """A table, whose rows lie on all ps."""
+
+    def __init__(self, num_examples: int) -> None:
+        super().__init__()
+        self.table = sg.nn.Embedding(num_examples, 1, init=sg.nn.Constant(0.0))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.table(indices).sum()
+        return total
+
+
 class Counter(torch.nn.Module):
     """Two variables, so that two ps hold one each and an update can be torn."""
 
@@ -51,11 +63,13 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=0, help="batches that the script takes ahead of time")
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--table", action="store_true", help="count in a table")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     strategy = sg.strategy_from_environment()
     task = str(getattr(strategy, "task", "worker:0"))
-    model = Counter(options.examples)
+    with strategy.scope():
+        model = TableCounter(options.examples) if options.table else Counter(options.examples)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     strategy.prepare(model, optimizer, gradients="sum")
     data = DataLoader(
@@ -81,7 +95,8 @@ def main() -> None:
             strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
     if options.out and strategy.is_lead:
-        torch.save(model.state_dict(), options.out)
+        weights = {"table": model.table.whole_weight()} if isinstance(model, TableCounter) else model.state_dict()
+        torch.save(weights, options.out)
     print(f"{task}: {step} steps, {len(faults.RESENT)} resends", file=sys.stderr)
 
 

@@ -20,6 +20,8 @@ from stratagem.worker.runtime import active_runtime
 def _pid_of(target: str, task: str) -> int:
     if target == task:
         return os.getpid()
+    if target == "launcher":
+        return os.getppid()
     runtime = active_runtime()
     assert runtime is not None
     return next(status.pid for status in runtime.chief.status().tasks if status.info.task == target)
@@ -74,6 +76,8 @@ def at_step(task: str, step: int) -> None:
             continue
         if fault["action"] == "kill":
             os.kill(_pid_of(fault.get("target", task), task), signal.SIGKILL)
+        elif fault["action"] == "terminate":
+            os.kill(_pid_of(fault.get("target", task), task), signal.SIGTERM)
         elif fault["action"] == "tear":
             _tear()
         elif fault["action"] == "resend":

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 class MissedEpochs(sg.OneDeviceStrategy):
     """Gives no batches at all, like a closed epoch."""
 
-    def distribute_dataset(self, loader: Any) -> Any:
+    def distribute_dataset(self, source: Any, **_: Any) -> Any:
         class Nothing:
             def __iter__(self) -> Iterator[Any]:
                 return iter(())
@@ -40,7 +40,7 @@ def test_epochs_without_batches_print_nothing(
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sg, "strategy_from_environment", lambda chosen: MissedEpochs("cpu"), raising=False)
+    monkeypatch.setattr(sg, "strategy_from_environment", lambda *chosen: MissedEpochs("cpu"), raising=False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--epochs", "3", *arguments])
     assert module.main() == 0
     printed = capsys.readouterr().out

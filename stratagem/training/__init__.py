@@ -1,0 +1,1 @@
+"""Training without a loop of your own: Model, callbacks, checkpoints, export."""

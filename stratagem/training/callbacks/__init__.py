@@ -1,0 +1,22 @@
+"""Callbacks of ``fit``, ``evaluate`` and ``predict``: ``sg.callbacks``."""
+
+from stratagem.training.callbacks.backup import BackupAndRestore
+from stratagem.training.callbacks.base import Callback
+from stratagem.training.callbacks.csv_logger import CSVLogger
+from stratagem.training.callbacks.early_stopping import EarlyStopping
+from stratagem.training.callbacks.history import History
+from stratagem.training.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
+from stratagem.training.callbacks.model_checkpoint import ModelCheckpoint
+from stratagem.training.callbacks.tensorboard import TensorBoard
+
+__all__ = [
+    "BackupAndRestore",
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "History",
+    "LearningRateScheduler",
+    "ModelCheckpoint",
+    "ReduceLROnPlateau",
+    "TensorBoard",
+]

@@ -1,0 +1,128 @@
+"""Goes on with a ``fit`` that was killed, or told to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.training.callbacks.base import Callback, LogsArgument
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_catalog import scan
+from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
+from stratagem.worker import interrupts
+from stratagem.worker.preemption_request import preemption
+
+logger = logging.getLogger(__name__)
+
+
+class BackupAndRestore(Callback):
+    """Saves what ``fit`` needs to go on, and goes on there when the script is started again.
+
+    That is the model, the optimizer, the epoch and step, the place in the data, random number generators, what the
+    epoch has counted so far, and the state of the other callbacks. When ``fit`` is done, the backup is removed.
+
+    A SIGTERM or SIGINT that any worker gets while ``fit`` runs is noted: all workers end the same step (or batch of the
+    validation, which is begun anew later), save, and end with exit code 143, which asks for a restart. A second one
+    ends the process at once.
+
+    Parameter servers and their chief do this themselves (``stratagem run --checkpoint-dir``); under them this callback
+    leaves it to them, and a worker that is told to end only finishes its step.
+
+    Args:
+        backup_dir: folder of this backup alone; workers that run in step on several hosts share rank 0's.
+        save_freq: "epoch", or a number of batches: the work between two backups is what a crash costs.
+        delete_checkpoint: False keeps the last backup; the next ``fit`` then has nothing left to do.
+        save_before_preemption: False: signals end the process as if there were no such callback.
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: Literal["epoch"] | int = "epoch",
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool = True,
+    ) -> None:
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise ConfigurationError(f"expected save_freq 'epoch' or a number of batches, got {save_freq!r}")
+        self._folder = Path(backup_dir)
+        self._every = save_freq
+        self._deletes = delete_checkpoint
+        self._hears_signals = save_before_preemption
+        self._is_watching = False
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        if self._hears_signals:
+            interrupts.watch(GRACE_S)
+            self._is_watching = True
+        try:
+            self._restore()
+        except BaseException:
+            self.on_train_interrupted()
+            raise
+
+    def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        if self.model.is_mid_update:
+            return  # gradients that wait for more are in no checkpoint
+        if self._is_watching and preemption.is_due(self.model.strategy.communicator):
+            leave(self.model.strategy, self._save)
+        if self._every != "epoch" and self.model.num_steps % int(self._every) == 0:
+            self._save()
+
+    def on_test_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        # Without a backward there is no collective that tells the others on its way.
+        if self._is_watching and preemption.agree(self.model.strategy.communicator):
+            leave(self.model.strategy, self._save)
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        path = self._save()
+        if self._is_watching and preemption.agree(self.model.strategy.communicator):
+            leave(self.model.strategy, lambda: path)
+
+    def on_train_end(self, logs: LogsArgument = None) -> None:
+        try:
+            if self._is_watching and preemption.agree(self.model.strategy.communicator):
+                leave(self.model.strategy, lambda: str(self._folder))  # the next run comes straight here
+            if self._deletes and not self._is_left_to_others and self.model.strategy.is_lead:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        finally:
+            self.on_train_interrupted()
+
+    def on_train_interrupted(self) -> None:
+        if self._is_watching:
+            self._is_watching = False
+            interrupts.unwatch()
+
+    def _restore(self) -> None:
+        if self._is_left_to_others:
+            logger.info("BackupAndRestore: the chief and the parameter servers resume this job by themselves")
+            return
+        say_it_resumes()
+        if self._is_there():
+            found = self._checkpoint().restore(self._folder)
+            position = self.model.position
+            logger.info("Going on at epoch %d, step %d, from %s", position.epoch + 1, position.step, found.path)
+
+    def _save(self) -> str:
+        return "" if self._is_left_to_others else self._checkpoint().write(self._folder)
+
+    def _checkpoint(self) -> Checkpoint:
+        model = self.model
+        return Checkpoint(strategy=model.strategy, model=model.module, optimizer=model.optimizer, fit=model.position)
+
+    def _is_there(self) -> bool:
+        """Whether rank 0 has a backup."""
+        found = torch.tensor(int(bool(scan(self._folder))))
+        workers = self.model.strategy.communicator
+        return bool(found if workers is None else workers.broadcast(found))
+
+    @property
+    def _is_left_to_others(self) -> bool:
+        return self.model.has_servers

@@ -1,0 +1,59 @@
+"""Calls the callbacks of one ``fit``, ``evaluate`` or ``predict`` in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stratagem.errors import ConfigurationError
+from stratagem.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from stratagem.training.model import Model
+
+_PER_BATCH = tuple(f"on_{kind}_batch_{end}" for kind in ("train", "test", "predict") for end in ("begin", "end"))
+
+
+class CallbackList:
+    """Callbacks in their order. A hook of batches costs nothing where no callback has it.
+
+    Args:
+        callbacks: in their order.
+        model: whose training it is.
+        params: what they are told.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback], model: Model, params: Mapping[str, Any]) -> None:
+        self.callbacks = list(callbacks)
+        self._model = model
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigurationError(f"expected callbacks of sg.callbacks.Callback, got {callback!r}")
+            callback.set_params(params)
+            callback.set_model(model)
+        self._per_batch: dict[str, list[Callable[..., None]]] = {
+            hook: [
+                getattr(callback, hook)
+                for callback in self.callbacks
+                if getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+            ]
+            for hook in _PER_BATCH
+        }
+
+    def silenced(self) -> CallbackList:
+        """A list of none."""
+        return CallbackList((), self._model, {})
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Calls a hook of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(*args)
+
+    def hears(self, hook: str) -> bool:
+        """Whether any callback has this hook of batches."""
+        return bool(self._per_batch[hook])
+
+    def call_batch(self, hook: str, batch: int, logs: Any = None) -> None:
+        """Calls a hook of batches of those callbacks that have it."""
+        for method in self._per_batch[hook]:
+            method(batch, logs)

@@ -1,0 +1,48 @@
+"""The logs of the epochs as lines of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+from stratagem.training.callbacks.base import Callback, LogsArgument
+
+
+class CSVLogger(Callback):
+    """Writes a line for each epoch, on the lead. Columns are those of the first epoch's logs.
+
+    Args:
+        filename: of the file; its folder must exist.
+        separator: between columns.
+        append: goes on with an existing file; else it is begun anew.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
+        self._path = Path(filename)
+        self._separator = separator
+        self._append = append
+        self._columns: list[str] | None = None
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        self._columns = None
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        if not self.model.strategy.is_lead:  # asked each time: a lead may die
+            return
+        values = {"epoch": epoch, **(logs or {})}
+        if self._columns is None:
+            self._columns = self._begin(list(values))
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns, "NA", extrasaction="ignore", delimiter=self._separator).writerow(values)
+
+    def _begin(self, columns: list[str]) -> list[str]:
+        """The columns: those of the file that is gone on with, else ``columns``, in a new file."""
+        if (self._append or self.model.is_resumed) and self._path.exists():
+            with self._path.open(newline="") as file:
+                header = next(csv.reader(file, delimiter=self._separator), None)
+            if header:
+                return header
+        with self._path.open("w", newline="") as file:
+            csv.writer(file, delimiter=self._separator).writerow(columns)
+        return columns

@@ -1,0 +1,100 @@
+"""Ends training when a value gets no better."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from stratagem.training.callbacks.base import Callback, LogsArgument
+from stratagem.training.callbacks.monitor import Mode, Monitor
+
+logger = logging.getLogger(__name__)
+
+
+class EarlyStopping(Callback):
+    """Ends training when ``monitor`` has not become better for ``patience`` epochs.
+
+    Args:
+        monitor: a value of the epochs' logs.
+        min_delta: less than that is no improvement.
+        patience: epochs without improvement that are put up with.
+        verbose: 1: says when it stops.
+        mode: whether less ("min") or more ("max") is better; "auto": by the name.
+        baseline: what has to be bettered first; None: nothing.
+        restore_best_weights: the model has the weights of its best epoch in the end, not of its last.
+        start_from_epoch: epochs before this one do not count.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        verbose: int = 0,
+        mode: Mode = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        self._arguments = monitor, mode, min_delta
+        self._monitor = Monitor(*self._arguments)
+        self._patience = patience
+        self._verbose = verbose
+        self._baseline = baseline
+        self._restores = restore_best_weights
+        self._first_epoch = start_from_epoch
+        self._weights: dict[str, Any] | None = None
+        self.wait = 0
+        self.best_epoch = -1
+        self.stopped_epoch = -1
+
+    @property
+    def best(self) -> float:
+        """The best value so far; NaN before the first."""
+        return self._monitor.best
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        self._monitor = Monitor(*self._arguments)
+        self._weights, self.wait, self.best_epoch, self.stopped_epoch = None, 0, -1, -1
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        value = self._monitor.value(logs) if epoch >= self._first_epoch else None
+        if value is None:
+            return
+        self.wait += 1
+        if self._monitor.improves(value):
+            self._monitor.best, self.best_epoch = value, epoch
+            if self._restores:
+                self._weights = _copy(self.model.module.state_dict())
+            if self._baseline is None or self._monitor.improves(value, self._baseline):
+                self.wait = 0
+        if self.wait >= self._patience and epoch > 0 and self.wait:
+            self.stopped_epoch = epoch
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: LogsArgument = None) -> None:
+        if self.stopped_epoch >= 0 and self._verbose and self.model.strategy.is_lead:
+            logger.info(
+                "epoch %d: stopped early; %s was best, %g, in epoch %d",
+                self.stopped_epoch + 1, self._monitor.name, self.best, self.best_epoch + 1,
+            )  # fmt: skip
+        if self._weights is not None:
+            self.model.module.load_state_dict(self._weights)
+            self._weights = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Without the best weights: restoring looks at the epochs since the interruption."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "wait": self.wait}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._monitor.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
+
+
+def _copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }

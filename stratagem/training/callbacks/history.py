@@ -1,0 +1,32 @@
+"""What came of each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.training.callbacks.base import Callback, LogsArgument
+
+
+class History(Callback):
+    """Keeps the logs of the epochs; ``fit`` returns it."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[float]] = {}
+        """By name in the logs: a value for each epoch."""
+        self.epoch: list[int] = []
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        self.history, self.epoch = {}, []
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        self.epoch.append(epoch)
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": {name: list(values) for name, values in self.history.items()}, "epoch": list(self.epoch)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self.epoch = list(state["epoch"])

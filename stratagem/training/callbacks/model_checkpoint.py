@@ -1,0 +1,110 @@
+"""Checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from stratagem.errors import ConfigurationError
+from stratagem.training.callbacks.base import Callback, LogsArgument
+from stratagem.training.callbacks.monitor import Mode, Monitor
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_number import next_number
+
+logger = logging.getLogger(__name__)
+
+
+class ModelCheckpoint(Callback):
+    """Saves a checkpoint after each epoch, or every n-th batch; all workers together save one.
+
+    ``Model.load_weights``, ``sg.Checkpoint.restore`` and ``sg.latest_checkpoint`` read it.
+
+    Args:
+        filepath: a folder for each, which may hold "{epoch}" (from 1) and values of the logs:
+            "runs/{epoch}-{val_loss:.2f}". The same path again replaces what is there.
+        monitor: a value of the epochs' logs.
+        verbose: 1: says each.
+        save_best_only: only when ``monitor`` is better than ever.
+        save_weights_only: without the optimizer's state.
+        mode: whether less ("min") or more ("max") is better; "auto": by the name.
+        save_freq: "epoch", or a number of batches.
+        initial_value_threshold: what ``monitor`` has to better first; None: nothing.
+    """
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_best_only: bool = False,
+        save_weights_only: bool = False,
+        mode: Mode = "auto",
+        save_freq: Literal["epoch"] | int = "epoch",
+        initial_value_threshold: float | None = None,
+    ) -> None:
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise ConfigurationError(f"expected save_freq 'epoch' or a number of batches, got {save_freq!r}")
+        self._template = os.fspath(filepath)
+        self._verbose = verbose
+        self._best_only = save_best_only
+        self._weights_only = save_weights_only
+        self._every = save_freq
+        self._monitor = Monitor(monitor, mode)
+        if initial_value_threshold is not None:
+            self._monitor.best = initial_value_threshold
+        self._epoch = 0
+        self.last_path: str | None = None
+        """Of the newest checkpoint."""
+        if save_freq != "epoch":
+            self.on_train_batch_end = self._end_batch  # type: ignore[method-assign]
+
+    @property
+    def best(self) -> float:
+        """The best value so far; NaN before the first."""
+        return self._monitor.best
+
+    def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        if self._every == "epoch":
+            self._consider(logs or {})
+
+    def _end_batch(self, batch: int, logs: LogsArgument = None) -> None:
+        if self.model.num_steps % int(self._every) == 0:
+            needs_logs = self._best_only or "{" in self._template.replace("{epoch", "")
+            self._consider((logs or {}) if needs_logs else {})
+
+    def _consider(self, logs: Mapping[str, float]) -> None:
+        if self._best_only:
+            value = self._monitor.value(logs)
+            if value is None or not self._monitor.improves(value):
+                return
+            self._monitor.best = value
+        # Under parameter servers the one that asks is enough; workers that run in step all have to take part.
+        if self.model.strategy.communicator is None and not self.model.strategy.is_lead:
+            return
+        objects: dict[str, Any] = {"model": self.model.module}
+        if not self._weights_only:
+            objects["optimizer"] = self.model.optimizer
+        path = self._path(logs)
+        checkpoint = Checkpoint(strategy=self.model.strategy, **objects)
+        self.last_path = checkpoint.write(path, step=next_number(path, self.model.num_steps))
+        if self._verbose and self.model.strategy.is_lead:
+            logger.info("epoch %d: saved %s", self._epoch + 1, self.last_path)
+
+    def _path(self, logs: Mapping[str, float]) -> str:
+        try:
+            return self._template.format(**{**logs, "epoch": self._epoch + 1})
+        except (KeyError, ValueError, IndexError) as error:
+            raise ConfigurationError(
+                f"the filepath {self._template!r} cannot be filled in ({error}); there are epoch and {', '.join(logs)}"
+            ) from None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._monitor.best = state["best"]

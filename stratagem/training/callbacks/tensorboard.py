@@ -1,0 +1,84 @@
+"""The logs of epochs and batches as TensorBoard's event files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from stratagem.errors import ConfigurationError
+from stratagem.training.callbacks.base import Callback, LogsArgument
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard(Callback):
+    """Writes scalars, on the lead: those of epochs as "epoch_loss" and so on, in folders "train" and "validation".
+
+    Args:
+        log_dir: folder of the run.
+        update_freq: "epoch"; "batch" or a number n: after every, or every n-th, batch there are "batch_loss" and so on
+            as well, of the lead's own replicas. Reading them waits for the device.
+
+    Raises:
+        ConfigurationError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self, log_dir: str | os.PathLike[str] = "logs", update_freq: Literal["epoch", "batch"] | int = "epoch"
+    ) -> None:
+        if update_freq not in ("epoch", "batch") and (isinstance(update_freq, str) or update_freq < 1):
+            raise ConfigurationError(f"expected update_freq 'epoch', 'batch' or a number, got {update_freq!r}")
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ImportError:
+            raise ConfigurationError("TensorBoard is not installed: pip install 'stratagem[tensorboard]'") from None
+        self._folder = Path(log_dir)
+        self._every = {"epoch": 0, "batch": 1}.get(update_freq, 0) if isinstance(update_freq, str) else update_freq
+        self._writers: dict[str, SummaryWriter] = {}
+        if self._every:
+            self.on_train_batch_end = self._write_batch  # type: ignore[method-assign]
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        if not self.model.strategy.is_lead:
+            return
+        for name, value in (logs or {}).items():
+            is_validation = name.startswith("val_")
+            writer = self._writer("validation" if is_validation else "train")
+            writer.add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
+        if "learning_rate" not in (logs or {}):
+            self._writer("train").add_scalar("epoch_learning_rate", self.model.learning_rate, epoch)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def on_test_end(self, logs: LogsArgument = None) -> None:
+        if self.model.is_fitting or not self.model.strategy.is_lead:
+            return
+        for name, value in (logs or {}).items():
+            self._writer("validation").add_scalar(f"evaluation_{name}", value, self.model.num_steps)
+        self._close()
+
+    def on_train_end(self, logs: LogsArgument = None) -> None:
+        self._close()
+
+    def on_train_interrupted(self) -> None:
+        self._close()
+
+    def _write_batch(self, batch: int, logs: LogsArgument = None) -> None:
+        step = self.model.num_steps
+        if step % self._every == 0 and self.model.strategy.is_lead:
+            for name, value in (logs or {}).items():
+                self._writer("train").add_scalar(f"batch_{name}", value, step)
+
+    def _writer(self, part: str) -> SummaryWriter:
+        if part not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writers[part] = SummaryWriter(self._folder / part)
+        return self._writers[part]
+
+    def _close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()

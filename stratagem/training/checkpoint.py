@@ -1,0 +1,348 @@
+"""``sg.Checkpoint``: the state of a training script on disk, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.training.checkpoint_catalog import check, is_complete, offer, read_step, remove, scan
+from stratagem.training.checkpoint_files import Draft, sweep
+from stratagem.training.checkpoint_members import Members
+from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
+from stratagem.training.checkpoint_reading import (
+    DESCRIPTION,
+    FORMAT,
+    describe,
+    find,
+    kind_and_state,
+    read_states,
+)
+from stratagem.training.checkpoint_servers import Servers, ServerState, servers_of
+from stratagem.training.checkpoint_state import kind_of, put_back, states_of_variables, take
+from stratagem.training.checkpoint_tree import EncodedState, encode
+from stratagem.worker.runtime import active_runtime
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 2 << 30
+RANDOM = "_random"
+_NAME = re.compile(r"-(\d{8,})$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What :meth:`Checkpoint.restore` found."""
+
+    path: str
+    """The checkpoint."""
+    step: int
+    """Its number."""
+
+
+class Checkpoint:
+    """Saves objects together and restores them, under any strategy and across strategies.
+
+    ``sg.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, data=dataset, epoch=0)``: models, optimizers,
+    ``sg.Variable``, whatever has ``state_dict()`` and ``load_state_dict()``, and numbers and strings, which are
+    attributes (``checkpoint.epoch += 1``). The states of random number generators are saved too. Nothing is pickled.
+
+    Under a synchronous strategy with several workers every worker calls every method; rank 0 writes and reads the
+    files, everybody gets the path and the states. Buffers that differ between replicas are averaged. Under parameter
+    servers one worker is enough: whoever calls asks the chief for a consistent checkpoint of all ps, and adds what the
+    ps do not hold. Of several that save the same step the first one wins; all get its path.
+
+    A directory is a checkpoint once it is complete: a save that dies, or finds the disk full, leaves the earlier ones
+    as they were. An existing checkpoint is never overwritten.
+
+    Args:
+        strategy: None: that of the open scope.
+        asynchronous: :meth:`save` returns once the states are copied, and writes meanwhile. One write is under way at a
+            time, so a save waits for the one before it, and so does :meth:`wait`.
+        max_file_bytes: where a file is full and the next begins.
+        objects: by name.
+
+    Raises:
+        ConfigurationError: an object cannot be saved, or this worker of a cluster does not say with which strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy | None = None,
+        asynchronous: bool = False,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        **objects: Any,
+    ) -> None:
+        for name, item in objects.items():
+            _check_name(name, item)
+        chosen = strategy or get_strategy()
+        if type(chosen) is Strategy and active_runtime() is not None:
+            raise ConfigurationError(
+                "this worker belongs to a cluster: build the Checkpoint inside `with strategy.scope():`, or pass "
+                "strategy=, so that all workers save one checkpoint together"
+            )
+        self._objects = objects
+        self._added: set[str] = set()
+        """Objects that a checkpoint may lack."""
+        self._strategy = chosen
+        self._asynchronous = asynchronous
+        self._max_file_bytes = max_file_bytes
+        self._members = Members(chosen.communicator)
+        self._servers = servers_of(chosen)
+        self._writing: _Writing | None = None
+        self._is_pending = False
+        self._stall_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._objects:
+            raise AttributeError(f"this checkpoint has no {name!r}")
+        return self._objects[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            if name not in self._objects:
+                raise AttributeError(f"this checkpoint has no {name!r}; name its objects when it is made")
+            kind_of(name, value)
+            self._objects[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def add(self, name: str, item: Any) -> None:
+        """Saves one more object, unless there is one of this name. A checkpoint that lacks it restores the others.
+
+        Raises:
+            ConfigurationError: it cannot be saved.
+        """
+        if name not in self._objects:
+            _check_name(name, item)
+            self._objects[name] = item
+            self._added.add(name)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Whose replicas the objects have."""
+        return self._strategy
+
+    @property
+    def last_stall_s(self) -> float:
+        """Seconds for which the last save held this process up."""
+        return self._stall_s
+
+    def save(self, prefix: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
+        """Saves a checkpoint ``<prefix>-00000012`` and returns its path.
+
+        Args:
+            prefix: directory and beginning of the name ("runs/a/step"); ending in "/", or an existing directory: the
+                name is "step". Under parameter servers all of them have to see the directory.
+            step: its number; None: one more than the highest in the directory.
+            blocking: whether to return only when it is complete; None: as the checkpoint was made.
+
+        Raises:
+            CheckpointError: it cannot be written, or the asynchronous save before could not.
+            ConfigurationError: a state cannot be written.
+        """
+        text = os.fspath(prefix)
+        path = pathlib.Path(text)
+        folder, name = (path, "step") if text.endswith("/") or path.is_dir() else (path.parent, path.name)
+        return self._save(folder, name, step, blocking, lambda written: None)
+
+    def write(self, folder: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
+        """Saves the only checkpoint in ``folder``: once it is complete, older ones in there are removed.
+
+        For a path that a script chooses itself, as "best" or "epoch-3"; :meth:`restore` takes the folder. Arguments,
+        result and errors as of :meth:`save`.
+        """
+        return self._save(pathlib.Path(folder), "step", step, blocking, _remove_others)
+
+    def wait(self) -> None:
+        """Returns when an asynchronous save is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        is_pending, self._is_pending = self._is_pending, False
+        writing, self._writing = self._writing, None
+        if is_pending:
+            self._members.from_first(lambda: None if writing is None else writing.result())
+
+    def restore(self, path: str | os.PathLike[str], *, random: bool = True) -> Restored:
+        """Gives every object the state it had.
+
+        Args:
+            path: a checkpoint, of any strategy and any number of ps and workers; or a directory of checkpoints: the
+                newest complete one. Objects that are only in the checkpoint are left out.
+            random: whether the random number generators go back too; a worker that the saving job did not have keeps
+                its own.
+
+        Raises:
+            CheckpointError: it is damaged (names the file, and the last good checkpoint), or lacks an object.
+        """
+        self.wait()
+        found: dict[str, Any] = {}
+
+        def look() -> dict[str, Any]:
+            target = find(path)
+            check(target)
+            saved = describe(target)
+            found["saved"] = saved
+            return {"path": str(target), "step": saved.step, "random": random and RANDOM in saved.objects}
+
+        place = self._members.from_first(look)
+
+        def read() -> dict[str, EncodedState]:
+            saved = found["saved"]
+            lacking = self._added - saved.objects.keys()
+            wanted = {name: item for name, item in self._objects.items() if name not in lacking}
+            if saved.has_servers and not saved.objects:
+                try:
+                    return states_of_variables(wanted, ServerState(saved.path))
+                except CheckpointError as error:
+                    raise CheckpointError(f"cannot restore {saved.path}: {error}. {offer(saved.path)}") from None
+            return read_states(saved, [*wanted, *((RANDOM,) if place["random"] else ())])
+
+        states = self._members.states_from_first(read)
+        own = {name: item for name, item in self._objects.items() if name in states}
+        put_back(own, {name: kind_and_state(states[name]) for name in own}, self._servers)
+        self._objects |= own
+        if place["random"]:
+            generators = kind_and_state(states[RANDOM])[1]
+            if self._members.rank < len(generators):
+                set_all_random_states(generators[self._members.rank], self._strategy)
+        return Restored(place["path"], place["step"])
+
+    def _save(
+        self,
+        folder: pathlib.Path,
+        name: str,
+        step: int | None,
+        blocking: bool | None,
+        then: Callable[[pathlib.Path], None],
+    ) -> str:
+        if step is not None and step < 0:
+            raise ConfigurationError(f"expected a step of at least 0, got {step}")
+        started = time.monotonic()
+        self.wait()
+        blocking = not self._asynchronous if blocking is None else blocking
+        writes = self._members.rank == 0
+        generators = self._members.gather(all_random_states(self._strategy))
+        states = take(self._objects, self._strategy, self._servers, copy=not blocking, keep=writes)
+        if writes:
+            encoded = encode(generators, "random number generators", copy=False)
+            states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
+        chosen = self._members.from_first(lambda: _choose(folder, name, step))
+        target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
+        is_there = self._servers is not None and is_complete(target)
+        if writes and not is_there:
+            # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
+            served = None if self._servers is None else _served_draft(folder, self._servers)
+
+            def write() -> None:
+                sweep(folder)
+                with served or Draft(folder) as draft:
+                    self._write(draft, target, number, states)
+                then(target)
+
+            self._writing = _Writing(write, target)
+        self._is_pending = True
+        if blocking:
+            self.wait()
+        self._stall_s = time.monotonic() - started
+        return str(target)
+
+    def _write(self, draft: Draft, target: pathlib.Path, step: int, states: dict[str, EncodedState]) -> None:
+        objects = {
+            name: {"state": state.tree, "files": draft.add_tensors(name, state.tensors, self._max_file_bytes)}
+            for name, state in states.items()
+        }
+        draft.add_json(DESCRIPTION, {"format": FORMAT, "objects": objects})
+        # What the bits of a training depend on besides its script (PROTOCOL.md 24).
+        facts = {
+            "strategy": type(self._strategy).__name__,
+            "num_workers": self._members.size,
+            "num_replicas_in_sync": self._strategy.num_replicas_in_sync,
+            "num_threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+        }
+        is_newest = step >= max(_steps(target.parent), default=0)
+        draft.commit(target, step, facts, is_newest=is_newest, first_wins=self._servers is not None)
+
+
+def _check_name(name: str, item: Any) -> None:
+    if name.startswith("_") or hasattr(Checkpoint, name):
+        raise ConfigurationError(f"{name!r} cannot name an object of a checkpoint; choose another name")
+    kind_of(name, item)
+
+
+class _Writing:
+    """A write in a thread of its own, which also ends when nobody waits for it.
+
+    Args:
+        write: does it.
+        path: of the checkpoint, for the log.
+    """
+
+    def __init__(self, write: Callable[[], None], path: pathlib.Path) -> None:
+        self._write = write
+        self._path = path
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer")
+        self._thread.start()
+
+    def result(self) -> None:
+        """Waits; raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            logger.info("Checkpoint %s", self._path)
+        except BaseException as error:
+            self._error = error
+            logger.error("No checkpoint %s: %s", self._path, error)
+
+
+def _choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
+    """Path and number of the next checkpoint in a folder."""
+    if step is None:
+        numbers = [_number(path.name) or 0 for path in folder.iterdir()] if folder.is_dir() else []
+        step = max([*numbers, *_steps(folder)], default=0) + 1
+    return {"path": str(folder / f"{name}-{step:08d}"), "step": step}
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+    return [read_step(path) or 0 for path in scan(folder)]
+
+
+def _number(name: str) -> int | None:
+    match = _NAME.search(name)
+    return int(match[1]) if match else None
+
+
+def _served_draft(folder: pathlib.Path, servers: Servers) -> Draft:
+    """A draft with the parameter servers' part in it; commits are held while they write it."""
+    draft = Draft(folder)
+    try:
+        draft.build_on(servers.save(draft.path))
+    except BaseException:
+        draft.__exit__()
+        raise
+    return draft
+
+
+def _remove_others(checkpoint: pathlib.Path) -> None:
+    for other in scan(checkpoint.parent):
+        if other.parent == checkpoint.parent and other != checkpoint:
+            remove(other)

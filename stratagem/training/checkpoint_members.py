@@ -1,0 +1,107 @@
+"""Who takes part in saving and restoring: one process, or the workers of a synchronous job, of which rank 0 acts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import safetensors.torch
+import torch
+
+from stratagem.errors import CheckpointError
+from stratagem.training.checkpoint_tree import EncodedState, Json
+from stratagem.worker.ring.communicator import Communicator
+
+BEAT_S = 1.0
+"""While rank 0 is busy it says so this often: the others wait in a collective, which has a time-out."""
+
+
+class Members:
+    """The processes that save and restore together; all make the same calls in the same order.
+
+    Args:
+        communicator: between them; None: this process is alone.
+    """
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._ring = communicator if communicator is not None and communicator.size > 1 else None
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return 0 if self._ring is None else self._ring.rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return 1 if self._ring is None else self._ring.size
+
+    def from_first(self, work: Callable[[], Json]) -> Json:
+        """Runs ``work`` on rank 0 alone; everybody gets what it returns.
+
+        Raises:
+            CheckpointError: it failed; on rank 0 the error itself.
+        """
+        if self._ring is None:
+            return work()
+        if self._ring.rank:
+            while "busy" in (news := self._tell(self._ring, None)):
+                continue
+            if "error" in news:
+                raise CheckpointError(news["error"])
+            return news["result"]
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as executor:
+            future = executor.submit(work)
+            while not wait([future], BEAT_S).done:
+                self._tell(self._ring, {"busy": True})
+        error = future.exception()
+        if error is not None:
+            self._tell(self._ring, {"error": str(error)})
+            raise error
+        self._tell(self._ring, {"result": future.result()})
+        return future.result()
+
+    def states_from_first(self, read: Callable[[], dict[str, EncodedState]]) -> dict[str, EncodedState]:
+        """As :meth:`from_first`, for encoded states; the tensors travel too, so that only rank 0 needs the files."""
+        if self._ring is None:
+            return read()
+        states: dict[str, EncodedState] = {}
+
+        def read_here() -> Json:
+            states.update(read())
+            return {
+                name: [state.tree, [[key, _name(t.dtype), list(t.shape)] for key, t in state.tensors.items()]]
+                for name, state in states.items()
+            }
+
+        for name, (tree, entries) in self.from_first(read_here).items():
+            state = states.setdefault(name, EncodedState(tree, {}))
+            for key, dtype, shape in entries:
+                if self._ring.rank:
+                    state.tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype))
+                if state.tensors[key].numel():
+                    self._ring.broadcast(state.tensors[key].view(-1).view(torch.uint8))
+        return states
+
+    def gather(self, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """What every member gave, by rank."""
+        if self._ring is None:
+            return [dict(tensors)]
+        data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        everybody = self._ring.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [safetensors.torch.load(other.numpy().tobytes()) for other in everybody]
+
+    def _tell(self, ring: Communicator, news: dict[str, Json] | None) -> dict[str, Json]:
+        """Rank 0's news, on every rank."""
+        data = bytearray(json.dumps(news).encode())
+        length = ring.broadcast(torch.tensor([len(data)]))
+        text = (
+            torch.frombuffer(data, dtype=torch.uint8) if ring.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        )
+        heard: dict[str, Json] = json.loads(bytes(ring.broadcast(text).tolist()))
+        return heard
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,180 @@
+"""Reading a checkpoint, whichever strategy wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import safetensors
+import torch
+
+from stratagem.errors import CheckpointError
+from stratagem.training.checkpoint_catalog import HOST, MANIFEST, check, offer, read_manifest, read_step, scan
+from stratagem.training.checkpoint_servers import ServerState, has_server_state
+from stratagem.training.checkpoint_state import MODEL, OPTIMIZER, SERVED_OPTIMIZER
+from stratagem.training.checkpoint_tree import EncodedState, Json, decode, encode
+
+DESCRIPTION = "host.json"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedObject:
+    """What a checkpoint tells of one object."""
+
+    kind: str
+    tree: Json
+    files: tuple[str, ...]
+    """Where its tensors are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint on disk; nothing but its description has been read."""
+
+    path: pathlib.Path
+    step: int
+    objects: Mapping[str, SavedObject]
+    """By name; empty when it holds variables of parameter servers alone."""
+    has_servers: bool
+    """Whether parameter servers wrote a part of it."""
+    folder: pathlib.Path
+    """Where the files of ``objects`` are."""
+
+
+def find(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The checkpoint that is meant: the path itself, or in a directory of checkpoints the newest complete one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = pathlib.Path(path)
+    if (folder / MANIFEST).exists():
+        return folder
+    found = scan(folder)
+    if not found:
+        what = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"{folder} {what}, and there is none in it. {offer(folder)}")
+    return found[-1]
+
+
+def describe(path: pathlib.Path) -> SavedCheckpoint:
+    """What a checkpoint holds.
+
+    Raises:
+        CheckpointError: it is not complete, or its description cannot be read.
+    """
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise CheckpointError(f"{path} is not complete: {path / MANIFEST} is missing or damaged. {offer(path)}")
+    has_servers = has_server_state(path)
+    folder = path / HOST if has_servers else path
+    objects: dict[str, SavedObject] = {}
+    if (folder / DESCRIPTION).exists() or not has_servers:
+        own = read_manifest(folder)
+        try:
+            content = json.loads((folder / DESCRIPTION).read_text())
+            if content["format"] != FORMAT:
+                raise CheckpointError(f"{folder / DESCRIPTION}: expected format {FORMAT}, got {content['format']}")
+            listed = {} if own is None else own.files
+            objects = {
+                name: SavedObject(entry["state"]["kind"], entry["state"]["state"], tuple(entry["files"]))
+                for name, entry in content["objects"].items()
+            }
+            if strange := {file for entry in objects.values() for file in entry.files} - listed.keys():
+                raise ValueError(f"it names {', '.join(sorted(strange))}, which the manifest does not")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / DESCRIPTION} cannot be read: {error!r}. {offer(path)}") from None
+    return SavedCheckpoint(path, read_step(path) or 0, objects, has_servers, folder)
+
+
+def read_states(saved: SavedCheckpoint, names: list[str]) -> dict[str, EncodedState]:
+    """The states of these objects, whole: nothing in them refers to parameter servers any more.
+
+    Raises:
+        CheckpointError: one is not in the checkpoint, or a file is damaged.
+    """
+    missing = [name for name in names if name not in saved.objects]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint {saved.path} has no {', '.join(missing)}; it has {', '.join(saved.objects) or 'nothing'}"
+        )
+    servers = ServerState(saved.path) if saved.has_servers else None
+    return {name: _read(saved, name, servers) for name in names}
+
+
+def _read(saved: SavedCheckpoint, name: str, servers: ServerState | None) -> EncodedState:
+    entry = saved.objects[name]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in entry.files:
+        try:
+            with safetensors.safe_open(saved.folder / file, "pt") as source:
+                tensors |= {key: source.get_tensor(key) for key in source.keys()}  # noqa: SIM118 - no mapping
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{saved.folder / file} cannot be read: {error}. {offer(saved.path)}") from None
+    if servers is None:
+        return EncodedState({"kind": entry.kind, "state": entry.tree}, tensors)
+    kind, value = entry.kind, _decode(entry.tree, tensors, servers.variable)
+    if kind == SERVED_OPTIMIZER:
+        kind = OPTIMIZER
+        value = {"state": servers.optimizer_state(value["variables"]), "param_groups": value["param_groups"]}
+    encoded = encode(value, name, copy=False)
+    return EncodedState({"kind": kind, "state": encoded.tree}, encoded.tensors)
+
+
+def kind_and_state(state: EncodedState) -> tuple[str, Any]:
+    """What :func:`read_states` gave, as the object wants it."""
+    return state.tree["kind"], _decode(state.tree["state"], state.tensors, _no_variable)
+
+
+def _no_variable(name: str) -> torch.Tensor:
+    raise CheckpointError(f"variable {name} is not in the checkpoint: parameter servers should have written it")
+
+
+def _decode(tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[[str], torch.Tensor]) -> Any:
+    def tensor(key: str) -> torch.Tensor:
+        if key not in tensors:
+            raise CheckpointError(f"the checkpoint lacks the tensor {key}")
+        return tensors[key]
+
+    return decode(tree, tensor, variable)
+
+
+def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> dict[str, Any]:
+    """A model of a checkpoint as a plain ``state_dict``, whichever strategy wrote it.
+
+    Args:
+        path: the checkpoint, or a directory of checkpoints: then the newest complete one.
+        name: which object, as it was called in ``sg.Checkpoint(...)``; None: the only model.
+
+    Raises:
+        CheckpointError: there is no such model, or a file is damaged; then the last good checkpoint is named.
+    """
+    found = find(path)
+    check(found)
+    saved = describe(found)
+    models = [other for other, entry in saved.objects.items() if entry.kind == MODEL]
+    if name is None and not saved.objects:
+        return dict(ServerState(found).variables)
+    if name is None and len(models) != 1:
+        raise CheckpointError(
+            f"expected the name of an object in {found}: it has {len(models)} models among {', '.join(saved.objects)}"
+        )
+    _, state = kind_and_state(read_states(saved, [name or models[0]])[name or models[0]])
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{name} in {found} is a {type(state).__name__}, not a state_dict")
+    return state
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+    """Path of the newest complete checkpoint in a directory: the highest step, then the one written last. None if none.
+
+    Incomplete ones (a save that was interrupted, a file missing or cut short) are left out. Checksums are compared when
+    a checkpoint is restored, or by ``stratagem checkpoint verify``.
+    """
+    found = scan(pathlib.Path(directory))
+    return str(found[-1]) if found else None

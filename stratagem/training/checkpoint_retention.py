@@ -1,0 +1,87 @@
+"""``sg.CheckpointManager``: a directory with the newest checkpoints of a training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import re
+from functools import partial
+
+from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_catalog import find_damage, read_manifest, remove, scan
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves into one directory, keeps the newest, and finds the one to go on from.
+
+    Where every worker has to call the methods of the checkpoint, every worker has to call these.
+
+    Args:
+        checkpoint: what is saved.
+        directory: for these checkpoints; made if need be.
+        max_to_keep: complete checkpoints to keep, at least 1; None: all. One is removed only when the newer one is
+            complete. Those that the chief takes by itself do not count: it removes them by itself.
+        checkpoint_name: beginning of their names.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        checkpoint_name: str = "step",
+    ) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ConfigurationError(f"expected max_to_keep of at least 1 or None, got {max_to_keep}")
+        self.checkpoint = checkpoint
+        self.directory = pathlib.Path(directory)
+        self._max_to_keep = max_to_keep
+        self._name = checkpoint_name
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Complete checkpoints in the directory, oldest first. In this process's eyes; nobody else is asked."""
+        return [str(path) for path in self._complete()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest of them."""
+        return next(reversed(self.checkpoints), None)
+
+    def save(self, step: int | None = None, *, blocking: bool | None = None) -> str:
+        """Saves, and removes checkpoints beyond ``max_to_keep``. See :meth:`Checkpoint.save`."""
+        return self.checkpoint._save(self.directory, self._name, step, blocking, self._prune)
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint that is not damaged and returns its path; None when there is no checkpoint.
+
+        Damaged ones are named in the log.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
+        """
+        candidates: list[str] = self.checkpoint._members.from_first(lambda: self.checkpoints)
+        for path in reversed(candidates):
+            damage = self.checkpoint._members.from_first(partial(find_damage, pathlib.Path(path)))
+            if not damage:
+                return self.checkpoint.restore(path).path
+            logger.warning("Left out the checkpoint %s: %s", path, "; ".join(damage))
+        if candidates:
+            raise CheckpointError(f"every checkpoint in {self.directory} is damaged; see the log for the files")
+        return None
+
+    def _complete(self) -> list[pathlib.Path]:
+        name = re.compile(rf"{re.escape(self._name)}-\d{{8,}}")
+        return [path for path in scan(self.directory) if path.parent == self.directory and name.fullmatch(path.name)]
+
+    def _prune(self, newest: pathlib.Path) -> None:
+        if self._max_to_keep is None:
+            return
+        mine = [path for path in self._complete() if (found := read_manifest(path)) and not found.automatic]
+        for path in mine[: -self._max_to_keep]:
+            if path.name != newest.name:
+                remove(path)

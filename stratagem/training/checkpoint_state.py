@@ -1,0 +1,200 @@
+"""Between the objects of a script and states that can be written: taking them, putting them back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from stratagem.data.distributed import DistributedDataset
+from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.replicas.variable import Variable
+from stratagem.training.checkpoint_servers import Place, Servers, ServerState, place_of
+from stratagem.training.checkpoint_tree import EncodedState, OnServers, encode
+
+logger = logging.getLogger(__name__)
+
+MODEL, OPTIMIZER, VARIABLE, VALUE, OBJECT = "model", "optimizer", "variable", "value", "object"
+SERVED_OPTIMIZER = "optimizer on parameter servers"
+"""Parameter servers wrote its slots; the rest is its param_groups and the names of its parameters there."""
+LEASED = "leased dataset"
+"""The chief knows its position."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a checkpoint can hold besides models, optimizers, variables and plain values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, arrays, numbers, strings and structures of them."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Takes it back."""
+
+
+def kind_of(name: str, item: Any) -> str:
+    """What an object is to a checkpoint.
+
+    Raises:
+        ConfigurationError: nothing that could be saved.
+    """
+    if isinstance(item, Variable):
+        return VARIABLE
+    if item is None or isinstance(item, bool | int | float | str):
+        return VALUE
+    if isinstance(item, torch.nn.Module):
+        return MODEL
+    if isinstance(item, torch.optim.Optimizer):
+        return OPTIMIZER
+    if isinstance(item, Stateful):
+        return OBJECT
+    if isinstance(item, DistributedDataset):
+        return LEASED
+    raise ConfigurationError(
+        f"a checkpoint holds models, optimizers, variables, anything with state_dict() and load_state_dict(), numbers "
+        f"and strings; {name} is of type {type(item).__name__}"
+    )
+
+
+def take(
+    objects: Mapping[str, Any], strategy: Strategy, servers: Servers | None, *, copy: bool, keep: bool
+) -> dict[str, EncodedState]:
+    """The states of objects. Under a synchronous strategy every worker has to call it.
+
+    Args:
+        objects: by name.
+        strategy: whose replicas they have.
+        servers: where variables live, if not here.
+        copy: whether later changes must not show.
+        keep: whether this process is the one that writes; the others only do their part.
+
+    Raises:
+        ConfigurationError: a state cannot be written.
+    """
+    models = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
+    names = servers.names() if servers is not None else {}
+    states: dict[str, EncodedState] = {}
+    with strategy.averaged_buffers(*models) if models else contextlib.nullcontext():
+        # Averaged buffers are there only now: they are copied in any case.
+        copy = copy or strategy.num_replicas_in_sync > 1
+        for name, item in objects.items():
+            kind = kind_of(name, item)
+            if kind == OPTIMIZER and servers is not None:
+                kind, state = SERVED_OPTIMIZER, _served_optimizer(name, item, names)
+            else:
+                state = _state(kind, item, names)
+            if keep:
+                encoded = encode(state, name, copy=copy)
+                states[name] = EncodedState({"kind": kind, "state": encoded.tree}, encoded.tensors)
+    return states
+
+
+def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:
+    if kind == VARIABLE:
+        return item.value()
+    if kind in (VALUE, LEASED):
+        return item if kind == VALUE else None
+    state = item.state_dict()
+    if kind == MODEL and names:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and place_of(value) in names:
+                state[key] = OnServers(names[place_of(value)])
+    return state
+
+
+def _served_optimizer(name: str, optimizer: torch.optim.Optimizer, names: Mapping[Place, str]) -> dict[str, Any]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    try:
+        variables = [names[place_of(parameter)] for parameter in parameters]
+    except KeyError:
+        raise ConfigurationError(
+            f"{name} is not connected to the parameter servers: give it and its model to strategy.prepare first"
+        ) from None
+    return {"param_groups": param_groups(optimizer), "variables": variables}
+
+
+def param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """As in ``state_dict()``: parameters by number."""
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        rest = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**rest, "params": list(range(first, first + count))})
+        first += count
+    return groups
+
+
+def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[str, EncodedState]:
+    """States out of a checkpoint that holds variables alone, as the chief takes it by itself.
+
+    Raises:
+        CheckpointError: an object needs more than that.
+    """
+    models = {name: item for name, item in objects.items() if isinstance(item, torch.nn.Module)}
+    others = [n for n, item in objects.items() if not isinstance(item, torch.nn.Module | torch.optim.Optimizer)]
+    if others or len(models) != 1:
+        what = f"no state of {', '.join(others)}" if others else f"no names of {len(models)} models"
+        raise CheckpointError(
+            f"it holds the variables of the parameter servers alone, and {what}: the chief took it by itself, or the "
+            "process that asked for it died while it wrote the rest. A Checkpoint of one model and its optimizers can "
+            "restore it"
+        )
+    ((_, model),) = models.items()
+    keys = {id(value): key for key, value in model.state_dict(keep_vars=True).items()}
+    states = {}
+    for name, item in objects.items():
+        value: Any
+        if item is model:
+            value = {key: state.variable(key) for key in keys.values()}
+        else:
+            parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+            if any(id(parameter) not in keys for parameter in parameters):
+                raise CheckpointError(f"{name} changes parameters that are not the model's")
+            variables = [keys[id(parameter)] for parameter in parameters]
+            value = {"state": state.optimizer_state(variables), "param_groups": param_groups(item)}
+        encoded = encode(value, name, copy=False)
+        states[name] = EncodedState({"kind": kind_of(name, item), "state": encoded.tree}, encoded.tensors)
+    return states
+
+
+def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]], servers: Servers | None) -> None:
+    """Gives objects the states that were read; plain values are replaced in ``objects``.
+
+    Args:
+        objects: by name.
+        states: kind and state of each.
+        servers: where variables live, if not here.
+
+    Raises:
+        CheckpointError: an object is not what the checkpoint says it was.
+    """
+    kinds = {name: kind_of(name, item) for name, item in objects.items()}
+    for name, kind in kinds.items():
+        if states[name][0] != kind and {states[name][0], kind} != {LEASED, OBJECT}:
+            raise CheckpointError(f"expected a {states[name][0]} for {name}, as in the checkpoint, got a {kind}")
+    models = [name for name, kind in kinds.items() if kind == MODEL]
+    for name in models:
+        _put_one(objects, name, MODEL, *states[name])
+    if models and servers is not None:
+        servers.push_weights()
+    for name, kind in kinds.items():
+        if kind != MODEL:
+            _put_one(objects, name, kind, *states[name])
+
+
+def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: Any) -> None:
+    if kind == VALUE:
+        objects[name] = state
+    elif kind == VARIABLE:
+        objects[name].assign(state)
+    elif kind == LEASED or saved == LEASED:
+        if kind != saved:
+            logger.warning(
+                "%s starts at the beginning: the checkpoint is of a job whose data was dealt out otherwise", name
+            )
+    else:
+        objects[name].load_state_dict(state)

@@ -1,0 +1,180 @@
+"""``sg.train_and_evaluate``: one call that does in every task of a cluster what is that task's part."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
+from stratagem.strategy import roles
+from stratagem.training.estimator.estimator import Estimator
+from stratagem.training.estimator.evaluator_schedule import Decision, EvaluatorSchedule
+from stratagem.training.estimator.exporters import Exporter
+from stratagem.training.estimator.inputs import InputFunction
+from stratagem.training.estimator.model_folder import newest
+from stratagem.training.estimator.training import SavedCheckpoint
+from stratagem.training.estimator.untouched_random import random_untouched
+from stratagem.training.new_checkpoints import JobWatch
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """What to train on."""
+
+    input_fn: InputFunction
+    """See :meth:`Estimator.train`."""
+    max_steps: int | None = None
+    """Updates of the whole cluster, over all trainings of the model; None: one pass over the input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """What to evaluate, and what becomes of it.
+
+    Raises:
+        ConfigurationError: a value is out of its range, or two exporters have one name.
+    """
+
+    input_fn: InputFunction
+    """See :meth:`Estimator.evaluate`."""
+    steps: int | None = 100
+    """Batches at most; None: all."""
+    name: str | None = None
+    """Of the data; see :meth:`Estimator.evaluate`."""
+    exporters: Exporter | Sequence[Exporter] = ()
+    """Called after each evaluation."""
+    start_delay_secs: float = 120
+    """An evaluator waits that long at first. A process that trains alone evaluates each checkpoint as it is saved."""
+    throttle_secs: float = 600
+    """An evaluator does not start an evaluation sooner after the start of the one before, but for the last."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ConfigurationError(f"expected steps of at least 1 or None, got {self.steps!r}")
+        for name in ("start_delay_secs", "throttle_secs"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"expected {name} of at least 0, got {getattr(self, name)!r}")
+        given = [self.exporters] if isinstance(self.exporters, Exporter) else list(self.exporters)
+        for exporter in given:
+            if not isinstance(exporter, Exporter):
+                raise ConfigurationError(f"expected exporters, got {type(exporter).__name__}")
+        names = [exporter.name for exporter in given]
+        if len({*names}) < len(names):
+            raise ConfigurationError(f"exporters need a name of their own each, got {', '.join(names)}")
+        object.__setattr__(self, "exporters", tuple(given))
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The newest evaluation."""
+
+    results: dict[str, float]
+    """Loss, metrics and "global_step"."""
+    exports: list[Path]
+    """Folders that its exporters wrote."""
+
+
+def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Evaluated | None:
+    """Trains to ``max_steps`` and evaluates on the way. Call it in every task of the cluster, with the same arguments.
+
+    Workers train; the lead writes summaries and asks for checkpoints. The chief and parameter servers serve until the
+    job ends, and then their processes end. The evaluator evaluates each new checkpoint, calls the exporters and comes
+    back when ``max_steps`` is reached or the job is over. A process that is in no cluster trains, and evaluates each
+    checkpoint that it saves.
+
+    Returns:
+        the newest evaluation; None where another task evaluates.
+
+    Raises:
+        ConfigurationError: arguments that do not go together.
+        JobStoppedError: in the evaluator: the job failed.
+    """
+    placement = placement_from_environment(os.environ)
+    task = placement.task if placement is not None else None
+    if task is not None and task.type == "evaluator":
+        return _follow(_Evaluation(estimator, eval_spec), train_spec.max_steps)
+    if task is not None and task.type in ("chief", "ps"):
+        roles.join_as(None)  # ends the process
+    evaluation = _Evaluation(estimator, eval_spec)
+    if placement is None:
+        estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps, saving_listeners=[evaluation.after_saving])
+        return evaluation.newest
+    if not placement.cluster.evaluator:
+        logger.warning("The cluster has no evaluator: nobody evaluates the checkpoints in %s", estimator.model_dir)
+    estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps)
+    return None
+
+
+class _Evaluation:
+    """Evaluates checkpoints and exports them.
+
+    Args:
+        estimator: whose they are.
+        spec: what to evaluate.
+    """
+
+    def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
+        self.estimator = estimator
+        self.spec = spec
+        self.newest: Evaluated | None = None
+
+    def after_saving(self, saved: SavedCheckpoint) -> None:
+        """Evaluates what training has just saved; training does not notice."""
+        with random_untouched():
+            if self.newest is None or self.newest.results["global_step"] != saved.step:
+                self.evaluate(saved.path, saved.is_last)
+            else:
+                self.export(saved.path, saved.is_last)
+
+    def evaluate(self, path: str, is_last: bool) -> None:
+        """Evaluates a checkpoint and exports it."""
+        spec = self.spec
+        results = self.estimator.evaluate(spec.input_fn, spec.steps, path, spec.name)
+        self.newest = Evaluated(results, [])
+        self.export(path, is_last)
+
+    def export(self, path: str, is_last: bool) -> None:
+        """Calls the exporters with the newest results."""
+        assert self.newest is not None
+        exports: list[Path] = []
+        for exporter in self.spec.exporters:  # type: ignore[union-attr]  # made a tuple when it was checked
+            folder = self.estimator.model_dir / "export" / exporter.name
+            written = exporter.export(self.estimator, folder, path, self.newest.results, is_last)
+            exports += [] if written is None else [written]
+        self.newest = Evaluated(self.newest.results, exports)
+
+
+def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
+    """What an evaluator does beside a training cluster."""
+    spec, model_dir = evaluation.spec, evaluation.estimator.model_dir
+    schedule = EvaluatorSchedule(max_steps, spec.start_delay_secs, spec.throttle_secs, time.monotonic())
+    with JobWatch(str(model_dir)) as job:
+        while True:
+            # Asked before the look: a checkpoint saved before the end is seen by the look after it.
+            reason = job.over(POLL_S)
+            found, started = newest(model_dir), time.monotonic()
+            decision = schedule.decide(started, None if found is None else found[1], reason is not None)
+            if decision is Decision.STOP:
+                break
+            if found is None or decision is Decision.WAIT:
+                continue
+            path, step = found
+            try:
+                evaluation.evaluate(str(path), schedule.is_last(step, reason is not None))
+            except CheckpointError as error:
+                if not path.exists():
+                    continue  # training keeps the newest ones only, and this one was too old meanwhile
+                logger.error("Left out a checkpoint: %s", error)
+            schedule.evaluated(step, started)
+    if reason is not None and not (isinstance(reason, JobStoppedError) and reason.exit_code == 0):
+        raise reason
+    return evaluation.newest

@@ -1,0 +1,237 @@
+"""``sg.Estimator``: a model described by a function, trained from and into one folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.devices import default_device
+from stratagem.strategy.environment import strategy_from_environment
+from stratagem.training.estimator import evaluation
+from stratagem.training.estimator.evaluation import Restored
+from stratagem.training.estimator.inputs import Input, InputFunction
+from stratagem.training.estimator.model_folder import newest
+from stratagem.training.estimator.model_function import ModelFunction
+from stratagem.training.estimator.predictor import Predictor
+from stratagem.training.estimator.run_config import RunConfig, StrategyOrFactory
+from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
+from stratagem.training.estimator.summaries import Summaries
+from stratagem.training.estimator.training import SavingListener, Training
+from stratagem.training.export import export_model
+from stratagem.training.export_inputs import batch_of
+
+logger = logging.getLogger(__name__)
+
+
+class Estimator:
+    """Trains, evaluates and asks the model of a ``model_fn``.
+
+    ``model_fn(features, labels, mode, params)`` is called with every batch and returns an :class:`EstimatorSpec`. What
+    lasts longer than a step, its modules and its optimizer, comes from ``sg.get_or_create("net", Net)``. The Estimator
+    prepares it for the strategy, restores and saves it, and makes the steps::
+
+        def model_fn(features, labels, mode, params):
+            net = sg.get_or_create("net", Net)
+            logits = net(features)
+            if mode == sg.ModeKeys.PREDICT:
+                return sg.EstimatorSpec(mode, predictions={"class": logits.argmax(1)})
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            if mode == sg.ModeKeys.EVAL:
+                return sg.EstimatorSpec(mode, loss=loss, metrics={"accuracy": ("accuracy", logits, labels)})
+            optimizer = sg.get_or_create("optimizer", lambda: torch.optim.Adam(net.parameters(), params["lr"]))
+            return sg.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+
+    The first call in each mode, with an example or two of the first batch, creates the objects. Training goes on from
+    the newest checkpoint of the folder; evaluation and prediction take the newest one's weights, or those of another.
+
+    Args:
+        model_fn: takes ``features``, and ``labels``, ``mode``, ``params`` and ``config`` where it wants them.
+        model_dir: where checkpoints, summaries and exports go; None: ``config.model_dir``, and without one a temporary
+            folder.
+        config: how it runs; None: the defaults.
+        params: for ``model_fn`` and the input functions.
+
+    Raises:
+        ConfigurationError: arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., EstimatorSpec],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config or RunConfig()
+        self.params = dict(params or {})
+        self.model_dir = _model_dir(model_dir, self.config.model_dir)
+        self._function = ModelFunction(model_fn, self.params, self.config)
+        self._training: Training | None = None
+        self._restored: dict[ModeKeys, Restored] = {}
+
+    def train(
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence[SavingListener] = (),
+    ) -> Estimator:
+        """Trains, from the newest checkpoint on; saves checkpoints on the way and at the end.
+
+        The data is gone through again and again until the steps are made; without a number of steps, once. A training
+        that was interrupted goes on in its data where it stopped.
+
+        The first SIGTERM or SIGINT that any worker gets is a request to end: after the step in hand all workers save
+        together and end with exit code 143. A second one ends the process at once.
+
+        Workers that run in step all make the steps and the checkpoints together. Under parameter servers the steps of
+        all workers count, and ``train`` returns when all of them are applied; the batches come out of one stream of
+        examples, so that none is smaller than the others.
+
+        Args:
+            input_fn: returns a DataLoader, or an iterable, of GLOBAL batches ``(features, labels)``. One that takes
+                ``input_context`` returns batches for single replicas and shards by it, as in
+                ``distribute_datasets_from_function``. It may take ``mode``, ``params`` and ``config`` too.
+            steps: updates to make.
+            max_steps: updates, counted over all trainings of this model, after which there is nothing left to do.
+            saving_listeners: are told of each checkpoint, on the worker that saves it.
+
+        Raises:
+            ConfigurationError: both numbers are given, or the input or ``model_fn`` is not what it should be.
+        """
+        if steps is not None and max_steps is not None:
+            raise ConfigurationError("expected steps or max_steps, got both")
+        for name, value in (("steps", steps), ("max_steps", max_steps)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"expected {name} of at least 1, got {value!r}")
+        given = Input(input_fn, ModeKeys.TRAIN, self.params, self.config)
+        if self._training is None:
+            strategy = _made(self.config.train_distribute) or strategy_from_environment()
+            self._training = Training(self._function, strategy, self.model_dir, self.config)
+        step = self._training.run(given, steps, max_steps, saving_listeners)
+        logger.info("Trained %d steps in all", step)
+        return self
+
+    def evaluate(
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+    ) -> dict[str, float]:
+        """The loss, the metrics and "global_step" of a checkpoint, and a summary of them in ``<model_dir>/eval``.
+
+        It is this process's own, under every strategy of the training. The loss is the mean over the examples.
+
+        Args:
+            input_fn: returns a DataLoader, or an iterable, of batches.
+            steps: batches at most; None: all.
+            checkpoint_path: None: the newest one.
+            name: of the data: the summary goes to ``eval_<name>``.
+
+        Raises:
+            CheckpointError: it is damaged or of another model.
+            ConfigurationError: the input or ``model_fn`` is not what it should be.
+        """
+        if steps is not None and steps < 1:
+            raise ConfigurationError(f"expected steps of at least 1, got {steps!r}")
+        given = Input(input_fn, ModeKeys.EVAL, self.params, self.config)
+        restored, path = self._restored_in(ModeKeys.EVAL), self._checkpoint(checkpoint_path)
+        results = evaluation.evaluate(restored, given, path, steps)
+        if restored.strategy.is_lead:
+            summaries = Summaries(self.model_dir / (f"eval_{name}" if name else "eval"))
+            try:
+                step = int(results["global_step"])
+                summaries.write({key: value for key, value in results.items() if key != "global_step"}, step)
+                logger.info("evaluated step %d: %s", step, ", ".join(f"{k} {v:.6g}" for k, v in results.items()))
+            finally:
+                summaries.close()
+        return results
+
+    def predict(self, input_fn: InputFunction, checkpoint_path: str | os.PathLike[str] | None = None) -> Iterator[Any]:
+        """The predictions of a checkpoint for each example, in the order of the input, on the CPU.
+
+        Args:
+            input_fn: returns a DataLoader, or an iterable, of batches; labels in them are left out.
+            checkpoint_path: None: the newest one.
+
+        Raises:
+            CheckpointError: it is damaged or of another model.
+            ConfigurationError: the input or ``model_fn`` is not what it should be.
+        """
+        given = Input(input_fn, ModeKeys.PREDICT, self.params, self.config)
+        return evaluation.predict(self._restored_in(ModeKeys.PREDICT), given, self._checkpoint(checkpoint_path))
+
+    def latest_checkpoint(self) -> str | None:
+        """The newest complete checkpoint of the model; None: there is none."""
+        found = newest(self.model_dir)
+        return None if found is None else str(found[0])
+
+    def export_model(
+        self,
+        path: str | os.PathLike[str],
+        example_inputs: Any = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Exports what the model predicts from features as a program; ``sg.load_model`` reads it.
+
+        Args:
+            path: of the folder.
+            example_inputs: features, or ``TensorSpec`` in their place; None: as ``evaluate`` or ``predict`` was given.
+            checkpoint_path: None: the newest one.
+            metadata: goes with it; anything JSON can hold.
+
+        Raises:
+            ConfigurationError: nobody has said what the features look like.
+            ExportError: the program cannot be made.
+        """
+        if example_inputs is None:
+            example_inputs = next((one.example for one in self._restored.values() if one.example is not None), None)
+        if example_inputs is None:
+            raise ConfigurationError("export_model needs example_inputs=, a batch of features, or an evaluation before")
+        restored = Restored(self._function, ModeKeys.PREDICT, Strategy(), torch.device("cpu"))
+        restored.build(batch_of((example_inputs,), 2))
+        step = restored.load(self._checkpoint(checkpoint_path))
+        predictor = Predictor(self._function, restored.objects.modules, step)
+        return export_model(predictor, path, (example_inputs,), {"global_step": step, **(metadata or {})})
+
+    def _restored_in(self, mode: ModeKeys) -> Restored:
+        if mode not in self._restored:
+            strategy = _made(self.config.eval_distribute) or Strategy()
+            device = default_device() if self._training is None else self._training.strategy.local_devices[0]
+            self._restored[mode] = Restored(self._function, mode, strategy, device)
+        return self._restored[mode]
+
+    def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
+        chosen = self.latest_checkpoint() if path is None else path
+        return None if chosen is None else Path(chosen)
+
+
+def _made(given: StrategyOrFactory | None) -> Strategy | None:
+    made: object = given if given is None or isinstance(given, Strategy) else given()
+    if made is not None and not isinstance(made, Strategy):
+        raise ConfigurationError(f"expected a strategy from {given!r}, got {type(made).__name__}")
+    return made
+
+
+def _model_dir(own: str | os.PathLike[str] | None, of_config: str | os.PathLike[str] | None) -> Path:
+    if own is not None and of_config is not None and Path(own) != Path(of_config):
+        raise ConfigurationError(f"expected one model_dir, got {os.fspath(own)!r} and RunConfig's {of_config!r}")
+    chosen = own if own is not None else of_config
+    if chosen is not None:
+        return Path(chosen)
+    if placement_from_environment(os.environ) is not None:
+        raise ConfigurationError("this process is one of a cluster: give model_dir, a folder that all tasks see")
+    folder = Path(tempfile.mkdtemp(prefix="stratagem-model-"))
+    logger.warning("No model_dir was given: the model is in %s", folder)
+    return folder

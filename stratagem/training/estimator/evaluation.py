@@ -1,0 +1,214 @@
+"""Evaluating and predicting with a checkpoint: objects of their own, apart from those that are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.data.nested import map_leaves, num_examples
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.training.checkpoint_catalog import check
+from stratagem.training.checkpoint_reading import describe, kind_and_state, read_states
+from stratagem.training.estimator.inputs import Input, sample, split
+from stratagem.training.estimator.model_function import ModelFunction
+from stratagem.training.estimator.objects import ModelObjects, giving
+from stratagem.training.estimator.spec import EstimatorSpec, MetricValue, ModeKeys
+from stratagem.training.fit_batches import sample_of
+from stratagem.training.fit_sources import devices_of, for_evaluation, for_prediction
+from stratagem.training.metric_states import States
+from stratagem.training.metrics import Mean, Metric, metrics_of
+from stratagem.training.tally import StepResult, Tally
+
+logger = logging.getLogger(__name__)
+
+
+class Restored:
+    """The objects of mode EVAL or PREDICT, with the weights of a checkpoint.
+
+    Args:
+        function: the ``model_fn``.
+        mode: EVAL or PREDICT.
+        strategy: that computes.
+        device: where it computes, if the strategy is the pass-through.
+    """
+
+    def __init__(self, function: ModelFunction, mode: ModeKeys, strategy: Strategy, device: torch.device) -> None:
+        self.strategy = strategy
+        self.device = device
+        self.example: Any = None
+        """Features of an example or two."""
+        self.objects = ModelObjects()
+        self._function = function
+        self._mode = mode
+        self._first: EstimatorSpec | None = None
+
+    def build(self, batch: Any) -> EstimatorSpec:
+        """Creates the objects with a small batch, if that has not been done; the answer to the first one."""
+        features, labels = split(batch)
+        self.example = sample_of(features)
+        if self._first is None:
+            plain = type(self.strategy) is Strategy
+            with contextlib.nullcontext() if plain else self.strategy.scope(), self.objects.building():
+                self._first = self._function(features, self._labels(labels), self._mode)
+            self.objects.prepare(self.strategy, False, {})
+            if plain:
+                for module in self.objects.modules.values():
+                    module.to(self.device)
+        return self._first
+
+    def load(self, path: Path | None) -> int:
+        """Takes the weights of a checkpoint; returns its step. None: those that the objects were created with.
+
+        Raises:
+            CheckpointError: it is damaged, gone, or lacks an object.
+        """
+        step = 0
+        if path is None:
+            logger.warning("There is no checkpoint: the model is as it was created")
+        else:
+            check(path)
+            saved = describe(path)
+            states = read_states(saved, list(self.objects.modules))
+            for name, state in states.items():
+                self.objects.in_use[name].load_state_dict(kind_and_state(state)[1])
+            step = saved.step
+        self.objects.global_step = step
+        return step
+
+    def call(self, batch: Any) -> EstimatorSpec:
+        """The answer to a batch."""
+        features, labels = split(batch)
+        return self._function(features, self._labels(labels), self._mode)
+
+    def results(self, step: Any, dataset: Iterable[Any], num_batches: int | None) -> Iterator[tuple[Any, ...]]:
+        """What ``step(batch)`` returns on each local replica, batch by batch."""
+        self.objects.train(False)
+        batches = iter(dataset)
+        try:
+            for batch in itertools.islice(batches, num_batches):
+                with giving(self.objects), torch.no_grad():
+                    result = self.strategy.run(step, args=(batch,))
+                yield self.strategy.local_results(result)
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+
+    def _labels(self, labels: Any) -> Any:
+        return None if self._mode is ModeKeys.PREDICT else labels
+
+
+def evaluate(restored: Restored, given: Input, path: Path | None, num_batches: int | None) -> dict[str, float]:
+    """Loss, metrics and "global_step" of a checkpoint, over at most ``num_batches`` batches.
+
+    Raises:
+        CheckpointError: see :meth:`Restored.load`.
+        ConfigurationError: there is no example.
+    """
+    batch, source = sample(given.open())
+    first = restored.build(batch)
+    step = restored.load(path)
+    strategy, device = restored.strategy, restored.device
+    tally = Tally(strategy, [_metrics(first.metrics, one) for one in devices_of(strategy, device)])
+
+    def count(batch: Any) -> StepResult:
+        size = num_examples(split(batch)[0])
+        if not size:
+            return StepResult(0)
+        spec = restored.call(batch)
+        if spec.metrics.keys() != first.metrics.keys():
+            raise ConfigurationError(
+                f"model_fn gives the metrics {', '.join(spec.metrics)}, and gave {', '.join(first.metrics)} at first"
+            )
+        return StepResult(size, dict(spec.metrics), None, spec.loss, float(size))
+
+    for results in restored.results(count, for_evaluation(strategy, source, device), num_batches):
+        tally.add(results)
+    return {**tally.result(), "global_step": step}
+
+
+def predict(restored: Restored, given: Input, path: Path | None) -> Iterator[Any]:
+    """The predictions, example by example, on the CPU, in the order of the input."""
+    batch, source = sample(given.open())
+    restored.build(batch)
+    restored.load(path)
+
+    def answer(batch: Any) -> tuple[int, Any]:
+        size = num_examples(split(batch)[0])
+        return size, map_leaves(restored.call(batch).predictions, _on_cpu) if size else None
+
+    dataset = for_prediction(restored.strategy, source, restored.device)
+    for results in restored.results(answer, dataset, None):
+        for size, predictions in results:
+            for row in range(size):
+                yield map_leaves(predictions, functools.partial(_row, row))
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _row(row: int, leaf: Any) -> Any:
+    return leaf[row] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+
+def _metrics(values: Mapping[str, MetricValue], device: torch.device) -> dict[str, Metric]:
+    """One metric of a replica for each that ``model_fn`` reports, by the same names."""
+    found: dict[str, Metric] = {}
+    for name, value in values.items():
+        if name in ("loss", "global_step"):
+            raise ConfigurationError(f"a metric cannot be called {name!r}: that is in every result")
+        if isinstance(value, torch.Tensor):
+            found[name] = _Reported(name, Mean(lambda outputs, _: outputs))
+        elif isinstance(value, tuple) and len(value) == 3:
+            kind: Any = value[0]
+            is_maker = callable(kind) and not isinstance(kind, nn.Module)
+            made = {name: kind(device)} if is_maker else metrics_of({name: kind}, device)
+            found.update((full, _Reported(name, metric)) for full, metric in made.items())
+        else:
+            raise ConfigurationError(
+                f"expected a tensor or (metric, outputs, targets) for the metric {name!r}, got {type(value).__name__}"
+            )
+    return found
+
+
+class _Reported:
+    """A metric that takes what ``model_fn`` reports under a name.
+
+    Args:
+        name: in the EstimatorSpec.
+        metric: counts it.
+    """
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self._name = name
+        self._metric = metric
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Counts the reported value; ``outputs`` are all that was reported."""
+        value = outputs[self._name]
+        if isinstance(value, torch.Tensor):
+            self._metric.update(value.detach(), None)
+        else:
+            self._metric.update(*value[1:])
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        self._metric.reset()
+
+    def states(self) -> States:
+        """What was counted."""
+        return self._metric.states()
+
+    def compute(self, parts: Any) -> dict[str, float]:
+        """Values of several replicas together."""
+        return self._metric.compute(parts)

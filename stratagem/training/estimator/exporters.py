@@ -1,0 +1,154 @@
+"""What becomes of a checkpoint that was evaluated: exports for those who use the model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from stratagem.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from stratagem.training.estimator.estimator import Estimator
+
+Results = Mapping[str, float]
+
+_NAME = re.compile(r"step-\d{8,}")
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """Called after every evaluation of ``train_and_evaluate``."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder, under ``<model_dir>/export``."""
+
+    def export(
+        self,
+        estimator: Estimator,
+        export_path: Path,
+        checkpoint_path: str,
+        eval_result: Results,
+        is_the_final_export: bool,
+    ) -> Path | None:
+        """Writes an export, or not.
+
+        Args:
+            estimator: whose model it is; see :meth:`Estimator.export_model`.
+            export_path: this exporter's folder; perhaps not made yet.
+            checkpoint_path: that was evaluated.
+            eval_result: what came out.
+            is_the_final_export: no other one comes.
+
+        Returns:
+            the folder of the export; None: there is none this time.
+        """
+
+
+class LatestExporter:
+    """Exports every evaluated checkpoint and keeps the newest: ``<model_dir>/export/<name>/step-00000100``.
+
+    Args:
+        name: of the folder.
+        example_inputs: features that the model is called with, or ``TensorSpec`` in their place; None: those of the
+            evaluation.
+        exports_to_keep: None: all.
+    """
+
+    def __init__(self, name: str = "latest", example_inputs: Any = None, exports_to_keep: int | None = 5) -> None:
+        if exports_to_keep is not None and exports_to_keep < 1:
+            raise ConfigurationError(f"expected exports_to_keep of at least 1 or None, got {exports_to_keep!r}")
+        self.name = name
+        self._example_inputs = example_inputs
+        self._keep = exports_to_keep
+
+    def export(
+        self,
+        estimator: Estimator,
+        export_path: Path,
+        checkpoint_path: str,
+        eval_result: Results,
+        is_the_final_export: bool,
+    ) -> Path | None:
+        """See :class:`Exporter`."""
+        folder = export_path / f"step-{int(eval_result['global_step']):08d}"
+        estimator.export_model(folder, self._example_inputs, checkpoint_path=checkpoint_path)
+        exports = sorted(path for path in export_path.iterdir() if _NAME.fullmatch(path.name))
+        for old in exports[: -self._keep] if self._keep else ():
+            if old != folder:
+                shutil.rmtree(old)
+        return folder
+
+
+class FinalExporter(LatestExporter):
+    """Exports the last checkpoint of the training.
+
+    Args:
+        name: of the folder.
+        example_inputs: see :class:`LatestExporter`.
+    """
+
+    def __init__(self, name: str = "final", example_inputs: Any = None) -> None:
+        super().__init__(name, example_inputs, None)
+
+    def export(
+        self,
+        estimator: Estimator,
+        export_path: Path,
+        checkpoint_path: str,
+        eval_result: Results,
+        is_the_final_export: bool,
+    ) -> Path | None:
+        """See :class:`Exporter`."""
+        if not is_the_final_export:
+            return None
+        return super().export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)
+
+
+def loss_smaller(best: Results, current: Results) -> bool:
+    """Whether the loss is smaller than the best one."""
+    return current["loss"] < best["loss"]
+
+
+class BestExporter(LatestExporter):
+    """Exports a checkpoint that is better than all before it, also than those before this process was started.
+
+    Args:
+        name: of the folder; ``best.json`` in it holds the best results.
+        example_inputs: see :class:`LatestExporter`.
+        compare_fn: is given the best results and the current ones, and says whether the current ones are better.
+        exports_to_keep: None: all.
+    """
+
+    def __init__(
+        self,
+        name: str = "best",
+        example_inputs: Any = None,
+        compare_fn: Callable[[Results, Results], bool] = loss_smaller,
+        exports_to_keep: int | None = 5,
+    ) -> None:
+        super().__init__(name, example_inputs, exports_to_keep)
+        self._is_better = compare_fn
+
+    def export(
+        self,
+        estimator: Estimator,
+        export_path: Path,
+        checkpoint_path: str,
+        eval_result: Results,
+        is_the_final_export: bool,
+    ) -> Path | None:
+        """See :class:`Exporter`."""
+        file = export_path / "best.json"
+        best = json.loads(file.read_text()) if file.exists() else None
+        if best is not None and not self._is_better(best, eval_result):
+            return None
+        folder = super().export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)
+        draft = export_path / ".best.json"
+        draft.write_text(json.dumps(dict(eval_result)))
+        draft.replace(file)
+        return folder

@@ -1,0 +1,133 @@
+"""Where a training's batches come from, and which step each belongs to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stratagem.data.options import InputContext
+from stratagem.data.split_dataset import SplitDataset
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training.estimator.input_position import InputPosition
+from stratagem.training.estimator.inputs import Input, sample
+from stratagem.training.estimator.repeated import NumberedBatch, repeated
+from stratagem.training.fit_sources import Passes, for_training
+
+ORDER_SEED = 0
+"""Of shuffled examples: that of the other strategies, so that a training may go on under another one."""
+
+
+class Feed(Protocol):
+    """The batches of a training."""
+
+    @property
+    def position(self) -> InputPosition:
+        """The place in the data."""
+
+    def aim(self, step: int, target: int | None) -> int | None:
+        """Says how far to go, before the batches are asked for.
+
+        Args:
+            step: updates that have been made.
+            target: updates after which to stop: the data is gone through again and again. None: one pass.
+
+        Returns:
+            updates that will have been made at the end; None: that remains to be seen.
+        """
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """What ``strategy.run`` is to be given, each with the number of updates before it."""
+
+
+class InStepFeed:
+    """Of workers that run in step.
+
+    Args:
+        dataset: this worker's part.
+        is_once: it can be gone through once only.
+    """
+
+    def __init__(self, dataset: SplitDataset, is_once: bool) -> None:
+        self.position = InputPosition(dataset)
+        self._dataset = dataset
+        self._is_once = is_once
+        self._step = 0
+        self._left: int | None = None
+
+    def aim(self, step: int, target: int | None) -> int | None:
+        """See :class:`Feed`."""
+        self._step, self._left = step, None if target is None else target - step
+        return None if self._is_once else target
+
+    def batches(self) -> Iterator[tuple[int, Any]]:
+        """See :class:`Feed`."""
+        passes = Passes(self._dataset, None if self._is_once else self._left)
+        try:
+            yield from zip(itertools.count(self._step), itertools.islice(passes.epoch(), self._left), strict=False)
+        finally:
+            passes.close()
+
+
+class LeasedFeed:
+    """Of workers to whom the chief lends batches: exactly as many as there are updates to make.
+
+    Args:
+        strategy: of the job.
+        source: a DataLoader.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, source: Any) -> None:
+        self.position = InputPosition(None)
+        self._strategy = strategy
+        self._source = source
+        self._step = 0
+        self._loader: DataLoader[NumberedBatch]
+
+    def aim(self, step: int, target: int | None) -> int | None:
+        """See :class:`Feed`."""
+        self._step = step
+        self._loader = repeated(self._source, None if target is None else target - step, step, ORDER_SEED)
+        return step + len(self._loader)
+
+    def batches(self) -> Iterator[tuple[int, NumberedBatch]]:
+        """See :class:`Feed`. It ends when all workers' updates are applied."""
+        for batch in self._strategy.distribute_dataset(self._loader):
+            yield self._step + batch.first // (self._loader.batch_size or 1), batch
+
+
+def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module]) -> Feed:
+    """Opens the input.
+
+    Args:
+        strategy: that trains.
+        given: the input.
+        build: creates the model with a small batch; returns its modules.
+    """
+    if given.makes_replica_batches:
+        opened: list[tuple[Any, Any]] = []
+
+        def open_here(context: InputContext) -> Any:
+            opened.append(sample(given.open(context)))
+            return opened[-1][1]
+
+        dataset = strategy.distribute_datasets_from_function(open_here)
+        ((batch, source),) = opened
+        build(batch)
+        return InStepFeed(dataset, isinstance(source, Iterator))
+    batch, source = sample(given.open())
+    module = build(batch)
+    if isinstance(strategy, ParameterServerStrategy):
+        return LeasedFeed(strategy, source)
+    dataset = for_training(strategy, source, module, torch.device("cpu"))
+    return InStepFeed(dataset, isinstance(source, Iterator))
+
+
+def batch_in(item: Any) -> Any:
+    """The batch in what a feed gave."""
+    return item.batch if isinstance(item, NumberedBatch) else item

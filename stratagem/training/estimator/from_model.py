@@ -1,0 +1,115 @@
+"""An Estimator of a compiled ``sg.Model``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.data.nested import map_leaves
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.training.compiled import Compiled
+from stratagem.training.estimator.estimator import Estimator
+from stratagem.training.estimator.objects import get_or_create
+from stratagem.training.estimator.run_config import RunConfig
+from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
+from stratagem.training.fit_batches import call
+from stratagem.training.metrics import Metric, metrics_of
+from stratagem.training.model import Model
+
+
+def model_to_estimator(
+    model: Model, model_dir: str | os.PathLike[str] | None = None, config: RunConfig | None = None
+) -> Estimator:
+    """An Estimator that starts from the model as it is now; the model itself is not trained by it.
+
+    Labels are the targets; features in a list, tuple or dict are the arguments of the module. Predictions are the
+    module's outputs.
+
+    Args:
+        model: compiled, and built outside of any scope: the strategies are those of ``config``.
+        model_dir: see :class:`Estimator`.
+        config: see :class:`Estimator`.
+
+    Raises:
+        ConfigurationError: the model is not compiled for training, belongs to a strategy, or accumulates gradients.
+    """
+    if not isinstance(model, Model):
+        raise ConfigurationError(f"expected an sg.Model, got {type(model).__name__}")
+    if type(model.strategy) is not Strategy:
+        raise ConfigurationError(
+            f"the model was built in the scope of {type(model.strategy).__name__}; build it outside of any scope: the "
+            "strategies of an Estimator are those of its RunConfig"
+        )
+    compiled = model.compiled
+    if compiled is None or compiled.loss is None or model.optimizer is None:
+        raise ConfigurationError("model_to_estimator needs a compiled model: compile(optimizer=..., loss=...)")
+    if compiled.accumulate_steps > 1:
+        raise ConfigurationError("an Estimator makes an update of each batch: compile with accumulate_steps=1")
+    return Estimator(_Function(model.module, model.optimizer, compiled), model_dir, config)
+
+
+class _Function:
+    """The ``model_fn`` of a model.
+
+    Args:
+        module: of the model.
+        optimizer: over its parameters.
+        compiled: the rest.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: Compiled) -> None:
+        self._pair = copy.deepcopy((module, optimizer))
+        self._compiled = compiled
+        self._metrics = _by_name(compiled)
+
+    def __call__(self, features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        fresh: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+
+        def make_module() -> nn.Module:
+            fresh.append(copy.deepcopy(self._pair))
+            return fresh[0][0]
+
+        module = get_or_create("model", make_module)
+        with self._precision(features):
+            outputs = call(module, features)
+            if mode == ModeKeys.PREDICT:
+                return EstimatorSpec(mode, predictions=outputs)
+            assert self._compiled.loss is not None
+            loss, divisor = self._compiled.loss(outputs, labels)
+        if mode == ModeKeys.EVAL:
+            outputs = map_leaves(outputs, self._full)
+            metrics = {name: (make, outputs, labels) for name, make in self._metrics.items()}
+            return EstimatorSpec(mode, loss=loss, metrics=metrics)
+        if divisor is not None:
+            get_strategy().set_weight(divisor)
+        optimizer = get_or_create("optimizer", lambda: fresh[0][1])
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer, prepare=self._compiled.preparation)
+
+    def _full(self, leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is self._compiled.autocast else leaf
+
+    def _precision(self, features: Any) -> contextlib.AbstractContextManager[Any]:
+        if self._compiled.autocast is None:
+            return contextlib.nullcontext()
+        devices: list[str] = []
+        map_leaves(features, lambda leaf: devices.append(leaf.device.type) if isinstance(leaf, torch.Tensor) else None)
+        return torch.autocast(devices[0] if devices else "cpu", dtype=self._compiled.autocast)
+
+
+def _by_name(compiled: Compiled) -> dict[str, Callable[[torch.device], Metric]]:
+    """What makes each metric on a device, by the name it has in results."""
+    assert compiled.loss is not None
+    make = functools.partial(metrics_of, compiled.metrics, takes_probabilities=compiled.loss.takes_probabilities)
+
+    def one(name: str, device: torch.device) -> Metric:
+        return make(device)[name]
+
+    return {name: functools.partial(one, name) for name in make(torch.device("cpu"))}

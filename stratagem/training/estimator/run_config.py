@@ -1,0 +1,63 @@
+"""How an Estimator runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+
+DEFAULT_SAVE_S = 600.0
+
+StrategyOrFactory = Strategy | Callable[[], Strategy]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Choices for an Estimator.
+
+    Raises:
+        ConfigurationError: a value is out of its range, or two contradict each other.
+    """
+
+    model_dir: str | os.PathLike[str] | None = None
+    """Where checkpoints, summaries and exports go; in a cluster every task has to see it."""
+    seed: int | None = None
+    """Seeds torch before the model is created; None: torch is left as it is."""
+    save_summary_steps: int = 100
+    """Steps between two lines in the log and two points in TensorBoard."""
+    save_checkpoints_steps: int | None = None
+    """Steps between two checkpoints. There is one at the end of a training in any case."""
+    save_checkpoints_secs: float | None = None
+    """Seconds between two checkpoints, instead of steps; with neither 600. ``math.inf``: only at the end."""
+    keep_checkpoint_max: int | None = 5
+    """Checkpoints to keep, the newest ones; None or 0: all."""
+    train_distribute: StrategyOrFactory | None = None
+    """The strategy of ``train``, or what makes it, which an evaluator does not call: a class, a function. None: what
+    ``stratagem run`` and TF_CONFIG say (``sg.strategy_from_environment``)."""
+    eval_distribute: StrategyOrFactory | None = None
+    """The strategy of ``evaluate`` and ``predict``; None: one device."""
+
+    def __post_init__(self) -> None:
+        if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
+            raise ConfigurationError("expected save_checkpoints_steps or save_checkpoints_secs, got both")
+        for name in ("save_summary_steps", "save_checkpoints_steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(f"expected {name} of at least 1, got {value!r}")
+        if self.save_checkpoints_secs is not None and not self.save_checkpoints_secs > 0:
+            raise ConfigurationError(f"expected save_checkpoints_secs above 0, got {self.save_checkpoints_secs!r}")
+        if self.keep_checkpoint_max is not None and self.keep_checkpoint_max < 0:
+            raise ConfigurationError(f"expected keep_checkpoint_max of at least 0, got {self.keep_checkpoint_max!r}")
+        for name in ("train_distribute", "eval_distribute"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Strategy) and not callable(value):
+                raise ConfigurationError(f"expected {name} to be a strategy or to make one, got {type(value).__name__}")
+
+    @property
+    def save_every_s(self) -> float | None:
+        """Seconds between two checkpoints; None where steps count."""
+        if self.save_checkpoints_steps is not None:
+            return None
+        return DEFAULT_SAVE_S if self.save_checkpoints_secs is None else self.save_checkpoints_secs

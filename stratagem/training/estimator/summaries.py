@@ -1,0 +1,48 @@
+"""Scalars of a training and of evaluations, for TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+_told: set[str] = set()
+
+
+class Summaries:
+    """Writes into one folder. Without TensorBoard it says so once, and writes nothing.
+
+    Args:
+        folder: made with the first scalar.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Writes scalars by name."""
+        if self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                if "tensorboard" not in _told:
+                    _told.add("tensorboard")
+                    logger.warning("TensorBoard is not installed: no summaries. pip install 'stratagem[tensorboard]'")
+                return
+            self._writer = SummaryWriter(self._folder)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,240 @@
+"""Training a ``model_fn`` under a strategy: its steps, checkpoints and summaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.training.estimator import served_start
+from stratagem.training.estimator.feeds import Feed, batch_in, open_feed
+from stratagem.training.estimator.input_position import InputPosition
+from stratagem.training.estimator.inputs import Input, split
+from stratagem.training.estimator.model_folder import CHECKPOINT_NAME
+from stratagem.training.estimator.model_function import ModelFunction
+from stratagem.training.estimator.objects import ModelObjects, giving
+from stratagem.training.estimator.run_config import RunConfig
+from stratagem.training.estimator.save_schedule import SaveSchedule
+from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
+from stratagem.training.estimator.summaries import Summaries
+from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
+from stratagem.worker import interrupts
+from stratagem.worker.preemption_request import preemption
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that a training has just saved."""
+
+    path: str
+    step: int
+    is_last: bool
+    """The training is done. Where that turns out only later, listeners hear of the checkpoint once more."""
+
+
+SavingListener = Callable[[SavedCheckpoint], None]
+
+
+class Training:
+    """The objects of mode TRAIN under one strategy, and how far they have been trained.
+
+    Args:
+        function: the ``model_fn``.
+        strategy: that trains.
+        model_dir: where checkpoints and summaries go.
+        config: of the Estimator.
+    """
+
+    def __init__(self, function: ModelFunction, strategy: Strategy, model_dir: Path, config: RunConfig) -> None:
+        self.strategy = strategy
+        self._function = function
+        self._model_dir = model_dir
+        self._config = config
+        self._objects = ModelObjects()
+        self._arguments: dict[str, Any] = {}
+        self._has_servers = isinstance(strategy, ParameterServerStrategy)
+        self._is_prepared = False
+        self._step = 0
+        self._saved: SavedCheckpoint | None = None
+
+    def run(
+        self, given: Input, steps: int | None, max_steps: int | None, listeners: Sequence[SavingListener] = ()
+    ) -> int:
+        """Trains; returns the number of updates that all trainings have made.
+
+        Args:
+            given: the batches.
+            steps: updates to make.
+            max_steps: updates of all trainings together, after which to stop. With neither: one pass over the input.
+            listeners: hear of each checkpoint, on the workers that save it.
+        """
+        feed = open_feed(self.strategy, given, self._build)
+        manager = self._prepare(feed.position)
+        target = self._step + steps if steps is not None else max_steps
+        if target is not None and self._step >= target:
+            logger.info("Nothing to train: %d steps have been made already, of %d", self._step, target)
+            self._save(manager, listeners, is_last=True)
+            return self._step
+        self._objects.train(True)
+        summaries = Summaries(self._model_dir)
+        if not self._has_servers:
+            say_it_resumes()
+        interrupts.watch(GRACE_S)
+        try:
+            self._loop(feed, feed.aim(self._step, target), manager, summaries, listeners)
+            path = self._save(manager, listeners, is_last=True)
+            if preemption.agree(self.strategy.communicator):
+                leave(self.strategy, lambda: path)
+        finally:
+            interrupts.unwatch()
+            summaries.close()
+        return self._step
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _build(self, batch: Any) -> nn.Module:
+        if not self._is_prepared:
+            if self._config.seed is not None:
+                torch.manual_seed(self._config.seed)
+            with self.strategy.scope(), self._objects.building():
+                self._arguments = dict(self._call(*split(batch)).prepare)
+        return nn.ModuleList(self._objects.modules.values())
+
+    def _prepare(self, position: InputPosition) -> CheckpointManager:
+        """Has the objects prepared and, the first time, restored."""
+        is_first, self._is_prepared = not self._is_prepared, True
+        if is_first and self._has_servers:
+            self._step = served_start.prepare(self.strategy, self._objects, self._model_dir, self._arguments)
+        elif is_first:
+            self._objects.prepare(self.strategy, True, self._arguments)
+        objects = {**self._objects.in_use, "input_position": position}
+        checkpoint = Checkpoint(strategy=self.strategy, global_step=self._step, **objects)
+        keep = self._config.keep_checkpoint_max or None
+        manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
+        if is_first and not self._has_servers and (path := manager.restore_or_initialize()) is not None:
+            self._step = checkpoint.global_step
+            self._saved = SavedCheckpoint(path, self._step, is_last=True)
+            logger.info("Going on from step %d, %s", self._step, path)
+        return manager
+
+    # -- stepping ----------------------------------------------------------------------------------------------
+
+    def _loop(
+        self,
+        feed: Feed,
+        target: int | None,
+        manager: CheckpointManager,
+        summaries: Summaries,
+        listeners: Sequence[SavingListener],
+    ) -> None:
+        config, first = self._config, self._step
+        clocks: tuple[SaveSchedule, _Pace] | None = None
+        for before, batch in feed.batches():
+            if clocks is None:
+                clocks = self._clocks(before)  # of a worker that joins a running job: not its first step
+            schedule, pace = clocks
+            self._objects.global_step = before
+            with giving(self._objects):
+                result = self.strategy.run(self._train, args=(batch,))
+            # A batch that a lost worker gave back has a lower number than those before it.
+            self._step = max(self._step, before + 1)
+            if pace.crosses(self._step, config.save_summary_steps):
+                self._report(result, pace, summaries)
+            is_last = self._step == target
+            if schedule.is_due(self._step) and not (is_last and self._has_servers):
+                schedule.saved(self._step)
+                self._save(manager, listeners, is_last)
+            if preemption.is_due(self.strategy.communicator):
+                leave(self.strategy, lambda: self._save(manager, (), is_last=False))
+        if self._has_servers and target is not None:
+            self._step = target  # the last steps may have been other workers'; all of them are applied by now
+        elif self._step == first:
+            raise ConfigurationError("the input gave no batch to train on")
+
+    def _clocks(self, step: int) -> tuple[SaveSchedule, _Pace]:
+        config, workers = self._config, self.strategy.communicator
+        return SaveSchedule(config.save_checkpoints_steps, config.save_every_s, workers, step), _Pace(step)
+
+    def _train(self, item: Any) -> torch.Tensor:
+        """One update, on one replica."""
+        for name in self._objects.optimizers:
+            self._objects.in_use[name].zero_grad()
+        spec = self._call(*split(batch_in(item)))
+        assert spec.loss is not None and spec.optimizer is not None
+        spec.loss.backward()
+        spec.optimizer.step()
+        return spec.loss.detach()
+
+    def _call(self, features: Any, labels: Any) -> EstimatorSpec:
+        spec = self._function(features, labels, ModeKeys.TRAIN)
+        known = [self._objects.in_use[name] for name in self._objects.optimizers]
+        if not any(spec.optimizer is optimizer for optimizer in known):
+            raise ConfigurationError(
+                "the optimizer of the EstimatorSpec is not from sg.get_or_create: it would be another one in each step"
+            )
+        return spec
+
+    def _report(self, result: Any, pace: _Pace, summaries: Summaries) -> None:
+        """Workers that run in step add up the loss together; of others the lead alone reports."""
+        if self._has_servers and not self.strategy.is_lead:
+            return
+        loss = float(self.strategy.reduce_mean(result))
+        steps_per_s = pace.since_last(self._step)
+        if self.strategy.is_lead:
+            logger.info("step %d: loss %.6g, %.1f steps/s", self._step, loss, steps_per_s)
+            summaries.write({"loss": loss, "global_step/sec": steps_per_s}, self._step)
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def _save(self, manager: CheckpointManager, listeners: Sequence[SavingListener], is_last: bool) -> str:
+        """Returns the path; empty on a worker that leaves it to the lead."""
+        if self._has_servers and not self.strategy.is_lead:
+            return ""
+        if self._saved is None or self._saved.step != self._step:
+            manager.checkpoint.global_step = self._step
+            return self._tell(SavedCheckpoint(manager.save(self._step), self._step, is_last), listeners).path
+        if is_last and not self._saved.is_last:
+            self._tell(dataclasses.replace(self._saved, is_last=True), listeners)
+        return self._saved.path
+
+    def _tell(self, saved: SavedCheckpoint, listeners: Sequence[SavingListener]) -> SavedCheckpoint:
+        self._saved = saved
+        for listener in listeners:
+            listener(saved)
+        return saved
+
+
+class _Pace:
+    """Steps a second.
+
+    Args:
+        step: now.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._at = time.monotonic()
+
+    def crosses(self, step: int, every: int) -> bool:
+        """Whether a multiple of ``every`` lies between the step it was asked about last and this one."""
+        return step // every > self._step // every
+
+    def since_last(self, step: int) -> float:
+        """Steps a second since it was asked last."""
+        now = time.monotonic()
+        pace = (step - self._step) / max(now - self._at, 1e-9)
+        self._step, self._at = step, now
+        return pace

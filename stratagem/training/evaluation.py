@@ -1,0 +1,120 @@
+"""Going through evaluation data: each example counts once, on any number of workers, whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from stratagem.data.distribute import distribute
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.loaders import can_be_planned
+from stratagem.data.placement import Placement
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.ps_evaluation import EvaluatedUnits
+from stratagem.training.callbacks.call_list import CallbackList
+from stratagem.training.fit_loop import evaluating, first_batches
+from stratagem.training.fit_sources import for_evaluation
+from stratagem.training.fit_steps import Steps
+from stratagem.training.tally import Tally
+from stratagem.training.unit_counts import UnitCounts
+
+
+class Evaluation:
+    """Evaluates data, as often as it is asked to.
+
+    Under parameter servers the workers share the batches, which their chief lends; data whose batches have no numbers
+    (iterables) are evaluated by one of them. Every worker comes to the same numbers.
+
+    Args:
+        steps: what replicas do.
+        new_tally: makes what counts.
+        source: gives GLOBAL batches, or is a distributed dataset.
+        device: of the module; of interest under the pass-through strategy.
+        callbacks: called all along.
+        num_steps: batches at most; None: all.
+        sampled: what is gone through in the place of a dataset.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        new_tally: Callable[[], Tally],
+        source: Any,
+        device: torch.device,
+        callbacks: CallbackList,
+        num_steps: int | None,
+        sampled: Callable[[Any], Any],
+    ) -> None:
+        self._steps = steps
+        self._tally = new_tally()
+        self._callbacks = callbacks
+        self._num_steps = num_steps
+        self._units: EvaluatedUnits | None = None
+        self._counts: UnitCounts | None = None
+        strategy = steps.strategy
+        if isinstance(strategy, ParameterServerStrategy):
+            dataset, self._units = _lent(strategy, source, num_steps)
+            self._counts = UnitCounts(strategy.counts, new_tally())
+            self._units.counted_by(self._counts.begin, self._counts.collect)
+            self._num_steps = None
+        else:
+            dataset = for_evaluation(strategy, source, device)
+        self._dataset = sampled(dataset)
+
+    def run(self, is_silent: bool = False) -> dict[str, float]:
+        """Goes through the data; the logs of all workers.
+
+        Args:
+            is_silent: no callback hears of it: this worker only does its part of what others evaluate.
+        """
+        steps, tally = self._steps, self._tally
+        callbacks = self._callbacks.silenced() if is_silent else self._callbacks
+        tally.reset()
+        callbacks.call("on_test_begin")
+        begins, ends = callbacks.hears("on_test_batch_begin"), callbacks.hears("on_test_batch_end")
+        with evaluating(steps.strategy, steps.module):
+            for number, batch in first_batches(self._dataset, self._num_steps):
+                if begins:
+                    callbacks.call_batch("on_test_batch_begin", number)
+                results = steps.strategy.local_results(steps.strategy.run(steps.test, args=(batch,)))
+                tally.add(results)
+                if self._counts is not None:
+                    self._counts.add(results)
+                if ends:
+                    callbacks.call_batch("on_test_batch_end", number, tally.logs())
+        logs = self._result()
+        callbacks.call("on_test_end", logs)
+        return logs
+
+    def _result(self) -> dict[str, float]:
+        if self._counts is None or self._units is None:
+            return self._tally.result()
+        logs = self._counts.result(self._units.group, self._units.num_passes - 1)
+        return self._tally.result() if logs is None else logs
+
+
+def _lent(strategy: ParameterServerStrategy, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:
+    if isinstance(source, DistributedDataset):
+        source = source.loader
+    if isinstance(source, DataLoader) and can_be_planned(source):
+        return strategy.lend_evaluation(source, num_steps)
+    return strategy.lend_whole(_Limited(distribute(source, placement=Placement(strategy.local_devices)), num_steps))
+
+
+class _Limited:
+    """The first batches of a dataset.
+
+    Args:
+        dataset: goes through all of its own.
+        num_batches: at most; None: all.
+    """
+
+    def __init__(self, dataset: Any, num_batches: int | None) -> None:
+        self._dataset = dataset
+        self._num_batches = num_batches
+
+    def __iter__(self) -> Any:
+        return (batch for _, batch in first_batches(self._dataset, self._num_batches))

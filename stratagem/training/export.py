@@ -1,0 +1,145 @@
+"""Writes a trained model so that plain PyTorch runs it without Stratagem (PROTOCOL.md 31)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stratagem
+from stratagem.errors import ConfigurationError, ExportError
+from stratagem.strategy.base import is_lead
+from stratagem.training import export_folder
+from stratagem.training.export_inputs import as_arguments
+from stratagem.training.export_onnx import missing_packages, write_onnx
+from stratagem.training.export_program import bare_copy, check, describe, names_of, trace
+
+logger = logging.getLogger(__name__)
+
+
+def export_model(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    onnx: bool | None = None,
+) -> Path:
+    """Writes a folder with the model as a program, its weights and a description.
+
+    - ``model.pt2``: the program with its weights, in eval mode, for any number of rows. Plain PyTorch runs it:
+      ``torch.export.load("…/model.pt2").module()(x)``.
+    - ``state_dict.pt``: the weights alone, for ``torch.load(…, weights_only=True)``.
+    - ``metadata.json``: names, shapes and dtypes of inputs and outputs, versions, a checksum for each file, and
+      ``metadata``.
+    - ``model.onnx``, when ONNX is installed.
+
+    The program was compared with the model on batches of one row and of three. Only the lead writes; other workers
+    return at once. An earlier export at ``path`` is replaced; the folder appears complete or not at all.
+
+    Args:
+        module: plain or prepared; it is not changed. What is exported is replica 0 as it is now, buffers included.
+        path: of the folder.
+        example_inputs: what ``module`` is called with: a tuple of positional arguments, or its only argument. Tensors
+            (their first dimension is the batch), or :class:`TensorSpec` in their place, nested in any way.
+        metadata: anything JSON can hold; :attr:`LoadedModel.metadata` gives it back.
+        onnx: True: write ONNX or fail; False: do not; None: when it is installed, and a model without an ONNX form is
+            no error.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConfigurationError: an argument is missing or cannot be used.
+        ExportError: the program cannot be made; with torch's reason. The folder is there all the same, with the weights
+            and the reason, but without ``model.pt2``. Or the folder cannot be written: then it is not there.
+    """
+    target = Path(os.path.abspath(path))
+    if example_inputs is None:
+        raise ConfigurationError(
+            "export needs to know what the model is called with, and it has not been called yet: give example_inputs=, "
+            "a batch or sg.TensorSpec((None, 1, 28, 28))"
+        )
+    arguments = as_arguments(example_inputs)
+    try:
+        json.dumps(metadata)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"expected metadata that JSON can hold: {error}") from None
+    if onnx and (missing := missing_packages()):
+        raise ConfigurationError(f"onnx=True needs {' and '.join(missing)}: pip install 'stratagem[onnx]'")
+    if not is_lead():
+        return Path(path)
+    failures: list[ExportError] = []
+    with export_folder.writing(target) as draft:
+        try:
+            plain = bare_copy(module)
+        except ExportError as error:
+            plain = module
+            failures.append(error)
+        _write_state_dict(plain, draft.path / export_folder.STATE_DICT)
+        draft.description |= {
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"stratagem": stratagem.__version__, "torch": torch.__version__},
+            "class": type(plain).__name__,
+            "metadata": dict(metadata or {}),
+        }
+        if not failures:
+            try:
+                draft.description |= _write_program(plain, arguments, draft.path)
+                _write_onnx(draft.path, onnx)
+            except ExportError as error:
+                failures.append(error)
+        if failures:
+            draft.description["failure"] = str(failures[0])
+    if failures:
+        raise ExportError(f"{failures[0]}. What could be written is in {target}") from failures[0]
+    return Path(path)
+
+
+def _write_program(plain: nn.Module, arguments: tuple[Any, ...], folder: Path) -> dict[str, Any]:
+    """Writes the program and compares it with the model; returns its description."""
+    file = folder / export_folder.PROGRAM
+    program = trace(plain, arguments)
+    try:
+        try:
+            torch.export.save(program, file)
+        except Exception as error:  # torch's serializer has no common error
+            raise ExportError(f"torch.export cannot save the program: {type(error).__name__}: {error}") from error
+        check(file, plain, arguments)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    return {"arguments": names_of(plain, arguments)} | describe(program)
+
+
+def _write_onnx(folder: Path, wanted: bool | None) -> None:
+    if wanted is False or missing_packages():
+        return
+    try:
+        write_onnx(torch.export.load(folder / export_folder.PROGRAM), folder / export_folder.ONNX)
+    except ExportError as error:
+        for part in folder.glob(f"{export_folder.ONNX}*"):
+            part.unlink()
+        if wanted:
+            raise
+        logger.warning("Exported without ONNX: %s", error)
+
+
+def _write_state_dict(plain: nn.Module, path: Path) -> None:
+    torch.save({name: _detached(value) for name, value in plain.state_dict().items()}, path)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe:
+        raise ExportError(
+            f"the state_dict holds {', '.join(sorted(unsafe))}, which a reader that unpickles nothing cannot load; "
+            "keep tensors, numbers, strings and their containers in get_extra_state()"
+        )
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

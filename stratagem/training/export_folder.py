@@ -1,0 +1,117 @@
+"""The folder of an exported model: written whole or not at all, with a checksum for each file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stratagem.errors import ExportError
+from stratagem.ps.tensor_file import hash_file
+
+PROGRAM = "model.pt2"
+STATE_DICT = "state_dict.pt"
+ONNX = "model.onnx"
+METADATA = "metadata.json"
+FORMAT = "stratagem-export"
+VERSION = 1
+
+
+@dataclasses.dataclass
+class Draft:
+    """A folder that is being written. The files in ``path`` and the ``description`` become the export."""
+
+    path: Path
+    description: dict[str, Any]
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[Draft]:
+    """Gives a folder to write into, and puts it in the place of ``target`` at the end; an earlier export is replaced.
+
+    Raises:
+        ExportError: ``target`` is something else than an earlier export, or cannot be written.
+    """
+    if target.exists() and not _may_be_replaced(target):
+        raise ExportError(f"expected a new folder or an earlier export to write to, but {target} is something else")
+    draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        content = Draft(draft, {})
+        yield content
+        _commit(content, target)
+    except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
+        raise ExportError(f"cannot write the export {target}: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What ``metadata.json`` of a folder says, after a look at every file.
+
+    Raises:
+        ExportError: this is no export, or of a newer format, or a file is missing or damaged; names the file.
+    """
+    description = _describe(folder)
+    if description is None:
+        raise ExportError(f"expected a folder that export_model wrote (with {METADATA}), got {folder}")
+    if description["format_version"] > VERSION:
+        raise ExportError(
+            f"{folder} has format {description['format_version']}; this Stratagem is older and reads up to {VERSION}"
+        )
+    for name, expected in description["files"].items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != expected["num_bytes"]:
+            raise ExportError(f"{file} is missing or cut short: expected {expected['num_bytes']} bytes; export again")
+        if hash_file(file) != expected["sha256"]:
+            raise ExportError(f"{file} is damaged: its checksum is not the one in {METADATA}; export again")
+    return description
+
+
+def _describe(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(found, dict) and found.get("format") == FORMAT and {"format_version", "files"} <= found.keys()
+    return found if is_ours else None
+
+
+def _may_be_replaced(target: Path) -> bool:
+    return target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
+
+
+def _commit(draft: Draft, target: Path) -> None:
+    files = sorted(path for path in draft.path.iterdir() if path.is_file())
+    table = {path.name: {"num_bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files}
+    head = {"format": FORMAT, "format_version": VERSION}
+    text = json.dumps(head | draft.description | {"files": table}, indent=1)
+    (draft.path / METADATA).write_text(text + "\n", encoding="utf-8")
+    for path in [*files, draft.path / METADATA, draft.path]:
+        _sync(path)
+    # A folder that is not empty cannot be replaced by a rename (POSIX): the earlier export steps aside for a moment.
+    aside = draft.path.with_name(draft.path.name.replace(".tmp-", ".old-"))
+    if target.exists():
+        target.rename(aside)
+    try:
+        draft.path.rename(target)
+    except OSError:
+        if aside.exists():
+            aside.rename(target)
+        raise
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

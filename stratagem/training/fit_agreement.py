@@ -1,0 +1,187 @@
+"""How the workers of one ``fit`` come to the same history and stop together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.ps_units import Counted
+from stratagem.training.tally import StepResult, Tally
+from stratagem.training.unit_counts import UnitCounts
+
+
+class Agreement(Protocol):
+    """What a worker has in common with the others."""
+
+    is_alone: bool
+    """There are no others: it may stop in the middle of an epoch."""
+    shares_epochs: bool
+    """Others may do all of an epoch before this worker does anything of it."""
+
+    def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
+        """Around the training.
+
+        Args:
+            flush: makes an update of gradients that wait for further ones.
+        """
+
+    def begin(self, epoch: int) -> dict[str, float] | None:
+        """An epoch is about to begin. Its logs, if it is over for the others."""
+
+    def add(self, results: Sequence[StepResult]) -> None:
+        """A step was made."""
+
+    def pause(self) -> None:
+        """This worker has made the last step of its epoch."""
+
+    def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
+        """What all workers have counted in an epoch; None if nobody has counted anything.
+
+        Args:
+            tally: of this worker.
+        """
+
+    def settle(self, epoch: int, logs: dict[str, float]) -> None:
+        """The epoch is over, its callbacks have been called."""
+
+    def stops(self, epoch: int, wish: bool) -> bool:
+        """Whether anybody wants to stop after an epoch."""
+
+
+class InStep:
+    """Of workers that run in step, or one alone.
+
+    Args:
+        strategy: theirs.
+    """
+
+    shares_epochs = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._workers = strategy.communicator
+        self.is_alone = self._workers is None
+
+    def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
+        """See :class:`Agreement`."""
+        return contextlib.nullcontext()
+
+    def begin(self, epoch: int) -> dict[str, float] | None:
+        """See :class:`Agreement`."""
+        return None
+
+    def add(self, results: Sequence[StepResult]) -> None:
+        """See :class:`Agreement`."""
+
+    def pause(self) -> None:
+        """See :class:`Agreement`."""
+
+    def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
+        """See :class:`Agreement`."""
+        return tally.result()
+
+    def settle(self, epoch: int, logs: dict[str, float]) -> None:
+        """See :class:`Agreement`."""
+
+    def stops(self, epoch: int, wish: bool) -> bool:
+        """See :class:`Agreement`."""
+        if self._workers is None:
+            return wish
+        return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
+
+
+class OnServers:
+    """Of workers under parameter servers: their chief keeps what each unit has counted.
+
+    Args:
+        strategy: theirs.
+        tally: to count single units with.
+        epochs_are_passes: an epoch ends when all of its data are accepted. False: when this worker has made its steps;
+            workers then wait for nobody, and an epoch's logs have what was counted until the first of them was through.
+    """
+
+    is_alone = False
+    shares_epochs = True
+
+    def __init__(self, strategy: ParameterServerStrategy, tally: Tally, epochs_are_passes: bool) -> None:
+        self._strategy = strategy
+        self._shared = strategy.counts
+        self._units = UnitCounts(self._shared, tally)
+        self._epochs_are_passes = epochs_are_passes
+        self._counted = self._shared.new_group("fit")
+        self._logs = f"{self._counted}, logs of epochs"
+        self._ends = f"{self._counted}, ends of epochs"
+        self._epoch = 0
+        self._flush: Callable[[], None] = lambda: None
+
+    # What units are counted under; UnitListener
+
+    def begin_unit(self) -> None:
+        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        self._units.begin()
+
+    def collect(self) -> Counted:
+        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        return Counted(self._counted, self._epoch, self._units.collect())
+
+    def flush(self) -> None:
+        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        self._flush()
+
+    # Agreement
+
+    @contextlib.contextmanager
+    def listening(self, flush: Callable[[], None]) -> Iterator[None]:
+        """See :class:`Agreement`."""
+        self._flush = flush
+        with self._strategy.listened(self):
+            yield
+
+    def begin(self, epoch: int) -> dict[str, float] | None:
+        """See :class:`Agreement`."""
+        self._epoch = epoch
+        return self._shared.logs(self._logs, epoch)
+
+    def add(self, results: Sequence[StepResult]) -> None:
+        """See :class:`Agreement`."""
+        self._units.add(results)
+
+    def pause(self) -> None:
+        """See :class:`Agreement`."""
+        if not self._epochs_are_passes:
+            self._strategy.finish_unit()
+
+    def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
+        """See :class:`Agreement`."""
+        return self._units.result(self._counted, epoch)
+
+    def settle(self, epoch: int, logs: dict[str, float]) -> None:
+        """See :class:`Agreement`."""
+        self._shared.settle(self._logs, epoch, {name: float(value) for name, value in logs.items()})
+
+    def stops(self, epoch: int, wish: bool) -> bool:
+        """See :class:`Agreement`."""
+        return bool(self._shared.agree(self._ends, epoch, int(wish), wait=self._epochs_are_passes))
+
+
+def check_groups(strategy: Strategy, dataset: Any, accumulate_steps: int) -> None:
+    """Refuses accumulation where workers would not make their updates together.
+
+    Raises:
+        ConfigurationError: at staleness 0 some workers have no part of the last batch.
+    """
+    if not isinstance(strategy, ParameterServerStrategy) or strategy.staleness > 0 or accumulate_steps == 1:
+        return
+    plan = dataset.plan
+    if plan.num_batches and len(plan.units_of(plan.num_batches - 1)) != plan.units_per_batch:
+        raise ConfigurationError(
+            f"accumulate_steps={accumulate_steps} at staleness 0 needs a part of each batch for every worker, and the "
+            f"last batch is too small for that: use a DataLoader with drop_last=True, or another batch_size than "
+            f"{plan.batch_size}"
+        )

@@ -1,0 +1,209 @@
+"""The loops of ``fit``, ``evaluate`` and ``predict`` over their batches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from stratagem.data.nested import leaves, map_leaves
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.training.callbacks.call_list import CallbackList
+from stratagem.training.callbacks.history import History
+from stratagem.training.fit_agreement import Agreement
+from stratagem.training.fit_position import FitPosition
+from stratagem.training.fit_sources import Passes
+from stratagem.training.fit_steps import Steps
+from stratagem.training.tally import Tally
+
+if TYPE_CHECKING:
+    from stratagem.training.model import Model
+
+
+class Training:
+    """The epochs of one ``fit``.
+
+    Args:
+        model: whose training it is; asked for ``stop_training``.
+        steps: what replicas do.
+        tally: counts the epoch.
+        position: how far it has come.
+        callbacks: called all along.
+        passes: gives the batches.
+        validate: gives the logs of the validation, without a word to callbacks if it is told True; None: there is none.
+        agreement: with the other workers.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        steps: Steps,
+        tally: Tally,
+        position: FitPosition,
+        callbacks: CallbackList,
+        passes: Passes,
+        validate: Callable[[bool], dict[str, float]] | None,
+        agreement: Agreement,
+    ) -> None:
+        self._model = model
+        self._steps = steps
+        self._strategy = steps.strategy
+        self._tally = tally
+        self._position = position
+        self._callbacks = callbacks
+        self._passes = passes
+        self._validate = validate
+        self._agreement = agreement
+
+    def run(self, epochs: int) -> None:
+        """Trains until ``epochs`` epochs are done, or somebody says stop."""
+        logs: dict[str, float] = {}
+        self._callbacks.call("on_train_begin")
+        try:
+            with self._agreement.listening(self._flush):
+                while self._position.epoch < epochs:
+                    number = self._position.epoch
+                    lived = self._epoch(number)
+                    self._position.end_epoch()
+                    if lived is not None:
+                        logs = lived
+                        self._callbacks.call("on_epoch_end", number, logs)
+                        self._agreement.settle(number, logs)
+                    if self._stops(number):
+                        break
+        except BaseException:
+            self._callbacks.call("on_train_interrupted")
+            raise
+        finally:
+            self._passes.close()
+        self._callbacks.call("on_train_end", logs)
+
+    def _epoch(self, number: int) -> dict[str, float] | None:
+        """The logs of an epoch; None if it is none of this worker's."""
+        position, callbacks, tally = self._position, self._callbacks, self._tally
+        if not position.step:
+            tally.reset()
+        others_logs = self._agreement.begin(number)
+        if others_logs is not None and not self._passes.are_whole:
+            self._pass_by(number, others_logs)
+            return None
+        batches = iter(()) if position.is_trained else self._passes.epoch(position.step)
+        logs: dict[str, float] | None = None
+        if self._agreement.shares_epochs:
+            first = list(itertools.islice(batches, 1))
+            if not first and others_logs is not None:
+                self._pass_by(number, others_logs)
+                return None
+            if not first and (logs := self._agreement.logs(number, tally)) is None:
+                return None  # nobody has lived it since the job was resumed
+            batches = itertools.chain(first, batches)
+        callbacks.call("on_epoch_begin", number)
+        self._train(batches)
+        position.is_trained = True
+        logs = logs or self._agreement.logs(number, tally) or tally.result()
+        if self._validate is not None:
+            logs.update((f"val_{name}", value) for name, value in self._validate(False).items())
+        return logs
+
+    def _train(self, batches: Iterable[Any]) -> None:
+        position, callbacks, tally = self._position, self._callbacks, self._tally
+        self._steps.module.train()
+        begins = callbacks.hears("on_train_batch_begin")
+        ends = callbacks.hears("on_train_batch_end")
+        for batch in batches:
+            if begins:
+                callbacks.call_batch("on_train_batch_begin", position.step)
+            result = self._strategy.run(self._steps.train, args=(batch, position.num_waiting))
+            results = self._strategy.local_results(result)
+            tally.add(results)
+            self._agreement.add(results)
+            position.num_waiting = (position.num_waiting + 1) % self._steps.accumulate_steps
+            position.step += 1
+            position.num_steps += 1
+            if ends:
+                callbacks.call_batch("on_train_batch_end", position.step - 1, tally.logs())
+            if self._model.stop_training and self._agreement.is_alone:  # several stop together, after the epoch
+                break
+        self._flush()
+        self._agreement.pause()
+
+    def _flush(self) -> None:
+        """An update does not reach over the end of an epoch."""
+        if self._position.num_waiting:
+            self._strategy.run(self._steps.update)
+            self._position.num_waiting = 0
+
+    def _pass_by(self, number: int, logs: dict[str, float]) -> None:
+        """An epoch that others have lived: this worker was not there, and knows only what came of it."""
+        if self._validate is not None:
+            self._validate(True)
+        for callback in self._callbacks.callbacks:
+            if isinstance(callback, History):
+                callback.on_epoch_end(number, logs)
+
+    def _stops(self, number: int) -> bool:
+        """Whether any worker has said stop. A wish that came too late, after the others went on, is said again."""
+        stops = self._agreement.stops(number, self._model.stop_training)
+        self._model.stop_training = self._model.stop_training or stops
+        return stops
+
+
+def predict(steps: Steps, dataset: Iterable[Any], callbacks: CallbackList, num_steps: int | None) -> Any:
+    """The outputs for a dataset, in its order, joined along their first dimension.
+
+    Args:
+        num_steps: batches at most.
+    """
+    parts: list[Any] = []
+    callbacks.call("on_predict_begin")
+    begins, ends = callbacks.hears("on_predict_batch_begin"), callbacks.hears("on_predict_batch_end")
+    with in_eval_mode(steps.module), torch.no_grad():
+        for number, batch in first_batches(dataset, num_steps):
+            if begins:
+                callbacks.call_batch("on_predict_batch_begin", number)
+            results = steps.strategy.local_results(steps.strategy.run(steps.predict, args=(batch,)))
+            parts += [result for result in results if result is not None]
+            if ends:
+                callbacks.call_batch("on_predict_batch_end", number)
+    callbacks.call("on_predict_end")
+    if not parts:
+        raise ConfigurationError("predict expects at least one example, got none")
+    columns = zip(*map(leaves, parts), strict=True)
+    joined = iter([torch.cat(column) if isinstance(column[0], torch.Tensor) else column[0] for column in columns])
+    return map_leaves(parts[0], lambda _: next(joined))
+
+
+@contextlib.contextmanager
+def evaluating(strategy: Strategy, module: nn.Module) -> Iterator[None]:
+    """Inside, a module is in eval mode, the same on every replica, and no gradients are kept."""
+    with strategy.averaged_buffers(module), in_eval_mode(module), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Inside, a module is in eval mode."""
+    was_training = module.training
+    if was_training:
+        module.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            module.train()
+
+
+def first_batches(dataset: Iterable[Any], number: int | None) -> Iterator[tuple[int, Any]]:
+    """The first ``number`` batches (None: all), numbered; the others are let go of."""
+    batches = iter(dataset)
+    try:
+        yield from enumerate(itertools.islice(batches, number))
+    finally:
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,81 @@
+"""How far ``fit`` has come: what a checkpoint has to know for it to go on there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stratagem.training.callbacks.base import Callback
+from stratagem.training.metric_states import pack, unpack
+from stratagem.training.tally import Tally
+
+
+class FitPosition:
+    """The epoch and the step that come next, the place in the data, what was counted, and the callbacks' own state.
+
+    A checkpoint takes it by ``state_dict`` and ``load_state_dict``. Where workers run in step, every worker has to ask
+    for the state.
+
+    Args:
+        dataset: that is gone through.
+        tally: of the epoch.
+        callbacks: whose state belongs to it.
+        epoch: the first one.
+    """
+
+    def __init__(self, dataset: Any, tally: Tally, callbacks: Sequence[Callback], epoch: int) -> None:
+        self._dataset = dataset
+        self._tally = tally
+        self._callbacks = callbacks
+        self.epoch = epoch
+        self.step = 0
+        """Within the epoch: steps that are done."""
+        self.num_steps = 0
+        """Steps that are done in all epochs."""
+        self.is_trained = False
+        """Whether the epoch has had all its steps, and is being validated."""
+        self.num_waiting = 0
+        """Steps whose gradients wait for those of further ones, to make one update. No checkpoint has them."""
+        self.is_resumed = False
+        """Whether it was loaded."""
+
+    def end_epoch(self) -> None:
+        """The epoch is over, its callbacks have been called."""
+        self.epoch, self.step, self.is_trained = self.epoch + 1, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors of bytes."""
+        counted = self._tally.states() if self.step else []
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "num_steps": self.num_steps,
+            "is_trained": self.is_trained,
+            "counted": [pack(states) for states in counted],
+            "data": self._dataset.state_dict() if self._is_placed else {},
+            "callbacks": [
+                {"kind": type(callback).__name__, "state": callback.state_dict()} for callback in self._callbacks
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where ``state`` was saved. The first callback of a class gets the state of the first, and so on."""
+        self.epoch, self.step, self.num_steps = int(state["epoch"]), int(state["step"]), int(state["num_steps"])
+        self.is_trained = bool(state.get("is_trained"))
+        self.is_resumed = True
+        self._tally.reset()
+        self._tally.num_steps = self.step
+        self._tally.add_states([unpack(part) for part in state["counted"]])
+        if self._is_placed and state["data"]:
+            self._dataset.load_state_dict(state["data"])
+        saved = list(state["callbacks"])
+        for callback in self._callbacks:
+            own = next((one for one in saved if one["kind"] == type(callback).__name__), None)
+            if own is not None:
+                saved.remove(own)
+                callback.load_state_dict(own["state"])
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether the dataset knows its position; parameter servers' chief keeps theirs."""
+        return hasattr(self._dataset, "load_state_dict")

@@ -1,0 +1,243 @@
+"""What people give to ``fit``, ``evaluate`` and ``predict``, as something that gives GLOBAL batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from stratagem.data.distribute import distribute
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
+from stratagem.data.options import DistributeOptions
+from stratagem.data.placement import Placement
+from stratagem.data.split_dataset import SplitDataset
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.worker.reduction.batch_norm import SyncBatchNorm
+
+DEFAULT_BATCH_SIZE = 32
+
+Distributed = DistributedDataset | SplitDataset
+
+
+class Arrays(Dataset[Any]):
+    """Examples along the first dimension of arrays; a DataLoader reads whole batches of it at once.
+
+    Args:
+        parts: inputs, and perhaps targets and weights: tensors of one length, or dicts, lists and tuples of them.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = tuple(map_leaves(part, _tensor) for part in parts)
+        self._length = num_examples(self.parts)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return map_leaves(self.parts, lambda leaf: leaf[index])
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        rows = torch.tensor(indices)
+        return map_leaves(self.parts, lambda leaf: leaf[rows])
+
+    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+        """Two of them: without the last ``fraction`` of the examples, and with those alone."""
+        stop = int(len(self) * (1 - fraction))
+        if not 0 < fraction < 1 or not 0 < stop < len(self):
+            raise ConfigurationError(
+                f"expected a validation_split between 0 and 1 that leaves both parts examples, got {fraction!r} of "
+                f"{len(self)} examples"
+            )
+        first = Arrays(map_leaves(self.parts, lambda leaf: leaf[:stop]))
+        return first, Arrays(map_leaves(self.parts, lambda leaf: leaf[stop:]))
+
+
+def source_of(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    keep: Callable[[Arrays], Arrays] = lambda arrays: arrays,
+) -> Any:
+    """A DataLoader, an iterable of global batches or a distributed dataset that gives what ``x`` holds.
+
+    A batch is ``(inputs,)``, ``(inputs, targets)`` or ``(inputs, targets, weights)`` where it comes from arrays.
+
+    Args:
+        x: arrays or tensors (one, or a dict, list or tuple of them), a Dataset, a DataLoader, an iterable of batches,
+            or a distributed dataset.
+        y: targets, only with arrays.
+        sample_weight: weights of the examples, only with arrays.
+        batch_size: examples in a GLOBAL batch, only with arrays and a Dataset; None: 32.
+        shuffle: arrays and map-style Datasets are gone through in another order each epoch.
+        keep: which of the examples of arrays are meant.
+
+    Raises:
+        ConfigurationError: arguments that do not go together.
+    """
+    if _is_arrays(x, y):
+        if sample_weight is not None and y is None:
+            raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
+        arrays = keep(Arrays([part for part in (x, y, sample_weight) if part is not None]))
+        return DataLoader(arrays, batch_size or DEFAULT_BATCH_SIZE, shuffle=shuffle, collate_fn=_as_is)
+    for name, given in (("y", y), ("sample_weight", sample_weight)):
+        if given is not None:
+            raise ConfigurationError(
+                f"{name}= goes with arrays; a {type(x).__name__} gives it in its batches: (inputs, targets) or "
+                "(inputs, targets, weights)"
+            )
+    if isinstance(x, Dataset):
+        shuffle = shuffle and not isinstance(x, IterableDataset)
+        return DataLoader(x, batch_size or DEFAULT_BATCH_SIZE, shuffle=shuffle)
+    if batch_size is not None:
+        raise ConfigurationError(f"batch_size= is for arrays and Datasets; a {type(x).__name__} has batches of its own")
+    if isinstance(x, str | bytes) or not hasattr(x, "__iter__"):
+        raise ConfigurationError(
+            "expected arrays, a Dataset, a DataLoader, an iterable of batches or a distributed dataset, got "
+            f"{type(x).__name__}"
+        )
+    return x
+
+
+def validation_source(data: Any, batch_size: int | None) -> Any:
+    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``."""
+    if isinstance(data, tuple) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
+        return source_of(*data, batch_size=batch_size)
+    return source_of(data, batch_size=batch_size if isinstance(data, Dataset) else None)
+
+
+def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device) -> Any:
+    """This process's part of ``source``, whose batches tell the strategy how much each replica counts.
+
+    Args:
+        module: that is trained, prepared.
+        device: where the batches go under the pass-through strategy, which has no device of its own.
+    """
+    if isinstance(source, Distributed):
+        return source
+    if isinstance(source, DataLoader) and source.generator is None:
+        source = _with_own_generator(source)
+    if type(strategy) is Strategy:
+        return distribute(source, placement=Placement((device,)))
+    if isinstance(strategy, ParameterServerStrategy):
+        return strategy.distribute_dataset(source)
+    # A replica without examples adds zeros, as to one process; BatchNorm cannot do without examples (PROTOCOL.md 20).
+    needs_examples = any(
+        isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) for layer in module.modules()
+    )
+    return strategy.distribute_dataset(source, options=DistributeOptions(on_empty="skip" if needs_examples else "call"))
+
+
+def for_evaluation(strategy: Strategy, source: Any, device: torch.device) -> Any:
+    """This process's part of ``source``; each example is in exactly one worker's part, if the workers run in step.
+
+    Where they do not (parameter servers), every worker's part is the whole. Training does not notice.
+    """
+    if isinstance(source, Distributed):
+        return source
+    workers = strategy.communicator
+    if workers is None:
+        return distribute(source, placement=Placement(devices_of(strategy, device)))
+    return distribute(source, placement=Placement(strategy.local_devices, workers.size, workers.rank, workers))
+
+
+def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> SplitDataset:
+    """All of ``source``, in its order, for the replicas of this process."""
+    if isinstance(source, Distributed):
+        raise ConfigurationError(
+            "predict keeps the order of the examples, and a distributed dataset is a worker's part of them: give it "
+            "the arrays, the Dataset or the DataLoader"
+        )
+    return distribute(source, placement=Placement(devices_of(strategy, device)))
+
+
+def devices_of(strategy: Strategy, device: torch.device) -> tuple[torch.device, ...]:
+    """Devices of the local replicas; ``device`` under the pass-through strategy, which moves no module."""
+    return (device,) if type(strategy) is Strategy else strategy.local_devices
+
+
+def _is_arrays(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor | np.ndarray) or y is not None:
+        return not isinstance(x, Dataset | DataLoader | Iterator)
+    if isinstance(x, Mapping):
+        return True
+    if isinstance(x, list | tuple) and x:  # several inputs; a list of batches has a tuple, list or dict for each
+        return isinstance(x[0], torch.Tensor | np.ndarray)
+    return False
+
+
+def _tensor(leaf: Any) -> torch.Tensor:
+    """Floats of numpy are float64 unless somebody says otherwise, parameters are not."""
+    tensor = torch.as_tensor(leaf)
+    if isinstance(leaf, torch.Tensor) or tensor.dtype != torch.float64:
+        return tensor
+    return tensor.to(torch.get_default_dtype())
+
+
+def _with_own_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Each ``iter()`` of a DataLoader draws a seed from torch's generator, which the steps draw from too: one that is
+    started in the middle of an epoch, after an interruption, must not move it."""
+    twin = copy.copy(loader)
+    twin.generator = torch.Generator().manual_seed(torch.initial_seed())
+    return twin
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class Passes:
+    """Goes through a dataset epoch by epoch.
+
+    Args:
+        dataset: each ``iter()`` is a pass over it.
+        num_steps: of an epoch, which may then be part of a pass, or several; None: an epoch is a pass.
+    """
+
+    def __init__(self, dataset: Iterable[Any], num_steps: int | None) -> None:
+        if num_steps is not None and num_steps < 1:
+            raise ConfigurationError(f"expected at least 1 step an epoch, got {num_steps}")
+        self._dataset = dataset
+        self._num_steps = num_steps
+        self.are_whole = num_steps is None
+        """Whether an epoch is a pass."""
+        self._open: Iterator[Any] | None = None
+
+    def epoch(self, done: int = 0) -> Iterator[Any]:
+        """The batches of the next epoch, of which ``done`` steps have been made before."""
+        if self._num_steps is None:
+            yield from self._dataset
+            return
+        empty_passes = 0
+        for _ in range(done, self._num_steps):
+            while True:
+                if self._open is None:
+                    self._open = iter(self._dataset)
+                try:
+                    batch = next(self._open)
+                    break
+                except StopIteration:
+                    self._open = None
+                    empty_passes += 1
+                    if empty_passes > 1:
+                        return  # nothing more to be had: parameter servers, and the others took it all
+            empty_passes = 0
+            yield batch
+
+    def close(self) -> None:
+        """Leaves the pass that is open."""
+        close = getattr(self._open, "close", None)
+        self._open = None
+        if close is not None:
+            close()

@@ -1,0 +1,102 @@
+"""What one replica does in a step of ``fit``, ``evaluate`` and ``predict``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from stratagem.data.nested import map_leaves, num_examples
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.training.fit_batches import Batch, call, unpack
+from stratagem.training.losses import Loss
+from stratagem.training.tally import StepResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a compiled model."""
+
+    strategy: Strategy
+    module: nn.Module
+    """Prepared, as is the optimizer."""
+    optimizer: torch.optim.Optimizer | None = None
+    loss: Loss | None = None
+    autocast: torch.dtype | None = None
+    """Of mixed precision."""
+    accumulate_steps: int = 1
+    keeps_outputs: bool = True
+    """Whether somebody counts by the outputs."""
+
+    def train(self, batch: Any, num_waiting: int) -> StepResult:
+        """Forward, backward and, after the last batch of an update, the update.
+
+        Args:
+            batch: of this replica.
+            num_waiting: steps before this one whose gradients go into the same update.
+        """
+        assert self.optimizer is not None
+        parts = unpack(batch)
+        if not num_waiting:
+            self.optimizer.zero_grad()
+        outputs, loss, divisor = self._forward(parts)
+        if divisor is not None:
+            self.strategy.set_weight(divisor)
+        (loss / self.accumulate_steps if self.accumulate_steps > 1 else loss).backward()
+        if num_waiting + 1 == self.accumulate_steps:
+            self.optimizer.step()
+        return self._result(parts, outputs, loss, divisor)
+
+    def update(self) -> None:
+        """The update of an epoch's last steps, of which there are fewer than ``accumulate_steps``."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+    def test(self, batch: Any) -> StepResult:
+        """Forward and the loss."""
+        parts = unpack(batch)
+        if not parts.size:
+            return StepResult(0)
+        return self._result(parts, *self._forward(parts))
+
+    def predict(self, batch: Any) -> Any:
+        """The outputs, on the CPU; None of no examples."""
+        parts = unpack(batch)
+        if not num_examples(parts.inputs):
+            return None
+        with self._precision(parts.inputs):
+            outputs = call(self.module, parts.inputs)
+        return map_leaves(outputs, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
+
+    def _forward(self, parts: Batch) -> tuple[Any, torch.Tensor, float | None]:
+        if self.loss is None:
+            raise ConfigurationError("the model has no loss: give compile(loss=...)")
+        with self._precision(parts.inputs):
+            outputs = call(self.module, parts.inputs)
+            loss, divisor = self.loss(outputs, parts.targets, parts.weights)
+        return outputs, loss, divisor
+
+    def _result(self, parts: Batch, outputs: Any, loss: torch.Tensor, divisor: float | None) -> StepResult:
+        size = parts.size
+        weight = float(size) if divisor is None else divisor
+        if not self.keeps_outputs:
+            return StepResult(size, loss=loss.detach(), weight=weight)
+        kept = map_leaves(outputs, self._kept)
+        return StepResult(size, kept, parts.targets, loss.detach(), weight)
+
+    def _kept(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()
+        return leaf.float() if leaf.dtype is self.autocast else leaf
+
+    def _precision(self, inputs: Any) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        devices: list[str] = []
+        map_leaves(inputs, lambda leaf: devices.append(leaf.device.type) if isinstance(leaf, torch.Tensor) else None)
+        return torch.autocast(devices[0] if devices else "cpu", dtype=self.autocast)

@@ -1,0 +1,185 @@
+"""Losses by name or as callables, as a mean over a batch and what that mean was divided by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stratagem.errors import ConfigurationError
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+_CLASSES = (functional.cross_entropy, ("cross_entropy", "sparse_categorical_crossentropy", "categorical_crossentropy"))
+_TABLE: tuple[tuple[Callable[..., torch.Tensor], tuple[str, ...]], ...] = (
+    _CLASSES,
+    (functional.binary_cross_entropy_with_logits, ("bce_with_logits", "binary_cross_entropy_with_logits")),
+    (functional.binary_cross_entropy, ("bce", "binary_cross_entropy", "binary_crossentropy")),
+    (functional.nll_loss, ("nll", "nll_loss")),
+    (functional.mse_loss, ("mse", "mse_loss", "mean_squared_error")),
+    (functional.l1_loss, ("mae", "l1", "l1_loss", "mean_absolute_error")),
+    (functional.smooth_l1_loss, ("smooth_l1", "smooth_l1_loss")),
+    (functional.huber_loss, ("huber", "huber_loss")),
+)
+_NAMED = {name: function for function, names in _TABLE for name in names}
+_OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
+
+
+class LossValue(NamedTuple):
+    """The loss of a batch."""
+
+    mean: torch.Tensor
+    """Scalar."""
+    divisor: float | None
+    """What the mean was divided by; None: the number of examples."""
+
+
+class Loss:
+    """A loss that knows what it divides by.
+
+    Names expect logits where torch's functions of that name do: "cross_entropy" (also "sparse_categorical_crossentropy"
+    and "categorical_crossentropy") and "bce_with_logits"; "bce" (also "binary_crossentropy") expects probabilities,
+    "nll" log-probabilities. The others are "mse", "mae", "huber" and "smooth_l1".
+
+    Weights of examples and classes make a weighted mean: divided by the sum of the weights, as torch does it.
+
+    Args:
+        given: a name, a loss module of torch, or ``f(outputs, targets)`` that returns a mean (a scalar) or one value an
+            example.
+        class_weight: weight of each class, by its number.
+
+    Raises:
+        ConfigurationError: an unknown name, or a loss that adds up where it should average.
+    """
+
+    def __init__(self, given: str | LossFunction, class_weight: Mapping[int, float] | None = None) -> None:
+        if isinstance(given, str) and given not in _NAMED:
+            raise ConfigurationError(f"expected a loss of {', '.join(sorted(_NAMED))} or a callable, got {given!r}")
+        if not isinstance(given, str) and not callable(given):
+            raise ConfigurationError(f"expected the name of a loss or a callable, got {type(given).__name__}")
+        if getattr(given, "reduction", "mean") not in ("mean", "none"):
+            raise ConfigurationError(
+                f"{type(given).__name__} has reduction={given.reduction!r}; "  # type: ignore[union-attr]
+                "use 'mean' or 'none': the gradients of the replicas are averaged by their examples"
+            )
+        self._given = _NAMED[given] if isinstance(given, str) else given
+        self._is_named = isinstance(given, str)
+        self._on: dict[torch.device, Any] = {}
+        self.class_weight = dict(class_weight) if class_weight else None
+
+    @property
+    def takes_probabilities(self) -> bool:
+        """Whether outputs are probabilities of a positive answer, not logits."""
+        return self._given is functional.binary_cross_entropy or isinstance(self._given, nn.BCELoss)
+
+    def weighted(self, class_weight: Mapping[int, float] | None) -> Loss:
+        """The same loss with weights of classes."""
+        return self if class_weight is None else Loss(self._given, class_weight)._named_as(self)
+
+    def _named_as(self, other: Loss) -> Loss:
+        self._is_named = other._is_named
+        return self
+
+    def __call__(self, outputs: Any, targets: Any, weights: torch.Tensor | None = None) -> LossValue:
+        """The loss of a batch.
+
+        Args:
+            outputs: of the module.
+            targets: of the batch.
+            weights: one for each example.
+        """
+        if targets is None:
+            raise ConfigurationError("the loss needs targets: give y, or batches of (inputs, targets)")
+        if self._is_named:
+            targets = self._fitting(outputs, targets)
+        if self.class_weight is not None:
+            by_class = _weights_by_class(self.class_weight, targets)
+            weights = by_class if weights is None else weights * by_class
+        if weights is not None:
+            return _weighted(self._each(outputs, targets), weights)
+        if self._is_named:
+            return LossValue(self._given(outputs, targets), _num_counted(self._given, targets))
+        function = self._of_device(outputs)
+        value = function(outputs, targets)
+        return LossValue(value if value.dim() == 0 else value.mean(), _num_counted(function, targets))
+
+    def _each(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """The loss of each example, shape [batch]."""
+        if self._is_named:
+            values = self._given(outputs, targets, reduction="none")  # type: ignore[call-arg]
+        else:
+            function = self._of_device(outputs)
+            if getattr(function, "reduction", "none") == "mean":
+                function = copy.copy(function)
+                function.reduction = "none"
+            values = function(outputs, targets)
+        if values.dim() == 0:
+            raise ConfigurationError(
+                "weights of examples or classes need a loss that returns one value an example, and this one returns a "
+                "scalar: use a name, a loss module of torch, or return the losses before their mean"
+            )
+        return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+    def _fitting(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Targets of the form of the outputs, where the loss compares them element by element."""
+        if self._given in _OF_CLASSES:
+            return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
+        if targets.shape != outputs.shape:
+            if targets.numel() != outputs.numel():
+                raise ConfigurationError(
+                    f"expected targets of the outputs' shape {list(outputs.shape)}, got {list(targets.shape)}"
+                )
+            targets = targets.view_as(outputs)
+        return targets if targets.is_floating_point() else targets.to(outputs.dtype)
+
+    def _of_device(self, outputs: Any) -> Any:
+        """The callable; a module with tensors of its own is copied to where the outputs are."""
+        if not isinstance(self._given, nn.Module) or not isinstance(outputs, torch.Tensor):
+            return self._given
+        if outputs.device not in self._on:
+            self._on[outputs.device] = copy.deepcopy(self._given).to(outputs.device)
+        return self._on[outputs.device]
+
+
+def _weighted(values: torch.Tensor, weights: torch.Tensor) -> LossValue:
+    weights = weights.to(values.dtype).view(-1)
+    if weights.shape != values.shape:
+        raise ConfigurationError(f"expected one weight for each of {len(values)} examples, got {len(weights)}")
+    total = weights.sum()
+    return LossValue((values * weights).sum() / torch.where(total > 0, total, 1.0), float(total))
+
+
+def _weights_by_class(class_weight: Mapping[int, float], targets: torch.Tensor) -> torch.Tensor:
+    if targets.is_floating_point():
+        if targets.dim() != 2:
+            raise ConfigurationError("class_weight needs targets that are class numbers, or one-hot rows of them")
+        targets = targets.argmax(1)
+    if targets.dim() != 1:
+        raise ConfigurationError(f"class_weight needs one class for each example, got targets {list(targets.shape)}")
+    table = torch.ones(max(class_weight) + 1, device=targets.device)
+    for number, weight in class_weight.items():
+        table[number] = weight
+    known = targets.clamp(max=len(table) - 1)
+    return torch.where(targets < len(table), table[known], 1.0)
+
+
+def _num_counted(function: Any, targets: Any) -> float | None:
+    """What a loss over classes divides by when some targets do not count, or not the same."""
+    if isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss):
+        weight, ignored = function.weight, function.ignore_index
+    elif function in _OF_CLASSES:
+        weight, ignored = None, -100
+    else:
+        return None
+    if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
+        return None
+    if weight is None and ignored == -100 and targets.dim() == 1:
+        return None  # -100 marks padding of sequences; looking for it everywhere would wait for the device
+    counted = targets != ignored
+    if weight is None:
+        return float(counted.sum())
+    return float((weight[torch.where(counted, targets, 0)] * counted).sum())

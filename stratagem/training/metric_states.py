@@ -1,0 +1,73 @@
+"""What replicas and workers have counted, as named tensors that travel and are merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from safetensors.torch import load, save
+
+from stratagem.strategy.base import Strategy
+
+States = dict[str, torch.Tensor | list[torch.Tensor]]
+"""By name: a tensor, or what a metric keeps of each batch."""
+
+
+def pack(states: States) -> torch.Tensor:
+    """``states`` as bytes, shape [n] uint8, on the CPU."""
+    return torch.frombuffer(bytearray(to_bytes(states)), dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor) -> States:
+    """The reverse of :func:`pack`; tensors are on the CPU."""
+    return from_bytes(packed.cpu().numpy().tobytes())
+
+
+def to_bytes(states: States) -> bytes:
+    """``states`` as a safetensors file, never a pickle."""
+    tensors: dict[str, torch.Tensor] = {}
+    lengths: dict[str, int] = {}
+    for name, value in states.items():
+        if isinstance(value, list):
+            lengths[name] = len(value)
+            tensors.update((f"{name}\n{index}", _own(part)) for index, part in enumerate(value))
+        else:
+            tensors[name] = _own(value)
+    return save(tensors, {"lengths": json.dumps(lengths)})
+
+
+def from_bytes(data: bytes) -> States:
+    """The reverse of :func:`to_bytes`; tensors are on the CPU."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    lengths: dict[str, int] = json.loads(header["__metadata__"]["lengths"])
+    tensors = load(data)
+    states: States = {name: [tensors.pop(f"{name}\n{index}") for index in range(n)] for name, n in lengths.items()}
+    return {**states, **tensors}
+
+
+def states_of_all(strategy: Strategy, own: Sequence[States]) -> list[States]:
+    """What all replicas of all workers have counted, in the order of the replicas, on every worker.
+
+    Workers that run in step all have to call it. Without collectives between workers it is ``own``.
+
+    Args:
+        strategy: whose replicas.
+        own: one for each local replica.
+    """
+    workers = strategy.communicator
+    if workers is None or workers.size == 1:
+        return list(own)
+    packed = [pack(states) for states in own]
+    lengths = workers.all_gather(torch.tensor([len(part) for part in packed]))
+    data = workers.all_gather(torch.cat(packed))
+    return [
+        unpack(part)
+        for whole, sizes in zip(data, lengths, strict=True)
+        for part in whole.split([int(size) for size in sizes])
+    ]
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, contiguous, and sharing memory with no other."""
+    return tensor.detach().cpu().contiguous().clone()

@@ -1,0 +1,229 @@
+"""Metrics by name and those of torchmetrics, counted on each replica and merged when they are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torchmetrics
+
+from stratagem.errors import ConfigurationError
+from stratagem.training.metric_states import States
+
+MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Metrics = Sequence[str | torchmetrics.Metric | torchmetrics.MetricCollection] | Mapping[str, str | torchmetrics.Metric]
+
+
+class Metric(Protocol):
+    """A metric on one replica."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Counts a batch."""
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+
+    def states(self) -> States:
+        """What was counted, as the metric's own tensors."""
+
+    def compute(self, parts: Sequence[States]) -> dict[str, float]:
+        """Values by name suffix ("" for the only one), of the states of several replicas together."""
+
+
+class Mean:
+    """The mean of a function of outputs and targets over all that it gives a value for.
+
+    Args:
+        function: of a batch's outputs and targets; any shape.
+    """
+
+    def __init__(self, function: MetricFunction) -> None:
+        self._function = function
+        self._total: torch.Tensor | None = None
+        self._count = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """See :class:`Metric`."""
+        values = self._function(outputs, targets)
+        total = values.sum(dtype=torch.float64)
+        self._total = total if self._total is None else self._total.add_(total)
+        self._count += values.numel()
+
+    def reset(self) -> None:
+        """See :class:`Metric`."""
+        self._total, self._count = None, 0
+
+    def states(self) -> States:
+        """See :class:`Metric`."""
+        total = torch.zeros((), dtype=torch.float64) if self._total is None else self._total
+        return {"total": total, "count": torch.tensor(self._count)}
+
+    def compute(self, parts: Sequence[States]) -> dict[str, float]:
+        """See :class:`Metric`."""
+        count = sum(int(cast(torch.Tensor, part["count"])) for part in parts)
+        total = sum(float(cast(torch.Tensor, part["total"])) for part in parts)
+        return {"": total / count if count else float("nan")}
+
+
+class OfTorchmetrics:
+    """A metric of torchmetrics, merged by its own reductions, wherever its states are (wrappers, compositions).
+
+    Args:
+        metric: the user's; it is copied.
+        device: of the replica.
+    """
+
+    def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
+        self._metric = metric.clone().to(device)
+        for part in _parts(self._metric).values():
+            part.sync_on_compute = False  # torch.distributed, if somebody uses it, has nothing to do with it
+        self._metric.reset()
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """See :class:`Metric`."""
+        self._metric.update(outputs, targets)
+
+    def reset(self) -> None:
+        """See :class:`Metric`."""
+        self._metric.reset()
+
+    def states(self) -> States:
+        """See :class:`Metric`."""
+        found: States = {}
+        for path, part in _parts(self._metric).items():
+            for name in part._defaults:
+                value = getattr(part, name)
+                found[f"{path}/{name}"] = value if isinstance(value, torch.Tensor) else [*value]
+            found[f"{path}/updates"] = torch.tensor(part._update_count)
+        return found
+
+    def compute(self, parts: Sequence[States]) -> dict[str, float]:
+        """See :class:`Metric`."""
+        twin = self._metric.clone().cpu()
+        for path, part in _parts(twin).items():
+            for name, reduction in part._reductions.items():
+                setattr(part, name, _merged([states[f"{path}/{name}"] for states in parts], reduction))
+            part._update_count = sum(int(cast(torch.Tensor, states[f"{path}/updates"])) for states in parts)
+            part._computed = None
+        if not twin._update_count:
+            return {"": float("nan")}
+        value: Any = twin.compute()
+        values = {f"_{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {"": value}
+        for item in values.values():
+            if torch.as_tensor(item).numel() != 1:
+                raise ConfigurationError(
+                    f"{type(twin).__name__} computes {list(torch.as_tensor(item).shape)} values, and a log has one "
+                    "number for each name: ask for an average, or compute it in a callback"
+                )
+        return {key: float(item) for key, item in values.items()}
+
+
+def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabilities: bool = False) -> dict[str, Metric]:
+    """The metrics of one replica, by the names they have in logs.
+
+    Args:
+        given: names ("accuracy", "top_5_accuracy", "mse", "mae", …), metrics of torchmetrics, or a dict that names
+        them. device: of the replica.
+        takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0.
+
+    Raises:
+        ConfigurationError: an unknown name, two metrics of one name, or what is no metric.
+    """
+    pairs = given.items() if isinstance(given, Mapping) else [(None, item) for item in given or ()]
+    found: dict[str, Metric] = {}
+    for key, item in pairs:
+        for name, metric in _made(key, item, device, takes_probabilities):
+            if name in found or name == "loss":
+                raise ConfigurationError(
+                    f"two metrics are called {name!r}; name them: metrics={{'first': …, 'second': …}}"
+                )
+            found[name] = metric
+    return found
+
+
+def _made(key: str | None, item: Any, device: torch.device, takes_probabilities: bool) -> Iterator[tuple[str, Metric]]:
+    if isinstance(item, str):
+        yield key or item, Mean(_function(item, 0.5 if takes_probabilities else 0.0))
+    elif isinstance(item, torchmetrics.MetricCollection):
+        for name, metric in item.items(keep_base=False):
+            yield f"{key}_{name}" if key else name, OfTorchmetrics(metric, device)
+    elif isinstance(item, torchmetrics.Metric):
+        yield key or _snake(type(item).__name__), OfTorchmetrics(item, device)
+    else:
+        raise ConfigurationError(f"expected the name of a metric or a torchmetrics.Metric, got {type(item).__name__}")
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _parts(metric: torchmetrics.Metric) -> dict[str, torchmetrics.Metric]:
+    """The metric and those inside it, by their paths."""
+    return {path: part for path, part in metric.named_modules() if isinstance(part, torchmetrics.Metric)}
+
+
+def _merged(values: Sequence[torch.Tensor | list[torch.Tensor]], reduction: Any) -> Any:
+    """One state of several replicas, as torchmetrics would have gathered it."""
+    if any(isinstance(value, list) for value in values):
+        rows = [row for value in values for row in (value if isinstance(value, list) else [value])]
+        if reduction is None or not rows:
+            return rows
+        merged = reduction(rows)
+        return merged if isinstance(merged, list) else [merged]
+    stacked = torch.stack([cast(torch.Tensor, value) for value in values])
+    return stacked if reduction is None else reduction(stacked)
+
+
+# -- by name -------------------------------------------------------------------------------------------------------
+
+
+def _function(name: str, threshold: float) -> MetricFunction:
+    if name in ("accuracy", "acc"):
+        return lambda outputs, targets: _correct(outputs, targets, threshold)
+    if name == "binary_accuracy":
+        return lambda outputs, targets: _binary(outputs, targets, threshold)
+    top = re.fullmatch(r"top_(\d+)_accuracy", name)
+    if top:
+        return lambda outputs, targets: _among_top(outputs, targets, int(top[1]))
+    if name in _ERRORS:
+        return _ERRORS[name]
+    known = ["accuracy", "binary_accuracy", "top_5_accuracy", *_ERRORS]
+    raise ConfigurationError(f"expected a metric of {', '.join(known)} or one of torchmetrics, got {name!r}")
+
+
+def _correct(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> torch.Tensor:
+    if outputs.numel() == targets.numel() and (outputs.dim() == 1 or outputs.shape[1] == 1):
+        return _binary(outputs, targets, threshold)
+    if targets.shape == outputs.shape:  # one-hot
+        targets = targets.argmax(1)
+    elif targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1:
+        targets = targets.squeeze(1)
+    return outputs.argmax(1) == targets
+
+
+def _binary(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> torch.Tensor:
+    return (outputs > threshold) == (targets.view_as(outputs) > 0.5)
+
+
+def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+    if targets.shape == outputs.shape:
+        targets = targets.argmax(1)
+    return (outputs.topk(number, dim=1).indices == targets.unsqueeze(1)).any(1)
+
+
+def _squares(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - targets.view_as(outputs)) ** 2
+
+
+def _distances(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - targets.view_as(outputs)).abs()
+
+
+_ERRORS: dict[str, MetricFunction] = {
+    "mse": _squares,
+    "mean_squared_error": _squares,
+    "mae": _distances,
+    "mean_absolute_error": _distances,
+}

@@ -1,0 +1,464 @@
+"""A module with the training of Keras around it: compile, fit, evaluate, predict, save."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.nested import num_examples
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training import fit_loop
+from stratagem.training.callbacks.base import Callback
+from stratagem.training.callbacks.call_list import CallbackList
+from stratagem.training.callbacks.history import History
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_number import next_number
+from stratagem.training.compiled import Compiled
+from stratagem.training.evaluation import Evaluation
+from stratagem.training.export import export_model
+from stratagem.training.fit_agreement import Agreement, InStep, OnServers, check_groups
+from stratagem.training.fit_batches import sample_of, unpack
+from stratagem.training.fit_position import FitPosition
+from stratagem.training.fit_sources import (
+    Arrays,
+    Passes,
+    for_prediction,
+    for_training,
+    source_of,
+    validation_source,
+)
+from stratagem.training.fit_steps import Steps
+from stratagem.training.layer_table import layer_table
+from stratagem.training.losses import Loss, LossFunction
+from stratagem.training.metrics import Metrics, metrics_of
+from stratagem.training.model_state import ModelState
+from stratagem.training.optimizers import OptimizerFactory, optimizer_of
+from stratagem.training.progress import Pace, Verbose, display, numbers
+from stratagem.training.tally import Tally
+from stratagem.worker.runtime import active_runtime
+
+
+class Model(ModelState):
+    """A plain ``nn.Module``, trained, evaluated and asked as in Keras.
+
+    It belongs to the strategy of the scope that it is built in; outside of any scope it trains where the module is.
+
+    Every worker calls ``compile``, ``fit`` and ``evaluate`` alike, and where workers run in step ``save`` and
+    ``save_weights`` too; ``predict`` is each worker's own.
+
+    Args:
+        module: not prepared.
+
+    Raises:
+        ConfigurationError: ``module`` is no module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"expected an nn.Module, got {type(module).__name__}")
+        super().__init__(get_strategy(), module)
+        self._original = module
+        self._is_prepared = False
+        self._loss: Loss | None = None
+        self._metrics: Metrics | None = None
+        self._autocast: torch.dtype | None = None
+        self._accumulate_steps = 1
+        self._example: Any = None
+        self.compiled: Compiled | None = None
+        """What ``compile`` was told."""
+
+    # -- compiling ---------------------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        optimizer: str | torch.optim.Optimizer | OptimizerFactory | None = None,
+        loss: str | LossFunction | None = None,
+        metrics: Metrics | None = None,
+        *,
+        mixed_precision: Literal["bf16"] | None = None,
+        accumulate_steps: int = 1,
+        clip_norm: float | None = None,
+        nan: Literal["error", "skip"] = "error",
+        sync_batchnorm: bool = False,
+        torch_compile: bool | str | Mapping[str, Any] = False,
+    ) -> None:
+        """Says how the model is trained, and prepares it and its optimizer.
+
+        Args:
+            optimizer: a class of ``torch.optim`` by name, with torch's defaults; an optimizer over the module's
+                parameters; or ``f(parameters)`` that makes one. None: the model is only evaluated and asked.
+            loss: a name, a loss module of torch, or ``f(outputs, targets)``; see
+                :class:`~stratagem.training.losses.Loss`.
+            metrics: names and metrics of torchmetrics, or a dict that names them.
+            mixed_precision: "bf16": forward and loss run under bfloat16 autocast.
+            accumulate_steps: batches whose gradients make one update: the mean of theirs. What is left of them at the
+                end of an epoch makes one too, in which each batch has the same weight as in the others.
+            clip_norm: largest global norm of the gradient; None: no clipping.
+            nan: "error": a NaN or Inf in a gradient is an error; "skip": the update is left out and counted.
+            sync_batchnorm: BatchNorm over the batches of all replicas in sync.
+            torch_compile: True, a mode or arguments of ``torch.compile``: the module is compiled, on each replica.
+
+        Raises:
+            ConfigurationError: an argument out of its range, an unknown name, or an optimizer for a model that a worker
+                of a cluster has built outside of a scope.
+            UnsupportedOptimizerError: the strategy cannot run the optimizer.
+        """
+        if mixed_precision not in (None, "bf16"):
+            raise ConfigurationError(f"expected mixed_precision None or 'bf16', got {mixed_precision!r}")
+        if accumulate_steps < 1:
+            raise ConfigurationError(f"expected accumulate_steps of at least 1, got {accumulate_steps}")
+        if optimizer is not None and type(self.strategy) is Strategy and active_runtime() is not None:
+            raise ConfigurationError(
+                "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, or it would be "
+                "trained here alone"
+            )
+        chosen = None if loss is None else Loss(loss)
+        metrics_of(metrics, torch.device("cpu"))  # refuses what is none before anything is changed
+        made = None if optimizer is None else optimizer_of(optimizer, self._original)
+        objects = [self._original] if made is None else [self._original, made]
+        preparation: dict[str, Any] = {
+            "clip_norm": clip_norm,
+            "nan": nan,
+            "sync_batchnorm": sync_batchnorm,
+            "torch_compile": torch_compile,
+        }
+        with self._scope():
+            prepared = self.strategy.prepare(*objects, **preparation)
+        self.module, self.optimizer = (prepared, None) if made is None else prepared
+        self._is_prepared = True
+        self._loss, self._metrics = chosen, metrics
+        self._autocast = torch.bfloat16 if mixed_precision else None
+        self._accumulate_steps = accumulate_steps
+        self.compiled = Compiled(chosen, metrics, self._autocast, accumulate_steps, preparation)
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Verbose = "auto",
+        callbacks: Sequence[Callback] = (),
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Mapping[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+    ) -> History:
+        """Trains the model.
+
+        A batch is ``(inputs, targets)`` or ``(inputs, targets, weights)``; inputs in a list, tuple or dict are the
+        arguments of the module. Weights make the loss a weighted mean: they are divided by their sum.
+
+        Args:
+            x: arrays or tensors, a Dataset, a DataLoader of GLOBAL batches, an iterable of them, or a distributed
+                dataset.
+            y: targets, with arrays.
+            batch_size: examples in a GLOBAL batch, with arrays and Datasets; None: 32.
+            epochs: number of the last epoch; from ``initial_epoch`` on there are ``epochs - initial_epoch``.
+            verbose: 0: nothing; 1: a bar; 2: plain lines; "auto": a bar on a terminal, else plain lines. On the lead.
+            callbacks: see :class:`Callback`.
+            validation_split: the part of arrays, at their end, that is not trained on but evaluated after each epoch.
+            validation_data: evaluated after each epoch: ``(x, y)`` or ``(x, y, sample_weight)`` arrays, or what ``x``
+                may be.
+            shuffle: arrays and map-style Datasets are gone through in another order each epoch, the same under every
+                strategy.
+            class_weight: weight of each class; those not named have 1.
+            sample_weight: a weight for each example, with arrays.
+            initial_epoch: number of the first epoch.
+            steps_per_epoch: of this worker; None: an epoch is a pass over the data. Under parameter servers workers
+                then wait for nobody: the logs of an epoch have what was counted until the first was through.
+            validation_steps: batches of an evaluation at most.
+
+        Returns:
+            the logs of the epochs.
+
+        Raises:
+            ConfigurationError: arguments that do not go together, or the model is not compiled for training.
+            NonFiniteGradientError: NaN or Inf in a gradient, under ``nan="error"``.
+        """
+        if self.optimizer is None or self._loss is None:
+            raise ConfigurationError("fit needs compile(optimizer=..., loss=...)")
+        held_out: list[Arrays] = []
+
+        def keep(arrays: Arrays) -> Arrays:
+            if not validation_split:
+                return arrays
+            first, rest = arrays.split(validation_split)
+            held_out.append(rest)
+            return first
+
+        source = source_of(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, keep=keep)
+        if validation_split and (not held_out or validation_data is not None):
+            raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
+        validation = None
+        if held_out:
+            validation = source_of(*held_out[0].parts, batch_size=batch_size)
+        elif validation_data is not None:
+            validation = validation_source(validation_data, batch_size)
+        if isinstance(source, Iterator) and steps_per_epoch is None and epochs - initial_epoch > 1:
+            raise ConfigurationError(
+                f"a {type(source).__name__} can be gone through once, and there are {epochs - initial_epoch} epochs: "
+                "give steps_per_epoch=, or something that starts anew with each iter()"
+            )
+        with self._scope(), self._fitting():
+            dataset = for_training(self.strategy, source, self.module, self._device)
+            check_groups(self.strategy, dataset, self._accumulate_steps)
+            tally = self._new_tally(self._loss)
+            steps = self._steps(self._loss.weighted(class_weight))
+            history, pace = History(), Pace()
+            params = {
+                "epochs": epochs,
+                "steps": self._steps_in(dataset) if steps_per_epoch is None else steps_per_epoch,
+                "verbose": verbose,
+            }
+            last = [callback for callback in callbacks if getattr(callback, "runs_last", False)]
+            first = [callback for callback in callbacks if callback not in last]
+            every = [*first, history, pace, *display(verbose, self.strategy.is_lead, pace), *last]
+            called = CallbackList(every, self, params)
+            self._tally = tally
+            self._position = FitPosition(dataset, tally, [*first, history], initial_epoch)
+            validate = None if validation is None else self._evaluation(validation, called, validation_steps).run
+            self.history = history
+            passes = Passes(self._sampled(dataset), steps_per_epoch)
+            agreement = self._agreement(passes)
+            training = fit_loop.Training(self, steps, tally, self._position, called, passes, validate, agreement)
+            training.run(epochs)
+        return history
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        verbose: Verbose = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        return_dict: bool = False,
+    ) -> Any:
+        """The loss and the metrics, each example counted once, whatever the number of workers and replicas.
+
+        Args:
+            x: as of :meth:`fit`; batches are shared out among the replicas. Under parameter servers each worker takes
+                whole batches, training waits meanwhile, and of an iterable one worker takes all.
+            y: targets, with arrays.
+            batch_size: examples in a GLOBAL batch, with arrays and Datasets; None: 32.
+            verbose: 0: nothing; else the lead prints a line.
+            sample_weight: a weight for each example, with arrays.
+            steps: batches at most.
+            callbacks: see :class:`Callback`.
+            return_dict: a dict by name; else the loss, or a list of the loss and the metrics, as in Keras.
+
+        Raises:
+            ConfigurationError: arguments that do not go together, or the model has no loss.
+        """
+        if self._loss is None:
+            raise ConfigurationError("evaluate needs compile(loss=...)")
+        source = source_of(x, y, sample_weight, batch_size=batch_size)
+        with self._scope():
+            called = CallbackList(callbacks, self, {"epochs": 1, "steps": steps, "verbose": verbose})
+            logs = self._evaluation(source, called, steps).run()
+        if verbose and self.strategy.is_lead:
+            print(f"evaluation  {numbers(logs)}", file=sys.stderr, flush=True)
+        values = list(logs.values())
+        return logs if return_dict else values[0] if len(values) == 1 else values
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        batch_size: int | None = None,
+        steps: int | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> Any:
+        """The module's outputs for all of ``x``, in its order, on the CPU. Not collective: each worker asks for itself.
+
+        Args:
+            x: as of :meth:`fit`, but no distributed dataset; targets in its batches are left out.
+            batch_size: examples at a time, with arrays and Datasets; None: 32.
+            steps: batches at most.
+            callbacks: see :class:`Callback`.
+        """
+        source = source_of(x, batch_size=batch_size)
+        with self._scope():
+            if not self._is_prepared:
+                self.module, self._is_prepared = self.strategy.prepare(self._original), True
+            dataset = for_prediction(self.strategy, source, self._device)
+            called = CallbackList(callbacks, self, {"epochs": 1, "steps": steps, "verbose": 0})
+            return fit_loop.predict(self._steps(None), self._sampled(dataset), called, steps)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)
+
+    def summary(self, print_fn: Callable[[str], Any] = print) -> None:
+        """Prints the layers and their numbers of parameters.
+
+        Args:
+            print_fn: gets each line.
+        """
+        strategy = self.strategy
+        replicas = f"{strategy.num_replicas_in_sync} replicas" if strategy.num_replicas_in_sync > 1 else "1 replica"
+        for line in [*layer_table(self.module), f"Strategy: {type(strategy).__name__}, {replicas} in sync"]:
+            print_fn(line)
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        example_inputs: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Exports the model as a program that plain PyTorch runs; ``sg.load_model`` reads it. The lead writes.
+
+        Where workers run in step it is there when any of them comes back.
+
+        Args:
+            path: of the folder.
+            example_inputs: what the module is called with: its only argument, or a tuple of them; None: as it was
+                called last by ``fit``, ``evaluate`` or ``predict``.
+            metadata: goes with it; anything JSON can hold.
+
+        Raises:
+            ConfigurationError: nobody has said what the module is called with.
+            ExportError: the program cannot be made; the weights are written all the same.
+        """
+        example = self._as_arguments(self._example) if example_inputs is None else example_inputs
+        try:
+            with self._scope(), self.strategy.averaged_buffers(self.module):
+                return export_model(self.module, path, example, metadata)
+        finally:
+            if self.strategy.communicator is not None:
+                self.strategy.communicator.barrier()
+
+    def save_weights(self, path: str | os.PathLike[str]) -> str:
+        """Saves the weights as the only checkpoint in the folder ``path``, and returns where.
+
+        Under parameter servers one worker is enough.
+        """
+        return Checkpoint(strategy=self.strategy, model=self.module).write(path, step=next_number(path, self.num_steps))
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        Checkpoint(strategy=self.strategy, model=self.module).restore(path, random=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The module's."""
+        self.module.load_state_dict(state)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the module is; of interest under the pass-through strategy."""
+        return next((parameter.device for parameter in self._original.parameters()), torch.device("cpu"))
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if get_strategy() is self.strategy else self.strategy.scope()
+
+    def _steps(self, loss: Loss | None) -> Steps:
+        return Steps(
+            strategy=self.strategy,
+            module=self.module,
+            optimizer=self.optimizer,
+            loss=loss,
+            autocast=self._autocast,
+            accumulate_steps=self._accumulate_steps,
+            keeps_outputs=bool(self._metrics),
+        )
+
+    def _evaluation(self, source: Any, callbacks: CallbackList, num_steps: int | None) -> Evaluation:
+        assert self._loss is not None
+        loss = self._loss
+        return Evaluation(
+            self._steps(loss),
+            lambda: self._new_tally(loss),
+            source,
+            self._device,
+            callbacks,
+            num_steps,
+            self._sampled,
+        )
+
+    def _agreement(self, passes: Passes) -> Agreement:
+        assert self._loss is not None
+        if isinstance(self.strategy, ParameterServerStrategy):
+            return OnServers(self.strategy, self._new_tally(self._loss), passes.are_whole)
+        return InStep(self.strategy)
+
+    def _new_tally(self, loss: Loss) -> Tally:
+        devices = self.strategy.local_devices if type(self.strategy) is not Strategy else (self._device,)
+        probabilities = loss.takes_probabilities
+        sets = [metrics_of(self._metrics, device, takes_probabilities=probabilities) for device in devices]
+        return Tally(self.strategy, sets)
+
+    def _steps_in(self, dataset: Any) -> int | None:
+        if self.has_servers:
+            return None  # the workers take as many as they can
+        try:
+            return len(dataset)
+        except TypeError:
+            return None
+
+    def _sampled(self, dataset: Any) -> _Sampled:
+        return _Sampled(dataset, self._keep_example)
+
+    def _keep_example(self, batch: Any) -> None:
+        inputs = unpack(self.strategy.local_results(batch)[0]).inputs
+        if num_examples(inputs):
+            self._example = sample_of(inputs)
+
+    def _as_arguments(self, inputs: Any) -> Any:
+        """As ``export_model`` takes them."""
+        if isinstance(inputs, Mapping):
+            return inspect.signature(self._original.forward).bind(**inputs).args
+        return tuple(inputs) if isinstance(inputs, list) else inputs
+
+
+class _Sampled:
+    """A dataset of whose first batch somebody hears, each time it is gone through; where the chief lends batches and
+    others took them all, of the first example."""
+
+    def __init__(self, dataset: Any, hear: Callable[[Any], None]) -> None:
+        self._dataset = dataset
+        self._hear = hear
+
+    def __iter__(self) -> Iterator[Any]:
+        is_first = True
+        for batch in self._dataset:
+            if is_first:
+                self._hear(batch)
+                is_first = False
+            yield batch
+        if is_first and isinstance(self._dataset, DistributedDataset) and self._dataset.plan.num_examples:
+            self._hear(self._dataset.first_example())

@@ -1,0 +1,92 @@
+"""The checkpoints of a running job, as they appear: for its evaluator."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from stratagem.cluster.config import EvaluatorConfig
+from stratagem.cluster.sources import gather
+from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.security import security_of
+from stratagem.rpc.session import SessionClient
+from stratagem.training.checkpoint_catalog import read_step
+from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
+
+POLL_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class NewCheckpoint:
+    """A checkpoint that has just been committed."""
+
+    step: int
+    """What the script called it; of one that the chief took by itself, the largest number of updates on any ps."""
+    path: Path
+    state_dict: dict[str, torch.Tensor]
+    """Of the only model: every variable whole, by the name it has in the model's ``state_dict``."""
+
+
+class JobWatch:
+    """In an evaluator: the job that it belongs to, for as long as the ``with`` block lasts.
+
+    Args:
+        checkpoint_dir: where checkpoints appear; None: what the configuration of this evaluator says.
+
+    Raises:
+        ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.
+    """
+
+    def __init__(self, checkpoint_dir: str | None = None) -> None:
+        resolved, _ = gather("evaluator", os.environ, {"checkpoint_dir": checkpoint_dir})
+        config = cast(EvaluatorConfig, resolved.config)
+        if not config.chief:
+            raise ConfigurationError("no chief is known to this evaluator: start it with `stratagem evaluator SCRIPT`")
+        configure_logging(config.task, config.log_format)
+        self.checkpoint_dir = config.checkpoint_dir
+        self._start_timeout_s = config.start_timeout_s
+        self._session = SessionClient(
+            config.chief, config.task, "", chief_timeout_s=config.peer_timeout_s, security=security_of(config)
+        )
+
+    def __enter__(self) -> JobWatch:
+        self._session.start(self._start_timeout_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.goodbye(0)
+
+    def over(self, timeout_s: float) -> StratagemError | None:
+        """Why the job is over; None when it still runs after ``timeout_s`` seconds."""
+        return self._session.wait_stopped(timeout_s)
+
+
+def new_checkpoints() -> Iterator[NewCheckpoint]:
+    """In an evaluator: each newest checkpoint of the job, until the job is over and the last one has been given.
+
+    A checkpoint that is older than one already given is left out: a slow evaluator sees the newest.
+
+    Raises:
+        ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.
+        JobStoppedError: the job failed.
+    """
+    given = -1
+    with JobWatch() as job:
+        while True:
+            # Asked before the look: a checkpoint committed before the end is seen by the look after it.
+            reason = job.over(POLL_S)
+            newest = latest_checkpoint(job.checkpoint_dir)
+            step = None if newest is None else read_step(Path(newest))
+            if newest is not None and step is not None and step > given:
+                given = step
+                yield NewCheckpoint(given, Path(newest), load_checkpoint(newest))
+            elif reason is not None:
+                break
+    if not isinstance(reason, JobStoppedError) or reason.exit_code:
+        raise reason

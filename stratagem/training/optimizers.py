@@ -1,0 +1,53 @@
+"""Optimizers by name, as instances and as factories."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from stratagem.errors import ConfigurationError
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_NAMED: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+}
+
+
+def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a module.
+
+    Args:
+        given: a class of ``torch.optim`` by name, in any case, with torch's defaults; an optimizer over the module's
+            parameters; or what makes one of them.
+        module: the module, not prepared.
+
+    Raises:
+        ConfigurationError: an unknown name, or an optimizer of other parameters.
+    """
+    if isinstance(given, str):
+        cls = _NAMED.get(given.lower())
+        if cls is None:
+            near = difflib.get_close_matches(given.lower(), _NAMED, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_NAMED))}"
+            raise ConfigurationError(f"expected the name of an optimizer of torch.optim, got {given!r}; {advice}")
+        factory: OptimizerFactory = cls
+    elif isinstance(given, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in module.parameters()}
+        if any(id(parameter) not in own for group in given.param_groups for parameter in group["params"]):
+            raise ConfigurationError(
+                f"the {type(given).__name__} has parameters that are not in this model's module: build it over "
+                "module.parameters() of the module given to sg.Model, or give a name or a factory"
+            )
+        return given
+    else:
+        factory = given
+    optimizer = factory(module.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"expected a factory of a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return optimizer

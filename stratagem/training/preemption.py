@@ -1,0 +1,168 @@
+"""A training that is told to end (SIGTERM, SIGINT) saves after the step it is in, on all workers, and goes on later."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.worker import interrupts
+from stratagem.worker.preemption_request import preemption
+
+logger = logging.getLogger(__name__)
+
+RESUME_VARIABLE = "STRATAGEM_RESUME_FILE"
+"""Environment variable of ``stratagem run``: the file by which a script says that it goes on when started again."""
+GRACE_S = 20.0
+"""Seconds from the signal to the end of the step: less than the 25 s of launchers and the 30 s of Kubernetes."""
+RUN_CALLS = "total_run_calls"
+
+
+class PreemptionCheckpointHandler:
+    """Saves a checkpoint when this job is told to end, and goes on from there when it is started again.
+
+    ::
+
+        manager = sg.CheckpointManager(sg.Checkpoint(model=model, optimizer=optimizer, data=dataset), "runs/a")
+        handler = sg.PreemptionCheckpointHandler(manager)
+        for epoch in range(dataset.epoch, 12):
+            for batch in dataset:
+                handler.run(train_step, args=(batch,))
+        handler.close()
+
+    The constructor restores the newest checkpoint. From then on the first SIGTERM or SIGINT that any worker gets (and a
+    SIGTERM of the chief) is noted; in the backward that follows all workers learn of it, and after that step they save
+    together and end with exit code 143, which asks for a restart. A second signal ends the process at once. Workers
+    that run in step need a ``backward()`` in the function that they run, because that is how they agree.
+
+    Give the checkpoint all that the next step depends on; random numbers are in it anyway. A script that adds up
+    gradients over several calls of :meth:`run` uses ``strategy.run`` and calls :meth:`save_checkpoint_if_preempted`
+    after the optimizer's step.
+
+    Parameter servers keep what a worker has trained, and their chief saves when the whole job ends: under them a worker
+    only finishes its step, and nothing is restored here.
+
+    Args:
+        checkpoint_or_manager: what is saved. Every worker makes the handler.
+        checkpoint_dir: where, for a :class:`~stratagem.Checkpoint`; the newest one is kept.
+        grace_s: seconds after which the first signal ends the process too, if no step has come to its end.
+
+    Raises:
+        CheckpointError: see :meth:`CheckpointManager.restore_or_initialize`.
+        ConfigurationError: it is not clear where to save.
+    """
+
+    def __init__(
+        self,
+        checkpoint_or_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        *,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        if isinstance(checkpoint_or_manager, CheckpointManager):
+            if checkpoint_dir is not None:
+                raise ConfigurationError("a CheckpointManager has a directory already: leave checkpoint_dir out")
+            self._manager = checkpoint_or_manager
+        elif checkpoint_dir is None:
+            raise ConfigurationError("where is the Checkpoint to be saved? Give checkpoint_dir, or a CheckpointManager")
+        else:
+            self._manager = CheckpointManager(checkpoint_or_manager, checkpoint_dir, max_to_keep=1)
+        self._checkpoint = self._manager.checkpoint
+        self._strategy = self._checkpoint.strategy
+        self._checkpoint.add(RUN_CALLS, 0)
+        self._is_open = True
+        interrupts.watch(grace_s)
+        try:
+            self._restored = self._restore()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def total_run_calls(self) -> int:
+        """Calls of :meth:`run`, those before an interruption included. Under parameter servers of this process."""
+        return int(getattr(self._checkpoint, RUN_CALLS))
+
+    @property
+    def restored(self) -> str | None:
+        """Path of the checkpoint that the constructor restored."""
+        return self._restored
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """``strategy.run``, then :meth:`save_checkpoint_if_preempted`."""
+        result = self._strategy.run(fn, args, kwargs)
+        setattr(self._checkpoint, RUN_CALLS, self.total_run_calls + 1)
+        self.save_checkpoint_if_preempted()
+        return result
+
+    def save_checkpoint_if_preempted(self) -> None:
+        """Saves and ends this process, if this job has been told to end; every worker calls it after the same steps.
+
+        Raises:
+            SystemExit: with code 143.
+        """
+        if preemption.is_due(self._strategy.communicator):
+            leave(self._strategy, lambda: self._manager.save(blocking=True))
+
+    def close(self) -> None:
+        """From now on signals end this process as if there were no handler; call it when training is over."""
+        if self._is_open:
+            self._is_open = False
+            interrupts.unwatch()
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _restore(self) -> str | None:
+        if has_servers(self._strategy):
+            return None
+        say_it_resumes()
+        path = self._manager.restore_or_initialize()
+        if path is not None:
+            logger.info("Going on after %d calls of run, from %s", self.total_run_calls, path)
+        return path
+
+
+def leave(strategy: Strategy, save: Callable[[], str]) -> NoReturn:
+    """Ends this process as preempted, once ``save`` has saved; where workers run in step, every one calls it.
+
+    Under parameter servers nothing has to be saved.
+
+    Raises:
+        SystemExit: with code 143.
+    """
+    preemption.leave()
+    if has_servers(strategy):
+        raise interrupts.Preempted("preempted: its step is done, other workers take over what it has not begun")
+    path = save()
+    if strategy.communicator is not None:
+        try:
+            strategy.communicator.barrier()  # nobody closes its lanes while another still reads from them
+        except CollectiveError as error:
+            logger.warning("left the ring out of step: %s", error)
+    raise interrupts.Preempted(f"preempted: saved {path}; start the job again to go on there")
+
+
+def say_it_resumes() -> None:
+    """Tells the launcher that this script, started again, goes on where it was."""
+    path = os.environ.get(RESUME_VARIABLE)
+    if path:
+        Path(path).touch()
+
+
+def has_servers(strategy: Strategy) -> bool:
+    """Whether parameter servers hold the weights."""
+    return isinstance(strategy, ParameterServerStrategy)

@@ -1,0 +1,155 @@
+"""How training is shown: one bar on the lead's terminal, plain lines where there is none."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Literal, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from stratagem.errors import ConfigurationError
+from stratagem.training.callbacks.base import Callback, LogsArgument
+
+REFRESH_S = 0.1
+LINE_S = 10.0
+REPORT_S = 1.0
+
+Verbose = Literal["auto"] | int
+
+
+class Pace(Callback):
+    """Counts examples a second of the epoch, and tells the strategy of loss and metrics, for ``stratagem status``."""
+
+    def __init__(self) -> None:
+        self._start = 0.0
+        self._reported = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        self._start = self._reported = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        now = time.monotonic()
+        if now - self._reported >= REPORT_S and logs is not None:
+            self._reported = now
+            self.model.strategy.report(**logs)
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        # Under parameter servers the others may have taken all batches of an epoch: there are no numbers then.
+        self.model.strategy.report(**{name: value for name, value in (logs or {}).items() if not math.isnan(value)})
+
+    @property
+    def seconds(self) -> float:
+        """Since the epoch began."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+
+class PlainLines(Callback):
+    """A line for each epoch, and for every ten seconds of a long one.
+
+    Args:
+        stream: where they go.
+        pace: of the epoch.
+    """
+
+    def __init__(self, stream: TextIO, pace: Pace) -> None:
+        self._stream = stream
+        self._pace = pace
+        self._shown = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        self._shown = time.monotonic()
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        now = time.monotonic()
+        if now - self._shown >= LINE_S:
+            self._shown = now
+            self._show(self._epoch, logs or {})
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        self._show(epoch, logs or {})
+
+    def _show(self, epoch: int, logs: Mapping[str, float]) -> None:
+        model, steps = self.model, self.params["steps"]
+        done = f"step {model.step_in_epoch}" + (f"/{steps}" if steps else "")
+        speed = model.examples_in_epoch / self._pace.seconds
+        words = [f"epoch {epoch + 1}/{self.params['epochs']}", done, numbers(logs), f"{speed:,.0f} examples/s"]
+        if steps and 0 < model.step_in_epoch < steps:
+            words.append(f"{self._pace.seconds / model.step_in_epoch * (steps - model.step_in_epoch):.0f} s left")
+        print("  ".join(words), file=self._stream, flush=True)
+
+
+class Bar(Callback):
+    """A bar for each epoch; drawn by the training itself, a few times a second.
+
+    Args:
+        stream: a terminal.
+        pace: of the epoch.
+    """
+
+    def __init__(self, stream: TextIO, pace: Pace) -> None:
+        columns = ("{task.description}", BarColumn(), "{task.fields[steps]}", "{task.fields[logs]}")
+        texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
+        self._progress = Progress(*texts, TimeRemainingColumn(), console=Console(file=stream), auto_refresh=False)
+        self._pace = pace
+        self._task: TaskID | None = None
+        self._drawn = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: LogsArgument = None) -> None:
+        self._progress.start()
+        words = f"epoch {epoch + 1}/{self.params['epochs']}"
+        self._task = self._progress.add_task(words, total=self.params["steps"], steps="", logs="")
+        self._draw({})
+
+    def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        if time.monotonic() - self._drawn >= REFRESH_S:
+            self._draw(logs or {})
+
+    def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
+        self._draw(logs or {}, total=self.model.step_in_epoch or 1)
+
+    def on_train_end(self, logs: LogsArgument = None) -> None:
+        self._progress.stop()
+
+    def on_train_interrupted(self) -> None:
+        self._progress.stop()
+
+    def _draw(self, logs: Mapping[str, float], total: float | None = None) -> None:
+        assert self._task is not None
+        step, steps = self.model.step_in_epoch, self.params["steps"]
+        speed = f"{self.model.examples_in_epoch / self._pace.seconds:,.0f} examples/s"
+        self._progress.update(
+            self._task,
+            completed=step,
+            total=total or steps,
+            steps=f"{step}/{steps}" if steps else str(step),
+            logs=f"{numbers(logs)}  {speed}" if logs else "",
+        )
+        self._progress.refresh()
+        self._drawn = time.monotonic()
+
+
+def display(verbose: Verbose, is_lead: bool, pace: Pace, stream: TextIO | None = None) -> list[Callback]:
+    """What shows the progress of this process.
+
+    Args:
+        verbose: 0: nothing; 1: a bar on a terminal; 2: plain lines; "auto": a bar on a terminal, else plain lines.
+        is_lead: nobody else shows any.
+        pace: of the epoch.
+        stream: None: stderr.
+    """
+    if verbose not in ("auto", 0, 1, 2, True, False):
+        raise ConfigurationError(f"expected verbose 'auto', 0, 1 or 2, got {verbose!r}")
+    stream = stream or sys.stderr
+    if not verbose or not is_lead:
+        return []
+    return [Bar(stream, pace) if verbose != 2 and stream.isatty() else PlainLines(stream, pace)]
+
+
+def numbers(logs: Mapping[str, float]) -> str:
+    """Names and values in one line."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in logs.items())

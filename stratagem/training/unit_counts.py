@@ -1,0 +1,60 @@
+"""Counting under parameter servers: each unit by itself, because any worker may die, and all of them in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratagem.cluster.units import MAX_DELTA_BYTES
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.ps_counts import SharedCounts
+from stratagem.training.metric_states import from_bytes, to_bytes
+from stratagem.training.tally import StepResult, Tally
+
+
+class UnitCounts:
+    """What is counted on units, as it travels with their acceptance, and what comes of it.
+
+    Args:
+        shared: the counts of the job.
+        tally: of this object alone.
+    """
+
+    def __init__(self, shared: SharedCounts, tally: Tally) -> None:
+        self._shared = shared
+        self._tally = tally
+
+    def begin(self) -> None:
+        """A unit begins."""
+        self._tally.reset()
+
+    def add(self, results: Sequence[StepResult]) -> None:
+        """Counts a step of the unit: one result for each local replica."""
+        self._tally.add(results)
+
+    def collect(self) -> bytes:
+        """What was counted since the unit began.
+
+        Raises:
+            ConfigurationError: it is too large to travel.
+        """
+        (states,) = self._tally.states()  # a worker of parameter servers has one replica
+        data = to_bytes(states)
+        if len(data) > MAX_DELTA_BYTES:
+            raise ConfigurationError(
+                f"the metrics keep {len(data)} bytes of one batch, and {MAX_DELTA_BYTES} can travel to the chief: use "
+                "smaller batches, or metrics that keep sums and not every output (thresholds= of torchmetrics)"
+            )
+        return data
+
+    def result(self, group: str, ordinal: int) -> dict[str, float] | None:
+        """Loss and metrics over all units of a tally, the same on every worker; None if there are none."""
+        found = self._shared.deltas(group, ordinal)
+        if isinstance(found, dict):
+            return found
+        if not found:
+            return None
+        self._tally.reset()
+        self._tally.add_states([from_bytes(data) for data in found])
+        logs = self._tally.result()
+        self._tally.reset()
+        return self._shared.settle(group, ordinal, logs)

@@ -1,0 +1,143 @@
+"""train_and_evaluate with real processes: workers, parameter servers, and an evaluator beside them.
+
+Tolerance: 1e-5 relative and absolute after 24 updates in float32; sums of slices associate differently.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+from tests.cluster.scripts.estimate import BATCH_SIZE, NUM_EXAMPLES
+
+Start = Callable[..., Any]
+SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+MAX_STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that one process trains."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, str(SCRIPTS / "estimate.py"), "--strategy", "one"]
+    command += ["--model-dir", str(folder), "--max-steps", str(MAX_STEPS)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
+    subprocess.run(command, check=True, timeout=100, env=environment)
+    return folder
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("model.ckpt-*"))
+
+
+def weights(folder: Path, step: int, name: str = "net") -> dict[str, torch.Tensor]:
+    return sg.load_checkpoint(folder / f"model.ckpt-{step:08d}", name)
+
+
+def check_alike(folder: Path, alone: Path) -> None:
+    for name, value in weights(alone, MAX_STEPS).items():
+        torch.testing.assert_close(weights(folder, MAX_STEPS)[name], value, **TOLERANCE, msg=name)
+
+
+def check_evaluator(folder: Path, stderr: str, last: int) -> None:
+    steps = [int(step) for step in re.findall(r"evaluator:0\].* evaluated step (\d+):", stderr)]
+    assert steps == sorted(set(steps)) and steps[-1] == last, stderr
+    assert json.loads((folder / "evaluated.json").read_text())["global_step"] == last
+    assert [path.name for path in (folder / "export" / "final").iterdir()] == [f"step-{last:08d}"]
+    assert list((folder / "eval").glob("events.*"))
+
+
+def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, alone: Path) -> None:
+    folder = tmp_path / "model"
+    done = cluster(2, 0, "estimate.py", "--model-dir", folder, "--max-steps", MAX_STEPS, flags=["--evaluator"]).finish()
+    assert done.code == 0, done.stderr
+    assert steps_in(folder) == steps_in(alone) == [8, 16, 24]
+    check_alike(folder, alone)
+    check_evaluator(folder, done.stderr, MAX_STEPS)
+    assert len(list(folder.glob("events.*"))) == 1  # the lead's alone
+    theirs = json.loads((alone / "evaluated.json").read_text())
+    assert json.loads((folder / "evaluated.json").read_text()) == pytest.approx(theirs, rel=1e-4)
+    x = torch.randn(5, 7)
+    answers = [sg.load_model(each / "export" / "final" / f"step-{MAX_STEPS:08d}") for each in (folder, alone)]
+    numbers = torch.zeros(5, dtype=torch.long)
+    both = [answer({"x": x, "number": numbers}) for answer in answers]
+    torch.testing.assert_close(*both, **TOLERANCE)
+
+
+def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
+    cluster: Start, tmp_path: Path, alone: Path
+) -> None:
+    """At staleness 0 parameter servers continue with the weights, the optimizer's state and the data of the ring."""
+    folder = tmp_path / "model"
+    arguments = ["--model-dir", folder, "--save-steps", 3]
+    fault = {"task": "worker:1", "step": 10, "action": "kill"}
+    once = ["--max-restarts", "0"]
+    first = cluster(2, 0, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=once, faults=[fault]).finish()
+    assert first.code != 0 and first.faults, first.stderr
+    assert steps_in(folder) == [3, 6, 9]
+    second = cluster(2, 0, "estimate.py", *arguments, "--max-steps", 16).finish()
+    assert second.code == 0, second.stderr
+    assert "Going on from step 9" in second.stderr and steps_in(folder)[-1] == 16
+    third = cluster(2, 2, "estimate.py", *arguments, "--max-steps", MAX_STEPS, flags=["--staleness", "0"]).finish()
+    assert third.code == 0, third.stderr
+    assert "The job goes on from step 16" in third.stderr
+    check_alike(folder, alone)
+
+
+def test_max_steps_is_exact_on_parameter_servers_whatever_dies(cluster: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    arguments = ["--count", "--model-dir", folder]
+    faults = [{"task": "worker:1", "step": 3, "action": "kill"}, {"task": "worker:0", "step": 9, "action": "kill"}]
+    first = cluster(2, 2, "estimate.py", *arguments, "--max-steps", 40, flags=["--evaluator"], faults=faults).finish()
+    assert first.code == 0, first.stderr
+    assert first.faults == ["fault-0", "fault-1"]
+    check_evaluator(folder, first.stderr, 40)
+    assert steps_in(folder)[-1] == 40
+    counts = weights(folder, 40, "counts")["table.weight"]
+    assert counts.sum() == 40 * BATCH_SIZE
+    assert counts.min() == counts.max() == 40 * BATCH_SIZE / NUM_EXAMPLES
+    second = cluster(2, 2, "estimate.py", *arguments, "--max-steps", 50).finish()
+    assert second.code == 0, second.stderr
+    counts = weights(folder, 50, "counts")["table.weight"]
+    assert counts.sum() == 50 * BATCH_SIZE
+    assert counts.max() - counts.min() == 1
+
+
+def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
+    cluster: Start, tmp_path: Path, alone: Path
+) -> None:
+    folder = tmp_path / "model"
+    faults = [{"task": "worker:1", "step": 10, "action": "terminate"}]
+    done = cluster(2, 0, "estimate.py", "--model-dir", folder, "--max-steps", MAX_STEPS, faults=faults).finish()
+    assert done.code == 0 and done.faults, done.stderr
+    steps = steps_in(folder)
+    between = [step for step in steps if step % 8]
+    assert len(between) == 1 and between[0] in (10, 11, 12), steps
+    assert f"Going on from step {between[0]}" in done.stderr
+    check_alike(folder, alone)
+
+
+@pytest.mark.parametrize("num_ps", [0, 2], ids=["ring", "ps"])
+def test_the_walk_through(cluster: Start, tmp_path: Path, num_ps: int) -> None:
+    arguments = ["--no-download", "--data-dir", tmp_path, "--model-dir", tmp_path / "model", "--epochs", 2]
+    done = cluster(2, num_ps, EXAMPLES / "mnist_estimator.py", *arguments, flags=["--evaluator"]).finish()
+    assert done.code == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"evaluator:0\].*test loss (\d+\.\d+)", done.stderr)]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5), done.stderr
+    assert losses[0] < 1.8  # 2.3 before training
+    middle, last = steps_in(tmp_path / "model")
+    assert last == 22
+    # On parameter servers the others go on while the lead asks for a checkpoint.
+    assert middle == 11 if num_ps == 0 else 11 <= middle < 22

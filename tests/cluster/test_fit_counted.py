@@ -1,0 +1,107 @@
+"""Under parameter servers each example counts once in histories and evaluations, on every worker, whatever dies.
+
+Tolerance: 1e-5 relative; batches of other sizes sum in another order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.training.model import Model
+from tests.cluster.scripts.fit_counted import NUM_EVALUATED, NUM_TRAINED, make_data, make_net, metrics
+
+Start = Callable[..., Any]
+
+
+def both(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(Path(f"{out}.worker:{worker}").read_text()) for worker in range(2)]
+
+
+def evaluated_alone(out: Path, num_examples: int = NUM_TRAINED + NUM_EVALUATED) -> dict[str, float]:
+    """What one process without Stratagem's cluster makes of the weights."""
+    net = make_net()
+    net.load_state_dict(torch.load(f"{out}.pt", weights_only=True))
+    model = Model(net)
+    model.compile(loss="cross_entropy", metrics=metrics())
+    x, y = make_data()
+    found: dict[str, float] = model.evaluate(x[:num_examples], y[:num_examples], verbose=0, return_dict=True)
+    return found
+
+
+def check(out: Path, num_epochs: int) -> list[dict[str, Any]]:
+    news = both(out)
+    for name in ("history", "epochs", "evaluation", "of_an_iterable", "first_batches"):
+        assert news[0][name] == news[1][name], name
+    one = news[0]
+    assert one["epochs"] == list(range(num_epochs))
+    assert one["history"]["number"] == [NUM_TRAINED] * num_epochs
+    assert one["history"]["val_number"] == [NUM_EVALUATED] * num_epochs
+    assert one["history"]["learning_rate"] == [1e-2 * 0.5**epoch for epoch in range(num_epochs)]
+    assert one["history"]["val_loss"][-1] < one["history"]["val_loss"][0]
+    alone = evaluated_alone(out)
+    assert one["evaluation"] == pytest.approx(alone, rel=1e-5)
+    assert one["of_an_iterable"] == pytest.approx(alone, rel=1e-5)
+    assert one["first_batches"] == pytest.approx(evaluated_alone(out, 30), rel=1e-5)
+    return news
+
+
+def test_every_worker_has_the_same_history_and_one_stops_all(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--epochs", 9, "--stop-in-epoch", 2, "--pause-s", 0.002]
+    done = cluster(2, 2, "fit_counted.py", "--out", out, *arguments, flags=["--staleness", "0"]).finish()
+    assert done.code == 0, done.stderr
+    news = check(out, num_epochs=3)
+    assert [one["num_epochs_lived"] for one in news] == [3, 3]
+    assert [one["num_steps"] for one in news] == [3 * NUM_TRAINED // 2] * 2  # a slice of each batch for each
+
+
+def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    faults = [
+        {"task": "worker:1", "step": 3, "action": "kill"},
+        {"task": "worker:0 evaluates", "step": 9, "action": "kill"},
+    ]
+    done = cluster(2, 2, "fit_counted.py", "--out", out, faults=faults).finish()
+    assert done.faults == ["fault-0", "fault-1"]
+    assert done.code == 0, done.stderr
+    assert done.summary["restarts"] == 2
+    check(out, num_epochs=3)
+
+
+@pytest.mark.parametrize("killed", ["chief:0", "ps:1"])
+def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, killed: str) -> None:
+    out = tmp_path / "out"
+    faults = [{"task": "worker:1 evaluates", "step": 5, "action": "kill", "target": killed}]
+    flags = ["--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every-s", "0.1"]
+    done = cluster(2, 2, "fit_counted.py", "--out", out, faults=faults, flags=flags).finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    check(out, num_epochs=3)
+
+
+def test_epochs_of_a_number_of_steps_wait_for_nobody(cluster: Start, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--epochs", 2, "--steps-per-epoch", 5, "--pause-s", 0.002]
+    done = cluster(2, 2, "fit_counted.py", "--out", out, *arguments).finish()
+    assert done.code == 0, done.stderr
+    news = both(out)
+    assert news[0]["history"] == news[1]["history"] and news[0]["epochs"] == [0, 1]
+    assert all(5 * 2 <= number <= 2 * 5 * 2 for number in news[0]["history"]["number"][:1])
+    assert sum(news[0]["history"]["number"]) <= 2 * 2 * 5 * 2
+    assert news[0]["history"]["val_number"] == [NUM_EVALUATED] * 2
+    assert news[0]["evaluation"] == news[1]["evaluation"]
+
+
+@pytest.mark.parametrize("staleness", ["0", "inf"])
+def test_the_last_update_of_an_epoch_may_have_fewer_batches(cluster: Start, tmp_path: Path, staleness: str) -> None:
+    out = tmp_path / "out.pt"
+    done = cluster(2, 2, "fit_accumulated.py", "--out", out, flags=["--staleness", staleness]).finish()
+    assert done.code == 0, done.stderr
+    for name, value in torch.load(out, weights_only=True).items():
+        assert torch.equal(value, torch.full_like(value, -2)), f"{name}: {value.tolist()}"

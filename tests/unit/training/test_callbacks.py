@@ -1,0 +1,293 @@
+"""Callbacks: their hooks, what they write, what they decide, and going on after a crash."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import ConfigurationError
+from stratagem.training import progress
+from stratagem.training.callbacks import (
+    BackupAndRestore,
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LearningRateScheduler,
+    ModelCheckpoint,
+    ReduceLROnPlateau,
+    TensorBoard,
+)
+from stratagem.training.callbacks.monitor import Monitor
+from stratagem.training.checkpoint_reading import latest_checkpoint
+from stratagem.training.metrics import Mean
+from stratagem.training.model import Model
+
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1, keepdim=True)
+
+
+def make_model(lr: float = 0.05) -> Model:
+    torch.manual_seed(0)
+    with sg.OneDeviceStrategy().scope():
+        model = Model(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)))
+    model.compile(lambda parameters: torch.optim.Adam(parameters, lr), "mse", ["mae"])
+    return model
+
+
+def fit(model: Model, callbacks: Sequence[Callback] = (), epochs: int = 3, **arguments: Any) -> Any:
+    return model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0, callbacks=callbacks, **arguments).history
+
+
+class Tampering(Callback):
+    """Replaces a value of the logs of the epochs."""
+
+    def __init__(self, name: str, values: Sequence[float]) -> None:
+        self._name = name
+        self._values = values
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs[self._name] = self._values[epoch]
+
+
+class Crash(Callback):
+    """Ends ``fit`` by an error after so many steps."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.num_steps == self._after:
+            raise KeyboardInterrupt
+
+
+def test_hooks_come_in_the_order_of_keras() -> None:
+    heard: list[str] = []
+
+    class Hears(Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                heard.append(name)
+            return super().__getattribute__(name)
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            heard.append(f"begin {batch}")
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            heard.append(f"end {batch}: {', '.join(logs)}")
+
+    model = make_model()
+    told = Hears()
+    fit(model, [told], epochs=1, validation_data=(X, Y))
+    del heard[: heard.index("on_train_begin")]
+    steps = [f"{kind} {step}{': loss, mae' * (kind == 'end')}" for step in range(3) for kind in ("begin", "end")]
+    around = [
+        "on_train_begin",
+        "on_epoch_begin",
+        *steps,
+        "on_test_begin",
+        "on_test_end",
+        "on_epoch_end",
+        "on_train_end",
+    ]
+    assert heard == around
+    assert told.params["epochs"] == 1 and told.params["steps"] == 3
+    heard.clear()
+    model.predict(X, callbacks=[told])
+    assert [name for name in heard if "batch" not in name] == ["on_predict_begin", "on_predict_end"]
+
+
+def test_logs_of_batches_are_computed_only_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    compute = Mean.compute
+
+    def counted(self: Mean, parts: Any) -> dict[str, float]:
+        computed.append(1)
+        return compute(self, parts)
+
+    monkeypatch.setattr(Mean, "compute", counted)
+
+    class Reads(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                assert logs["loss"] > 0 and logs["mae"] > 0
+
+    fit(make_model(), [Reads()], epochs=1)
+    assert len(computed) == 2  # one batch and the epoch
+
+
+def test_stop_training_ends_it_at_once() -> None:
+    class Stops(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = batch == 1
+
+    model = make_model()
+    assert len(fit(model, [Stops()])["loss"]) == 1
+    assert model.num_steps == 2
+    assert len(fit(model, epochs=2)["loss"]) == 2  # a new fit is not stopped
+
+
+@pytest.mark.parametrize("takes_rate", [False, True])
+def test_a_schedule_sets_the_rate_of_each_epoch(takes_rate: bool) -> None:
+    model = make_model(lr=1.0)
+    schedule: Any = (lambda epoch, rate: rate / 2) if takes_rate else (lambda epoch: 0.5 ** (epoch + 1))
+    assert fit(model, [LearningRateScheduler(schedule)])["learning_rate"] == [0.5, 0.25, 0.125]
+    with pytest.raises(ConfigurationError, match="expected a schedule"):
+        fit(model, [LearningRateScheduler(lambda epoch: None)])  # type: ignore[arg-type, return-value]
+
+
+def test_a_plateau_lowers_the_rate_after_patience_and_not_in_the_cooldown() -> None:
+    model = make_model(lr=1.0)
+    values = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
+    plateau = ReduceLROnPlateau("loss", factor=0.1, patience=2, cooldown=2, min_lr=0.05)
+    rates = fit(model, [Tampering("loss", values), plateau], epochs=9)["learning_rate"]
+    # Lowered after epoch 3; 4 cools down, 5 and 6 count: lowered after 6, as far as it may be; the value that is logged
+    # is the one that the epoch was trained with.
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
+
+
+def test_early_stopping_restores_the_best_weights() -> None:
+    model = make_model()
+    kept: list[dict[str, torch.Tensor]] = []
+
+    class Keeps(Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            kept.append({name: value.clone() for name, value in self.model.state_dict().items()})
+
+    stopping = EarlyStopping("val_mae", patience=2, restore_best_weights=True)
+    values = [3.0, 2.0, 2.5, 2.5, 0.0]
+    history = fit(model, [Keeps(), Tampering("val_mae", values), stopping], epochs=5, validation_data=(X, Y))
+    assert len(history["loss"]) == 4 and stopping.best == 2.0 and stopping.stopped_epoch == 3
+    torch.testing.assert_close(model.state_dict(), kept[1], rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(kept[1], kept[3])
+
+
+def test_whether_more_is_better_follows_from_the_name() -> None:
+    assert Monitor("val_accuracy").improves(0.9, 0.8) and not Monitor("val_loss").improves(0.9, 0.8)
+    assert Monitor("val_accuracy", "min").improves(0.7, 0.8)
+    assert Monitor("loss").improves(1.0) and not Monitor("loss").improves(float("nan"))
+    assert not Monitor("loss", min_delta=0.1).improves(0.95, 1.0)
+
+
+def test_a_value_that_is_not_there_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert len(fit(make_model(), [EarlyStopping("val_loss")])["loss"]) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "'val_loss' is not in the logs of the epoch, which have: loss, mae"
+    ]
+
+
+def test_csv_has_a_line_an_epoch(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    model = make_model()
+    history = fit(model, [CSVLogger(path)], epochs=2)
+    fit(model, [CSVLogger(path, append=True)], epochs=3, initial_epoch=2)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
+    assert [float(row["loss"]) for row in rows[:2]] == history["loss"]
+    fit(model, [CSVLogger(path)], epochs=1)
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    history = fit(make_model(), [TensorBoard(tmp_path, update_freq=2)], validation_data=(X, Y))
+
+    def scalars(part: str, tag: str) -> list[tuple[int, Any]]:
+        accumulator = accumulators.EventAccumulator(str(tmp_path / part)).Reload()
+        return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+    assert scalars("train", "epoch_loss") == list(enumerate(map(pytest.approx, history["loss"])))
+    assert scalars("validation", "epoch_mae") == list(enumerate(map(pytest.approx, history["val_mae"])))
+    assert [step for step, _ in scalars("train", "batch_loss")] == [2, 4, 6, 8]
+    assert scalars("train", "epoch_learning_rate")[0] == (0, pytest.approx(0.05))
+
+
+def test_checkpoints_of_epochs_are_loaded_by_another_model(tmp_path: Path) -> None:
+    model = make_model()
+    saving = ModelCheckpoint(tmp_path / "ckpt_{epoch}", save_weights_only=True)
+    history = fit(model, [saving], validation_data=(X, Y))
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None and newest == saving.last_path
+    other = make_model()
+    other.load_weights(newest)
+    assert other.evaluate(X, Y, verbose=0)[0] == pytest.approx(history["val_loss"][-1])
+    other.load_weights(tmp_path / "ckpt_1")
+    assert other.evaluate(X, Y, verbose=0)[0] == pytest.approx(history["val_loss"][0])
+
+
+def test_only_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    model = make_model()
+    saving = ModelCheckpoint(tmp_path / "best", "mae", save_best_only=True)
+    fit(model, [Tampering("mae", [2.0, 1.0, 3.0]), saving])
+    assert saving.best == 1.0 and saving.last_path is not None and saving.last_path.endswith("step-00000006")
+    assert len([path for path in (tmp_path / "best").iterdir() if path.is_dir()]) == 1
+    with pytest.raises(ConfigurationError, match="cannot be filled in"):
+        fit(model, [ModelCheckpoint(tmp_path / "{nothing}")])
+
+
+@pytest.mark.parametrize("crash_after", [4, 6, 8])
+def test_a_killed_fit_goes_on_where_it_was(tmp_path: Path, crash_after: int) -> None:
+    folder = tmp_path / "backup"
+
+    def others() -> list[Callback]:
+        return [LearningRateScheduler(lambda epoch: 0.05 / (epoch + 1)), CSVLogger(tmp_path / "log.csv")]
+
+    whole = make_model()
+    expected = fit(whole, others(), epochs=4)
+    (tmp_path / "log.csv").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        fit(make_model(), [BackupAndRestore(folder, save_freq=2), *others(), Crash(crash_after + 1)], epochs=4)
+    assert folder.exists()
+    model = make_model()
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    history = fit(model, [BackupAndRestore(folder, save_freq=2), *others(), Crash(-1)], epochs=4)
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    assert model.is_resumed and model.num_steps == 12
+    assert {name: pytest.approx(values) for name, values in expected.items()} == history
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2, 3]
+    assert not folder.exists()
+
+
+def test_plain_lines_say_what_matters() -> None:
+    stream = io.StringIO()
+    model = make_model()
+    pace = progress.Pace()
+    fit(model, [pace, *progress.display("auto", True, pace, stream)], epochs=2)
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("epoch 1/2  step 3/3  loss ") and "mae" in first and first.endswith("examples/s")
+    assert second.startswith("epoch 2/2")
+    assert progress.display("auto", False, pace, stream) == []
+
+
+def test_a_bar_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    pace = progress.Pace()
+    bar = progress.display(1, True, pace, stream)
+    fit(make_model(), [pace, *bar], epochs=2)
+    assert "epoch 2/2" in stream.getvalue() and "3/3" in stream.getvalue() and "loss" in stream.getvalue()
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="expected callbacks"):
+        fit(make_model(), ["EarlyStopping"])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="save_freq"):
+        ModelCheckpoint("x", save_freq=0)
+    with pytest.raises(ConfigurationError, match="update_freq"):
+        TensorBoard("x", update_freq=0)

@@ -1,0 +1,187 @@
+"""Checkpoints of one process: saved, restored, numbered, kept, written meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.replicas.variable import Variable
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
+from stratagem.training.checkpoint_retention import CheckpointManager
+from tests.unit.training.checkpoint_objects import Script, same
+
+torch.set_num_threads(1)
+
+
+def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    script = Script()
+    script.train(2)
+    script.checkpoint.epoch += 7
+    path = script.checkpoint.save(tmp_path / "run" / "step")
+    script.train(3)
+    drawn = random.random(), np.random.rand()
+
+    other = Script(seed=5)
+    other.train(1)
+    restored = other.checkpoint.restore(path)
+    assert (restored.path, restored.step) == (path, 1)
+    other.train(3)
+    assert same(script.state(), other.state())
+    assert other.checkpoint.epoch == 7 and other.scheduler.state_dict() == script.scheduler.state_dict()
+    assert (random.random(), np.random.rand()) == drawn
+
+
+def test_the_model_file_is_a_plain_state_dict(tmp_path: Path) -> None:
+    script = Script()
+    path = Path(script.checkpoint.save(tmp_path / "step"))
+    assert path.name == "step-00000001" and (tmp_path / "latest").read_text() == "step-00000001\n"
+    assert same(safetensors.torch.load_file(path / "model.safetensors"), script.state())
+    assert same(load_checkpoint(tmp_path), script.state())
+    assert len(load_checkpoint(path, "optimizer")["state"]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_files_are_cut_at_the_size_asked_for(tmp_path: Path) -> None:
+    script = Script(max_file_bytes=50)
+    path = Path(script.checkpoint.save(tmp_path / "step"))
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    assert same(load_checkpoint(path), script.state())
+
+
+def test_numbers_go_on_and_names_are_free(tmp_path: Path) -> None:
+    save = Script().checkpoint.save
+    names = [save(tmp_path / "step", step=40), save(tmp_path / "step"), save(f"{tmp_path}/"), save(tmp_path)]
+    assert [Path(name).name for name in names] == ["step-00000040", "step-00000041", "step-00000042", "step-00000043"]
+    assert Path(save(tmp_path / "other")).name == "other-00000044"
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "other-00000044")
+    save(tmp_path / "early", step=3)
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "other-00000044")
+    assert (tmp_path / "latest").read_text() == "other-00000044\n"
+    assert latest_checkpoint(tmp_path / "absent") is None
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    script = Script()
+    path = script.checkpoint.save(tmp_path / "step", step=4)
+    assert script.checkpoint.save(tmp_path / "step", step=4) == path, "the same state again is the same checkpoint"
+    before = script.state()
+    script.train()
+    with pytest.raises(CheckpointError, match=r"step-00000004: .*holds another state"):
+        script.checkpoint.save(tmp_path / "step", step=4)
+    assert same(load_checkpoint(path), before)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_write_keeps_the_folder_to_one_checkpoint(tmp_path: Path) -> None:
+    script = Script()
+    first = script.checkpoint.write(tmp_path / "best")
+    script.train()
+    second = script.checkpoint.write(tmp_path / "best")
+    assert first != second and not Path(first).exists()
+    assert same(load_checkpoint(tmp_path / "best"), script.state())
+    assert script.checkpoint.restore(tmp_path / "best").path == second == latest_checkpoint(tmp_path)
+
+
+def test_an_asynchronous_save_keeps_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, write = threading.Event(), Checkpoint._write
+    began = threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        assert go_on.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(Checkpoint, "_write", slow)
+    script = Script(asynchronous=True)
+    script.train(2)
+    moment = script.state()
+    path = script.checkpoint.save(tmp_path / "step")
+    assert began.wait(20)
+    script.train(2)
+    assert not Path(path).exists() and latest_checkpoint(tmp_path) is None
+    assert script.checkpoint.last_stall_s > 0
+    go_on.set()
+    script.checkpoint.wait()
+    assert same(load_checkpoint(path), moment) and not same(moment, script.state())
+
+
+def test_what_an_asynchronous_save_could_not_do_is_raised_by_the_next(tmp_path: Path) -> None:
+    script = Script(asynchronous=True)
+    (tmp_path / "file").touch()
+    script.checkpoint.save(tmp_path / "file" / "step")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file"):
+        script.checkpoint.save(tmp_path / "step")
+    assert script.checkpoint.save(tmp_path / "step", blocking=True) == latest_checkpoint(tmp_path)
+
+
+def test_some_objects_of_a_checkpoint(tmp_path: Path) -> None:
+    script = Script()
+    path = script.checkpoint.save(tmp_path / "step")
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 2))
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    Checkpoint(model=model).restore(path, random=False)
+    assert same(dict(model.state_dict()), script.state()) and torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(CheckpointError, match="has no ema; it has model, optimizer"):
+        Checkpoint(ema=model).restore(path)
+    with pytest.raises(CheckpointError, match="expected a model for model, as in the checkpoint, got a value"):
+        Checkpoint(model=3).restore(path)
+
+
+def test_a_variable(tmp_path: Path) -> None:
+    with OneDeviceStrategy().scope():
+        variable = Variable(torch.tensor([1.0, 2.0]))
+        checkpoint = Checkpoint(variable=variable)
+        path = checkpoint.save(tmp_path / "step")
+        variable.assign(torch.zeros(2))
+        checkpoint.restore(path)
+        assert variable.value().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("name", "item"), [("save", 1), ("_x", 1), ("thing", object()), ("numbers", [1, 2])])
+def test_what_cannot_be_saved_is_refused(name: str, item: object) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        Checkpoint(**{name: item})  # type: ignore[arg-type]
+
+
+def test_attributes_are_the_objects() -> None:
+    checkpoint: Any = Checkpoint(epoch=1)
+    checkpoint.epoch += 1
+    assert checkpoint.epoch == 2
+    with pytest.raises(AttributeError, match="has no 'step'"):
+        checkpoint.step = 3
+    with pytest.raises(ConfigurationError, match="epoch is of type object"):
+        checkpoint.epoch = object()
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    script = Script()
+    other = Script().checkpoint.save(tmp_path / "other", step=1)
+    keeper = CheckpointManager(script.checkpoint, tmp_path, max_to_keep=2)
+    assert keeper.restore_or_initialize() is None and not keeper.checkpoints
+    paths = [keeper.save(step) for step in (2, 3, 4)]
+    assert keeper.checkpoints == paths[1:] and keeper.latest_checkpoint == paths[-1]
+    assert not Path(paths[0]).exists() and Path(other).exists()
+    everything = CheckpointManager(script.checkpoint, tmp_path / "all", max_to_keep=None)
+    assert [everything.save() for _ in range(7)] == everything.checkpoints
+    with pytest.raises(ConfigurationError, match="max_to_keep"):
+        CheckpointManager(script.checkpoint, tmp_path, max_to_keep=0)
+
+
+def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
+    path = Path(Script(strategy=OneDeviceStrategy()).checkpoint.save(tmp_path / "step", step=12))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["step"], manifest["strategy"], manifest["num_workers"]) == (12, "OneDeviceStrategy", 1)
+    assert {file["name"] for file in manifest["files"]} == {p.name for p in path.iterdir()} - {"manifest.json"}

@@ -1,0 +1,139 @@
+"""Several workers save and restore one checkpoint together; rank 0 alone touches the files."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem.errors import CheckpointError
+from stratagem.strategy.base import Strategy
+from stratagem.training import checkpoint_members
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_members import Members
+from stratagem.training.checkpoint_reading import load_checkpoint
+from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.worker.reduction.batch_norm import average_buffers
+from stratagem.worker.ring.communicator import Communicator
+from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
+
+
+class InStep(Strategy):
+    """A synchronous strategy of workers that are threads."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        assert self.communicator is not None
+        return self.communicator.size
+
+    @contextlib.contextmanager
+    def averaged_buffers(self, *models: nn.Module) -> Iterator[None]:
+        assert self.communicator is not None
+        buffers = [buffer for model in models for buffer in model.buffers()]
+        kept = [buffer.clone() for buffer in buffers]
+        average_buffers(models, 1.0, self.communicator)
+        yield
+        for buffer, old in zip(buffers, kept, strict=True):
+            buffer.copy_(old)
+
+
+def model_of(rank: int) -> nn.BatchNorm1d:
+    model = nn.BatchNorm1d(2)
+    nn.init.constant_(model.running_mean, float(rank))  # type: ignore[arg-type]
+    return model
+
+
+def test_one_checkpoint_with_averaged_buffers_whoever_calls(tmp_path: Path) -> None:
+    def save(communicator: Communicator) -> tuple[str, float]:
+        # Only rank 0's folder exists: the others must not need it.
+        folder = tmp_path if communicator.rank == 0 else tmp_path / "not here"
+        model = model_of(communicator.rank)
+        checkpoint = Checkpoint(strategy=InStep(communicator), model=model, rank=communicator.rank)
+        path = checkpoint.save(folder / "step")
+        other = model_of(9)
+        again = Checkpoint(strategy=InStep(communicator), model=other, rank=9)
+        assert again.restore(path if communicator.rank == 0 else "elsewhere").path == path
+        assert again.rank == 0
+        assert float(other.running_mean[0]) == 1.0  # type: ignore[index]
+        return path, float(model.running_mean[0])  # type: ignore[index]
+
+    found = run_ranks(3, save)
+    assert [mean for _, mean in found] == [0.0, 1.0, 2.0], "training goes on with its own buffers"
+    assert {path for path, _ in found} == {str(tmp_path / "step-00000001")}
+    assert load_checkpoint(tmp_path)["running_mean"].tolist() == [1.0, 1.0]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
+def test_every_worker_has_its_own_random_numbers(tmp_path: Path) -> None:
+    def gather(communicator: Communicator) -> list[float]:
+        mine = {"torch": torch.full((2,), float(communicator.rank)), "only": torch.ones(communicator.rank)}
+        return [float(states["torch"][0]) + states["only"].numel() for states in Members(communicator).gather(mine)]
+
+    assert run_ranks(3, gather) == [[0.0, 2.0, 4.0]] * 3
+
+
+def test_what_the_first_cannot_write_is_raised_by_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def save(communicator: Communicator) -> None:
+        Checkpoint(strategy=InStep(communicator), number=1).save(tmp_path / "file" / "x" / "step")
+
+    _, errors = run_ranks_with_errors(2, save)
+    for error in errors:
+        assert isinstance(error, CheckpointError) and "cannot write" in str(error)
+
+
+def test_a_long_write_keeps_the_others_informed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_members, "BEAT_S", 0.01)
+    heard = threading.Event()
+
+    class Counting(Members):
+        def _tell(self, ring: Communicator, news: dict[str, Any] | None) -> dict[str, Any]:
+            found = super()._tell(ring, news)
+            if "busy" in found and ring.rank == 1:
+                heard.set()
+            return found
+
+    def work(communicator: Communicator) -> Any:
+        return Counting(communicator).from_first(lambda: heard.wait(20))
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_all_go_on_from_the_same_good_one(tmp_path: Path) -> None:
+    keeper = CheckpointManager(Checkpoint(model=model_of(5)), tmp_path)
+    good, bad = keeper.save(), keeper.save()
+    with (Path(bad) / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    # The size tells; the checksum must as well.
+    bad = keeper.save()
+    data = bytearray((Path(bad) / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (Path(bad) / "model.safetensors").write_bytes(data)
+
+    def restore(communicator: Communicator) -> tuple[str | None, float]:
+        model = model_of(communicator.rank)
+        found = CheckpointManager(Checkpoint(strategy=InStep(communicator), model=model), tmp_path)
+        return found.restore_or_initialize(), float(model.running_mean[0])  # type: ignore[index]
+
+    assert run_ranks(2, restore) == [(good, 5.0)] * 2
+
+
+def test_an_asynchronous_save_of_all(tmp_path: Path) -> None:
+    def save(communicator: Communicator) -> str:
+        checkpoint = Checkpoint(strategy=InStep(communicator), asynchronous=True, number=1)
+        paths = [checkpoint.save(tmp_path / "step"), checkpoint.save(tmp_path / "step")]
+        checkpoint.wait()
+        assert checkpoint.restore(paths[1]).step == 2
+        return paths[1]
+
+    assert run_ranks(2, save) == [str(tmp_path / "step-00000002")] * 2

@@ -1,0 +1,207 @@
+"""What parameter servers wrote, read as plain states by anybody."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem.errors import CheckpointError
+from stratagem.ps.specs import GroupSpec, ShardSpec
+from stratagem.ps.store import Store
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_catalog import check, find_damage
+from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
+from stratagem.training.checkpoint_servers import Servers
+from stratagem.training.checkpoint_summary import summarize
+from tests.unit.ps.driver import DirectWorker
+from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
+from tests.unit.ps.test_checkpoint import unit
+
+ROWS = 5
+
+
+@pytest.fixture
+def by_chief(tmp_path: Path) -> Path:
+    """The chief took it by itself."""
+    return written_by_servers(tmp_path)
+
+
+def written_by_servers(folder: Path) -> Path:
+    """One weight cut in two, a bias whole, and three steps of Adam by two ps."""
+    torch.manual_seed(0)
+    stores = [Store(f"ps:{index}", index, frames_timeout_s=0.3) for index in range(2)]
+    for index, (store, (first, count)) in enumerate(zip(stores, [(0, 3), (3, 2)], strict=True)):
+        shards = [ShardSpec("weight", (ROWS, 4), first, count, 0)]
+        if index == 0:
+            shards.append(ShardSpec("bias", (ROWS,), 0, ROWS, 12))
+        spec = GroupSpec(1, "Adam", torch.float32, tuple(shards))
+        worker = DirectWorker(store, "worker:0", spec)
+        worker.hyper = {"lr": 0.1}
+        worker.create(start()[index])
+        for step in range(3):
+            worker.commit(gradients(step)[index], unit(step))
+    path = take_checkpoint(folder, stores, 3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1, "created": "2026-01-01T00:00:00+00:00"}))
+    (path / "nonce").unlink()
+    return path
+
+
+def dealt(weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.cat([weight[:3].reshape(-1), bias]), weight[3:].reshape(-1)]
+
+
+def start() -> list[torch.Tensor]:
+    return dealt(torch.arange(20.0).view(ROWS, 4), torch.ones(ROWS))
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    return dealt(*gradient(step))
+
+
+def gradient(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(step)
+    return torch.randn(ROWS, 4), torch.randn(ROWS)
+
+
+def trained_here(num_steps: int) -> tuple[nn.Linear, torch.optim.Adam]:
+    model = nn.Linear(4, ROWS)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(20.0).view(ROWS, 4))
+        model.bias.fill_(1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    train(model, optimizer, range(num_steps))
+    return model, optimizer
+
+
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        model.weight.grad, model.bias.grad = gradient(step)
+        optimizer.step()
+
+
+def test_a_process_goes_on_where_servers_stopped(by_chief: Path) -> None:
+    expected, _ = trained_here(5)
+    model = nn.Linear(4, ROWS)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    assert latest_checkpoint(by_chief.parent) == str(by_chief)
+    assert Checkpoint(model=model, optimizer=optimizer).restore(by_chief).step == 3
+    assert {key: float(state["step"]) for key, state in optimizer.state.items()} == {
+        model.weight: 3.0,
+        model.bias: 3.0,
+    }
+    train(model, optimizer, range(3, 5))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_plain_state_dict(by_chief: Path) -> None:
+    expected, _ = trained_here(3)
+    torch.testing.assert_close(load_checkpoint(by_chief), dict(expected.state_dict()), rtol=1e-6, atol=1e-6)
+
+
+def test_what_the_chief_does_not_know_is_missed(by_chief: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"variables of the parameter servers alone, and no state of epoch"):
+        Checkpoint(model=nn.Linear(4, ROWS), epoch=0).restore(by_chief)
+    with pytest.raises(CheckpointError, match="no names of 2 models"):
+        Checkpoint(one=nn.Linear(4, ROWS), two=nn.Linear(4, ROWS)).restore(by_chief)
+    with pytest.raises(CheckpointError, match=r"no variable 0\.weight"):
+        Checkpoint(model=nn.Sequential(nn.Linear(4, ROWS))).restore(by_chief)
+
+
+def test_harm_to_a_servers_part_is_named(by_chief: Path) -> None:
+    check(by_chief)
+    data = bytearray((by_chief / "ps-1.safetensors").read_bytes())
+    data[-3] ^= 4
+    (by_chief / "ps-1.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"ps-1.safetensors was altered"):
+        Checkpoint(model=nn.Linear(4, ROWS)).restore(by_chief)
+
+
+class FakeServers(Servers):
+    """Servers that write three steps of Adam, or fail."""
+
+    def __init__(self, model: nn.Linear) -> None:
+        self._model = model
+        self.error: Exception | None = None
+        self.saved: list[Path] = []
+
+    def save(self, directory: Path) -> Path:
+        if self.error is not None:
+            raise self.error
+        self.saved.append(directory)
+        return written_by_servers(directory)
+
+    def names(self) -> dict[tuple[int, torch.Size], str]:
+        return {(value.data_ptr(), value.shape): name for name, value in self._model.named_parameters()}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, FakeServers]:
+    model, optimizer = trained_here(0)
+    servers = FakeServers(model)
+    monkeypatch.setattr("stratagem.training.checkpoint.servers_of", lambda strategy: servers)
+    made = Checkpoint(net=model, adam=optimizer, epoch=2)
+    monkeypatch.undo()
+    return made, servers
+
+
+def test_what_servers_do_not_hold_is_committed_with_them(
+    tmp_path: Path, served: tuple[Checkpoint, FakeServers]
+) -> None:
+    checkpoint, servers = served
+    path = Path(checkpoint.save(tmp_path / "step", step=40))
+    assert path.name == "step-00000040" and not find_damage(path)
+    assert servers.saved[0].parent == tmp_path and servers.saved[0].name.startswith(".draft-")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step-00000040"]
+    assert not (path / "host" / "net.safetensors").exists(), "the weights are in the servers' files alone"
+
+    expected, _ = trained_here(5)
+    model = nn.Linear(4, ROWS)
+    optimizer = torch.optim.Adam(model.parameters(), 0.7)
+    plain: Any = Checkpoint(net=model, adam=optimizer, epoch=0)
+    assert plain.restore(tmp_path).step == 40 and plain.epoch == 2
+    train(model, optimizer, range(3, 5))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-6, atol=1e-6)
+
+    flipped = bytearray((path / "host" / "host.json").read_bytes())
+    flipped[9] ^= 1
+    (path / "host" / "host.json").write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"host/host.json was altered"):
+        plain.restore(path)
+
+
+def test_the_script_s_number_counts_not_the_servers(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
+    # Parameter servers that started again count their updates from 0.
+    checkpoint, _ = served
+    checkpoint.save(tmp_path / "step", step=40)
+    later = checkpoint.save(tmp_path / "step")
+    assert Path(later).name == "step-00000041" and latest_checkpoint(tmp_path) == later
+
+
+def test_of_two_workers_the_first_wins(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
+    checkpoint, servers = served
+    first = checkpoint.save(tmp_path / "step", step=5)
+    torch.rand(1)  # the second worker's random numbers are others
+    assert checkpoint.save(tmp_path / "step", step=5) == first and len(servers.saved) == 1
+    assert not find_damage(Path(first))
+
+
+def test_servers_that_cannot_write_leave_nothing(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
+    checkpoint, servers = served
+    servers.error = CheckpointError("ps:0 cannot write its shards")
+    with pytest.raises(CheckpointError, match="ps:0 cannot write"):
+        checkpoint.save(tmp_path / "step")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_summary_lists_variables_whole(tmp_path: Path, served: tuple[Checkpoint, FakeServers]) -> None:
+    summary = summarize(Path(served[0].save(tmp_path / "step", step=40)))
+    assert summary["step"] == 40 and summary["objects"]["adam"] == "optimizer on parameter servers"
+    shapes = {entry["name"]: entry["shape"] for entry in summary["tensors"] if entry["file"] == "ps-*"}
+    assert shapes == {"weight": [ROWS, 4], "bias": [ROWS]}
+    assert {"host/host.json", "ps-0.json"} <= {file["name"] for file in summary["files"]}

@@ -1,0 +1,209 @@
+"""The parts of an Estimator that decide something: when to save, when to evaluate, which examples come next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from stratagem.data.order import epoch_order
+from stratagem.errors import ConfigurationError
+from stratagem.training.estimator.evaluator_schedule import Decision, EvaluatorSchedule
+from stratagem.training.estimator.inputs import sample, split
+from stratagem.training.estimator.repeated import NumberedBatch, repeated
+from stratagem.training.estimator.save_schedule import SaveSchedule
+from stratagem.worker.ring.communicator import Communicator
+from tests.unit.ring.thread_group import run_ranks
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def test_by_steps() -> None:
+    schedule = SaveSchedule(10, None, None, step=13)
+    due = []
+    for step in (14, 19, 20, 21, 29, 33, 34, 40):  # under parameter servers numbers are left out
+        if schedule.is_due(step):
+            due.append(step)
+            schedule.saved(step)
+    assert due == [20, 33, 40]
+
+
+def test_by_the_clock_of_a_process_alone() -> None:
+    clock = Clock()
+    schedule = SaveSchedule(None, 5.0, None, 0, clock)
+    assert not schedule.is_due(1)
+    clock.now = 5.0
+    assert schedule.is_due(2)
+    schedule.saved(2)
+    clock.now = 9.9
+    assert not schedule.is_due(3)
+    assert not SaveSchedule(None, math.inf, None, 0, clock).is_due(1)
+
+
+def test_workers_that_run_in_step_go_by_one_clock_and_look_seldom() -> None:
+    looks = [0, 0]
+
+    def train(communicator: Communicator) -> list[int]:
+        clock, due = Clock(), []
+        broadcast = communicator.broadcast
+
+        def counted(tensor: torch.Tensor) -> torch.Tensor:
+            looks[communicator.rank] += 1
+            return broadcast(tensor)
+
+        communicator.broadcast = counted  # type: ignore[method-assign,assignment]
+        schedule = SaveSchedule(None, 5.0, communicator, 0, clock)
+        for step in range(1, 2001):
+            clock.now += 0.01 * (1 if communicator.rank == 0 else 3)  # rank 1's clock is wrong
+            if schedule.is_due(step):
+                due.append(step)
+                schedule.saved(step)
+        return due
+
+    first, second = run_ranks(2, train)
+    assert first == second
+    assert len(first) == 3 and all(500 <= b - a <= 700 for a, b in zip([0, *first], first, strict=False))
+    assert looks[0] == looks[1] and looks[0] < 40
+
+
+# -- evaluating --------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluator_waits_at_first_and_between_evaluations() -> None:
+    schedule = EvaluatorSchedule(100, start_delay_s=120, throttle_s=600, now=0)
+    assert schedule.decide(130, None, False) is Decision.WAIT
+    assert schedule.decide(119, 10, False) is Decision.WAIT
+    assert schedule.decide(120, 10, False) is Decision.EVALUATE
+    schedule.evaluated(10, started=120)
+    assert schedule.decide(800, 10, False) is Decision.WAIT  # nothing new
+    assert schedule.decide(719, 20, False) is Decision.WAIT
+    assert schedule.decide(720, 20, False) is Decision.EVALUATE
+    assert not schedule.is_last(20, False)
+
+
+def test_an_evaluator_stops_at_the_last_step_or_at_the_end_of_the_job() -> None:
+    schedule = EvaluatorSchedule(100, 120, 600, now=0)
+    assert schedule.decide(1, 100, False) is Decision.EVALUATE
+    assert schedule.is_last(100, False)
+    schedule.evaluated(100, 1)
+    assert schedule.decide(2, 100, False) is Decision.STOP
+    endless = EvaluatorSchedule(None, 120, 600, now=0)
+    endless.evaluated(30, 0)
+    assert endless.decide(10_000, 30, False) is Decision.WAIT
+    assert endless.decide(1, 35, True) is Decision.EVALUATE
+    assert endless.is_last(35, True)
+    endless.evaluated(35, 1)
+    assert endless.decide(2, 35, True) is Decision.STOP
+    assert EvaluatorSchedule(100, 0, 0, now=0).decide(0, None, True) is Decision.STOP
+
+
+# -- repeating ---------------------------------------------------------------------------------------------------------
+
+
+def read(source: DataLoader[Any], num_batches: int | None, start: int = 0, seed: int = 0) -> list[list[int]]:
+    found: list[list[int]] = []
+    first = 0
+    for item in repeated(source, num_batches, start, seed):
+        assert isinstance(item, NumberedBatch) and item.first == first
+        rows = item.batch[0].tolist()
+        first += len(rows)
+        found.append(rows)
+    return found
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [row for rows in batches for row in rows]
+
+
+def numbers(count: int = 10, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(count)), **arguments)
+
+
+def test_epochs_follow_each_other_without_a_seam() -> None:
+    assert read(numbers(batch_size=4), 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1], [2, 3, 4, 5]]
+    assert read(numbers(batch_size=4, drop_last=True), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    assert read(numbers(batch_size=4), 2, start=2) == [[8, 9, 0, 1], [2, 3, 4, 5]]
+
+
+def test_one_pass_is_one_epoch() -> None:
+    assert read(numbers(batch_size=4), None) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert read(numbers(batch_size=4, drop_last=True), None, start=5) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_orders_of_a_shuffling_loader_are_those_of_every_strategy() -> None:
+    order = [int(row) for epoch in range(3) for row in epoch_order(10, True, 7, 1, epoch)]
+    rows = read(numbers(batch_size=4, shuffle=True), 7, seed=7)
+    assert flat(rows) == order[:28]
+    assert read(numbers(batch_size=4, shuffle=True), 3, start=4, seed=7) == rows[4:]
+    assert sorted(flat(read(numbers(batch_size=4, shuffle=True), None, start=3, seed=7))) == list(range(10))
+
+
+def test_worker_processes_and_rows_read_at_once() -> None:
+    class AtOnce(TensorDataset):
+        def __getitems__(self, rows: list[int]) -> torch.Tensor:
+            return self.tensors[0][rows]
+
+    at_once = DataLoader(AtOnce(torch.arange(10)), batch_size=4, collate_fn=lambda rows: [rows])
+    assert read(at_once, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+    assert read(numbers(batch_size=4, num_workers=1), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (numbers(batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)), "shuffle=True or shuffle=False"),
+        ([torch.zeros(4)], "lends batches by number"),
+        (numbers(3, batch_size=4, drop_last=True), "no batch to train on"),
+    ],
+)
+def test_batches_that_cannot_be_lent(source: Any, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        repeated(source, 3, 0, 0)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [(("x", "y"), ("x", "y")), (["x", "y"], ("x", "y")), (("x",), ("x", None)), ({"a": 1}, ({"a": 1}, None))],
+)
+def test_features_and_labels(batch: Any, expected: Any) -> None:
+    assert split(batch) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: numbers(batch_size=4, shuffle=True),
+        lambda: numbers(batch_size=None),
+        lambda: numbers(batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+        lambda: iter([[torch.arange(4)], [torch.arange(3)]]),
+    ],
+    ids=["loader", "items", "sampler", "iterator"],
+)
+def test_a_sample_takes_nothing_away(make: Callable[[], Any]) -> None:
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    source = make()
+    batch, source = sample(source)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert batch[0].numel() <= 2
+    left = list(source)
+    torch.manual_seed(2)
+    assert str(left) == str(list(make()))

@@ -1,0 +1,118 @@
+"""The folder of an export is complete or not there; damage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from stratagem.errors import ExportError
+from stratagem.training import export_folder
+from stratagem.training.export_folder import Draft, read, writing
+
+
+def write(target: Path, text: str) -> None:
+    with writing(target) as draft:
+        (draft.path / "weights").write_text(text)
+        draft.description["class"] = "Net"
+
+
+def test_it_is_complete_or_not_there(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "out"
+    with writing(target) as draft:
+        (draft.path / "weights").write_text("abc")
+        assert not target.exists()
+    assert sorted(path.name for path in target.iterdir()) == ["metadata.json", "weights"]
+    assert read(target)["files"]["weights"]["num_bytes"] == 3
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    (tmp_path / "out" / "more").write_text("of the old one")
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "weights").read_text() == "new"
+    assert not (tmp_path / "out" / "more").exists()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_what_is_no_export_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    write(tmp_path / "out", "into an empty folder")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metadata.json").write_text('{"format": "a diary"}')
+    (tmp_path / "file").write_text("text")
+    for name in ("mine", "file"):
+        with pytest.raises(ExportError, match=f"a new folder or an earlier export .*{name} is something else"):
+            write(tmp_path / name, "new")
+    assert (tmp_path / "mine" / "metadata.json").read_text() == '{"format": "a diary"}'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine", "out"]
+
+
+def test_a_failure_leaves_the_earlier_export(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "out") as draft:
+        (draft.path / "weights").write_text("half")
+        raise ZeroDivisionError
+    with (
+        pytest.raises(ExportError, match=r"cannot write the export .*No such file"),
+        writing(tmp_path / "out") as draft,
+    ):
+        (draft.path / "nowhere" / "weights").write_text("half")
+    assert (tmp_path / "out" / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_failed_rename_puts_the_earlier_export_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "out", "old")
+    rename = Path.rename
+    failed: list[Path] = []
+
+    def fail_once(self: Path, target: str | os.PathLike[str]) -> Path:
+        if ".tmp-" in self.name and not failed:
+            failed.append(self)
+            raise OSError("the disk is gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(ExportError, match="the disk is gone"):
+        write(tmp_path / "out", "new")
+    assert len(failed) == 1
+    assert (tmp_path / "out" / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "out", "abcdef")
+    file = tmp_path / "out" / "weights"
+    file.write_text("abcdeg")
+    with pytest.raises(ExportError, match="weights is damaged: its checksum"):
+        read(tmp_path / "out")
+    file.write_text("abcde")
+    with pytest.raises(ExportError, match="weights is missing or cut short: expected 6 bytes"):
+        read(tmp_path / "out")
+    file.unlink()
+    with pytest.raises(ExportError, match="weights is missing or cut short"):
+        read(tmp_path / "out")
+
+
+def test_other_folders_and_newer_formats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (None, "{", "[]", json.dumps({"format": "other"})):
+        if text is not None:
+            (tmp_path / "metadata.json").write_text(text)
+        with pytest.raises(ExportError, match="expected a folder that export_model wrote"):
+            read(tmp_path)
+    write(tmp_path / "out", "abc")
+    monkeypatch.setattr(export_folder, "VERSION", 0)
+    with pytest.raises(ExportError, match="format 1; this Stratagem is older and reads up to 0"):
+        read(tmp_path / "out")
+
+
+def test_the_description_cannot_hide_the_files(tmp_path: Path) -> None:
+    with writing(tmp_path / "out") as draft:
+        assert isinstance(draft, Draft)
+        draft.description["files"] = {}
+        (draft.path / "weights").write_text("abc")
+    assert list(read(tmp_path / "out")["files"]) == ["weights"]

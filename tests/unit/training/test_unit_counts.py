@@ -1,0 +1,101 @@
+"""Counting unit by unit comes to what counting at once does, in any order of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+
+from stratagem.cluster.units import MAX_DELTA_BYTES, Plan
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.ps_counts import SharedCounts
+from stratagem.training.fit_agreement import check_groups
+from stratagem.training.metrics import metrics_of
+from stratagem.training.tally import StepResult, Tally
+from stratagem.training.unit_counts import UnitCounts
+
+
+class Shared(SharedCounts):
+    """Has what was counted, in memory."""
+
+    def __init__(self, found: Sequence[bytes] | dict[str, float]) -> None:
+        self._found = found
+        self.settled: dict[str, float] = {}
+
+    def deltas(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
+        return self._found if isinstance(self._found, dict) else list(self._found)
+
+    def settle(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
+        self.settled = dict(logs)
+        return self.settled
+
+
+def new_tally() -> Tally:
+    auroc = torchmetrics.AUROC("multiclass", num_classes=3)  # keeps all outputs
+    f1 = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
+    return Tally(Strategy(), [metrics_of({"accuracy": "accuracy", "auroc": auroc, "f1": f1}, torch.device("cpu"))])
+
+
+def results(number: int) -> list[list[StepResult]]:
+    torch.manual_seed(2)
+    found = []
+    for size in range(1, number + 1):
+        outputs, targets = torch.randn(size, 3), torch.randint(0, 3, (size,))
+        loss = torch.nn.functional.cross_entropy(outputs, targets)
+        found.append([StepResult(size, outputs, targets, loss, float(size))])
+    return found
+
+
+def test_units_add_up() -> None:
+    at_once = new_tally()
+    counts = UnitCounts(Shared([]), new_tally())
+    data = []
+    for result in results(6):
+        at_once.add(result)
+        counts.begin()
+        counts.add(result)
+        data.append(counts.collect())
+    shared = Shared(data)
+    logs = UnitCounts(shared, new_tally()).result("evaluation 1", 0)
+    assert logs == pytest.approx(at_once.result(), rel=1e-9) and logs == shared.settled
+    assert list(logs) == ["loss", "accuracy", "auroc", "f1"]
+
+
+def test_what_others_have_settled_stands_and_nothing_is_nothing() -> None:
+    assert UnitCounts(Shared({"loss": 3.0}), new_tally()).result("fit 1", 0) == {"loss": 3.0}
+    assert UnitCounts(Shared([]), new_tally()).result("fit 1", 0) is None
+
+
+def test_too_much_to_travel_says_what_to_do() -> None:
+    counts = UnitCounts(Shared([]), new_tally())
+    size = MAX_DELTA_BYTES // 12 + 1
+    counts.begin()
+    counts.add([StepResult(size, torch.randn(size, 3), torch.zeros(size, dtype=torch.long))])
+    with pytest.raises(ConfigurationError, match="use smaller batches, or metrics that keep sums"):
+        counts.collect()
+
+
+@dataclasses.dataclass
+class Planned:
+    plan: Plan
+
+
+@pytest.mark.parametrize(("num_examples", "fits"), [(24, True), (21, True), (20, False)])
+def test_accumulation_at_staleness_0_needs_a_slice_for_everybody(num_examples: int, fits: bool) -> None:
+    strategy: Any = ParameterServerStrategy.__new__(ParameterServerStrategy)
+    strategy.staleness = 0
+    dataset = Planned(Plan(num_examples, 6, num_slices=3, staleness=0))
+    check_groups(strategy, dataset, 1)
+    if fits:
+        check_groups(strategy, dataset, 2)
+    else:
+        with pytest.raises(ConfigurationError, match="drop_last=True"):
+            check_groups(strategy, dataset, 2)
+    strategy.staleness = 1
+    check_groups(strategy, dataset, 2)
