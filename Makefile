@@ -1,11 +1,11 @@
-# `make demo` and `make test` do all their own set-up in .venv.
+# `make demo` and `make test` do all their own set-up in .venv. `make demo TLS=1` encrypts.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint test demo bench wheel clean
+.PHONY: install protos check-protos lint test conformance fuzz demo bench wheel clean
 
 install: $(STAMP)
 
@@ -32,8 +32,17 @@ lint: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
+conformance: $(STAMP)
+	$(BIN)/python -m pytest tests/conformance --write-matrix
+
+# Hostile input: a million mutated messages against live servers; then what a crowd of 200 connections costs a job.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --frames 1000000
+	$(BIN)/python -m tests.fuzz.soak --connections 200
+
 demo: $(STAMP)
-	$(BIN)/stratagem run --workers 2 --ps 2 examples/digits.py --min-accuracy 0.97
+	$(BIN)/stratagem run --workers 2 --ps 2 $(if $(TLS),--tls auto) examples/digits.py --min-accuracy 0.97
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks ps --json

@@ -6,7 +6,7 @@ import re
 
 import click
 
-from benchmarks import apply, pull
+from benchmarks import apply, apply_rows, pull
 from benchmarks.collectives.cases import LANES as ALL_LANES
 from benchmarks.collectives.cases import allreduce_cases
 from benchmarks.collectives.sizes import DEFAULT_SIZES
@@ -27,8 +27,8 @@ from benchmarks.options import (
     workload_option,
 )
 from benchmarks.training.cases import LANES as TRAIN_LANES
-from benchmarks.training.cases import ps_cases, train_cases
-from benchmarks.training.workloads import CLASSIFIERS, WORKLOADS
+from benchmarks.training.cases import fit_cases, ps_cases, train_cases
+from benchmarks.training.workloads import ALL_REDUCED, CLASSIFIERS, ON_SERVERS, WORKLOADS
 
 LINK_SIZES = "4MB,16MB"
 
@@ -64,7 +64,7 @@ def allreduce_command(
 
 
 @click.command("train")
-@workload_option()
+@workload_option(ALL_REDUCED)
 @lane_option(ALL_LANES, TRAIN_LANES)
 @workers_option
 @peer_option("ddp", "tf")
@@ -82,7 +82,7 @@ def train_command(
 ) -> None:
     """Synchronous training with an all-reduce, beside DistributedDataParallel and TensorFlow's RING."""
     python = tensorflow_python(peers, tf_python)
-    chosen = [WORKLOADS[name] for name in workloads or WORKLOADS]
+    chosen = [WORKLOADS[name] for name in workloads or ALL_REDUCED]
     try:
         groups = [
             train_cases(workload, num_workers, lanes, ddp=takes_part("ddp", peers), tf_python=python)
@@ -120,10 +120,11 @@ def links_command(
 
 
 @click.command("ps")
-@workload_option(CLASSIFIERS)
+@workload_option(ON_SERVERS)
 @lane_option(ALL_LANES, ALL_LANES)
 @peer_option("tf")
 @tf_python_option
+@click.option("--tls", is_flag=True, help="Measure each of our lanes under TLS 1.3 too.")
 @blocks_option
 @json_option
 def ps_command(
@@ -131,12 +132,22 @@ def ps_command(
     lanes: tuple[str, ...],
     peers: tuple[str, ...],
     tf_python: str | None,
+    tls: bool,
     blocks: int,
     as_json: bool,
 ) -> None:
     """Training with parameter servers, beside TensorFlow's."""
     python = tensorflow_python(peers, tf_python)
-    report([ps_cases(WORKLOADS[name], lanes, python) for name in workloads or CLASSIFIERS], blocks, as_json)
+    report([ps_cases(WORKLOADS[name], lanes, python, tls=tls) for name in workloads or CLASSIFIERS], blocks, as_json)
+
+
+@click.command("fit")
+@workload_option(CLASSIFIERS)
+@blocks_option
+@json_option
+def fit_command(workloads: tuple[str, ...], blocks: int, as_json: bool) -> None:
+    """What Model.fit costs over a plain loop, in one process."""
+    report([fit_cases(WORKLOADS[name]) for name in workloads or ("cnn",)], blocks, as_json)
 
 
 @click.command("pull")
@@ -156,6 +167,14 @@ def apply_command(blocks: int, as_json: bool) -> None:
     report([apply.apply_cases()], blocks, as_json)
 
 
+@click.command("rows")
+@blocks_option
+@json_option
+def rows_command(blocks: int, as_json: bool) -> None:
+    """Server-side updates of the rows of a table."""
+    report([apply_rows.apply_rows_cases()], blocks, as_json)
+
+
 def parse_rates(text: str) -> list[int]:
     """Mbit/s of each rate of a list like "100mbit,1gbit"; for an option's callback.
 
@@ -171,4 +190,13 @@ def parse_rates(text: str) -> list[int]:
     return rates
 
 
-COMMANDS = (allreduce_command, train_command, links_command, ps_command, pull_command, apply_command)
+COMMANDS = (
+    allreduce_command,
+    train_command,
+    links_command,
+    ps_command,
+    fit_command,
+    pull_command,
+    apply_command,
+    rows_command,
+)

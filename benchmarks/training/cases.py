@@ -1,4 +1,4 @@
-"""The training benchmarks: ``ps`` with parameter servers, ``train`` with an all-reduce. Same models, other systems."""
+"""The training benchmarks: ``ps`` with parameter servers, ``train`` with an all-reduce, ``fit`` in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
-from benchmarks.training.workloads import CLASSIFIERS, Workload
+from benchmarks.training.workloads import CLASSIFIERS, ON_SERVERS, Workload
 
 NUM_WORKERS = 2
 NUM_PS = 2
@@ -19,22 +19,23 @@ LANES = ("shm", "tcp")
 Measure = Callable[[], JobResult]
 
 
-def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None) -> list[Case]:
+def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None, *, tls: bool = False) -> list[Case]:
     """The systems that take turns on one workload with parameter servers.
 
     Args:
         workload: what to train.
         lanes: lanes of ours.
         tf_python: interpreter of an environment with TensorFlow; None leaves the peer out.
+        tls: whether each lane is measured under TLS too.
     """
     case = functools.partial(_case, "ps", workload)
+    run = functools.partial(jobs.run_ps, workload, NUM_WORKERS, NUM_PS)
     cases = [
-        case(
-            "stratagem", lane, NUM_WORKERS, NUM_PS, functools.partial(jobs.run_ps, workload, NUM_WORKERS, NUM_PS, lane)
-        )
+        case("stratagem", lane + suffix, NUM_WORKERS, NUM_PS, functools.partial(run, lane, tls=bool(suffix)))
         for lane in lanes
+        for suffix in (["", "+tls"] if tls else [""])
     ]
-    if tf_python is not None and workload.name in CLASSIFIERS:
+    if tf_python is not None and workload.name in ON_SERVERS:
         peer = functools.partial(jobs.run_tensorflow_ps, workload, NUM_WORKERS, NUM_PS, tf_python)
         cases.append(case("tensorflow", "grpc", NUM_WORKERS, NUM_PS, peer))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
@@ -67,6 +68,13 @@ def train_cases(
         peer = functools.partial(jobs.run_tensorflow_ring, workload, num_workers, tf_python)
         cases.append(case("tensorflow", "grpc", num_workers, 0, peer))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
+
+
+def fit_cases(workload: Workload) -> list[Case]:
+    """A plain loop of torch, the loop of a strategy, and ``Model.fit``, in one process each."""
+    case = functools.partial(_case, "fit", workload)
+    ways = {"torch loop": "loop", "strategy loop": "strategy", "fit": "fit", "fit with accuracy": "fit+metrics"}
+    return [case(system, None, 1, 0, functools.partial(jobs.run_fit, workload, how)) for system, how in ways.items()]
 
 
 def to_sample(result: JobResult, workload: Workload) -> Sample:

@@ -15,9 +15,15 @@ def run_alone(workload: Workload) -> JobResult:
     return run_job([Task(python_module("training.alone_job", *_arguments(workload)))], read_result)
 
 
-def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str) -> JobResult:
+def run_fit(workload: Workload, how: str) -> JobResult:
+    """One process that trains in one of the ways of :mod:`benchmarks.training.fit_job`."""
+    return run_job([Task(python_module("training.fit_job", *_arguments(workload), how))], read_result)
+
+
+def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls: bool = False) -> JobResult:
     """A chief, ``num_ps`` parameter servers and ``num_workers`` workers that reach them over ``lane``."""
     options = ["--workers", str(num_workers), "--ps", str(num_ps), "--strategy", "ps", "--transport", lane]
+    options += ["--tls", "auto"] if tls else []
     return run_job([Task(stratagem_run("training/stratagem_job.py", _arguments(workload), *options))], read_result)
 
 

@@ -21,7 +21,7 @@ from benchmarks.window import between, read_counters
 
 tf: Any = importlib.import_module("tensorflow")
 
-STEPS_PER_CALL = {"cnn": 16, "dense": 4}
+STEPS_PER_CALL = {"cnn": 16, "dense": 4, "sparse": 16}
 """Steps in one scheduled function, like Keras' steps_per_execution; these were measured best."""
 
 
@@ -40,7 +40,10 @@ def coordinate(workload: Workload, warmup_steps: int, timed_steps: int, resolver
         with tf.GradientTape() as tape:
             loss = mean_loss(workload, variables, inputs, labels)
         for part, gradient in zip(parts, tape.gradient(loss, parts), strict=True):
-            tf.raw_ops.ResourceApplyGradientDescent(var=part.handle, alpha=LEARNING_RATE, delta=gradient)
+            if isinstance(gradient, tf.IndexedSlices):
+                part.scatter_sub(tf.IndexedSlices(LEARNING_RATE * gradient.values, gradient.indices))
+            else:
+                tf.raw_ops.ResourceApplyGradientDescent(var=part.handle, alpha=LEARNING_RATE, delta=gradient)
         return loss
 
     steps_per_call = math.gcd(STEPS_PER_CALL[workload.name], warmup_steps, timed_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from benchmarks.training.workloads import NUM_CLASSES, SEED, Workload, make_examples
+import stratagem as sg
+from benchmarks.training.workloads import NUM_CLASSES, SEED, TABLE_ROWS, TABLE_WIDTH, Workload, make_examples
 from examples.charlm import GPT, Windows, read_source_text
+from stratagem.nn.remote_rows import RemoteRows
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,6 +32,9 @@ def make_model(workload: Workload) -> nn.Module:
         )  # fmt: skip
     if workload.name == "charlm":
         return GPT(workload.example_shape[0], GPT_WIDTH, GPT_LAYERS)
+    if workload.name == "sparse":
+        table = sg.nn.EmbeddingBag(TABLE_ROWS, TABLE_WIDTH, mode="sum")
+        return nn.Sequential(table, nn.Linear(TABLE_WIDTH, NUM_CLASSES))
     return nn.Sequential(
         nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(),
         nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, NUM_CLASSES),
@@ -102,8 +108,11 @@ def make_loader(workload: Workload, num_steps: int, rank: int = 0, num_ranks: in
 
 
 def weights_finite(model: nn.Module) -> bool:
-    """Whether no weight is NaN or Inf."""
-    return all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    """Whether no weight is NaN or Inf, on parameter servers neither."""
+    remote = [module.remote_table for module in model.modules() if isinstance(module, RemoteRows)]
+    pieces = (rows for table in remote for _, rows in table.chunks())
+    own = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    return all(bool(torch.isfinite(values).all()) for values in itertools.chain(own, pieces))
 
 
 def weights_checksum(model: nn.Module) -> int:

@@ -50,25 +50,36 @@ WORKLOADS = {
     "cnn": Workload("cnn", (1, 28, 28), 64, 347_146, warmup_steps=64, timed_steps=800),
     "dense": Workload("dense", (1024,), 32, 25_185_290, warmup_steps=8, timed_steps=64),
     "charlm": Workload("charlm", (64,), 32, 669_056, warmup_steps=8, timed_steps=64),
+    "sparse": Workload("sparse", (8,), 512, 64_000_650, warmup_steps=64, timed_steps=800),
 }
 """cnn: conv 32 3x3, pool 2, dense 64, 10 classes. dense: MLP 1024-4096-4096-1024-10. ReLU between layers.
-charlm: the GPT of ``examples/charlm.py``, windows of 64 bytes of the standard library's source. All steps are
-multiples of 8, so that 2, 4 or 8 workers divide them."""
+charlm: the GPT of ``examples/charlm.py``, windows of 64 bytes of the standard library's source. sparse: the sum of 8
+rows of a table of 1,000,000 rows of 64, dense 10 classes; 4,096 ids a step. All steps are multiples of 8, so that 2, 4
+or 8 workers divide them."""
 
 CLASSIFIERS = ("cnn", "dense")
-"""Workloads whose examples :func:`make_examples` makes; the peers in other environments know these alone."""
+"""Workloads whose examples :func:`make_examples` makes of patterns."""
+ON_SERVERS = (*CLASSIFIERS, "sparse")
+"""Workloads of the benchmark with parameter servers; the peers in other environments know these alone."""
+ALL_REDUCED = (*CLASSIFIERS, "charlm")
+"""Workloads of the benchmark with an all-reduce."""
 NUM_CLASSES = 10
+TABLE_ROWS, TABLE_WIDTH = 1_000_000, 64
 
-Arrays = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+Arrays = tuple[npt.NDArray[np.float32] | npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def make_examples(workload: Workload, num_examples: int) -> Arrays:
     """Seeded examples of a classifier that can be learned: one random pattern a class, plus noise of the same size.
 
     Returns:
-        Inputs ``(num_examples, *example_shape)`` float32 and labels ``(num_examples,)`` int64.
+        Inputs ``(num_examples, *example_shape)``, float32, or int64 row numbers of the table, and labels
+        ``(num_examples,)`` int64.
     """
     random = np.random.default_rng(SEED)
+    if workload.name == "sparse":
+        ids = random.integers(0, TABLE_ROWS, (num_examples, *workload.example_shape))
+        return ids, ids[:, 0] % NUM_CLASSES
     width = math.prod(workload.example_shape)
     patterns = random.standard_normal((NUM_CLASSES, width), dtype=np.float32)
     labels = random.integers(0, NUM_CLASSES, num_examples)

@@ -8,6 +8,8 @@ from importlib import metadata
 
 import click
 
+from stratagem.cli.certs import certs_group
+from stratagem.cli.checkpoint import checkpoint_group
 from stratagem.cli.config import config_group
 from stratagem.cli.roles import chief_command, evaluator_command, ps_command, worker_command
 from stratagem.cli.run import run_command
@@ -40,6 +42,8 @@ for _command in (
     evaluator_command,
     status_command,
     config_group,
+    checkpoint_group,
+    certs_group,
 ):
     stratagem.add_command(_command)
 

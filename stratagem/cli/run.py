@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from stratagem.cli.options import field_options
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import LocalJob
+from stratagem.launch.tls import AUTO
 
 COMMUNICATION = (
     "transport",
@@ -21,6 +23,7 @@ COMMUNICATION = (
     "stripes",
     "collective_timeout_s",
     "compression",
+    "devices",
 )
 """Fields of a worker's configuration that `stratagem run` takes as flags too."""
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -33,10 +36,10 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     "--strategy",
     type=click.Choice(STRATEGIES),
     default="auto",
-    help="auto: ps when there are any, a ring when there are several workers, else one process.",
+    help="auto: ps when there are any, a ring of several workers, mirrored on several GPUs, else one.",
 )
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
-@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring takes no worker back).")
+@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (of a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=_DIRECTORY, help="Where each task's output is kept as <type>-<index>.log.")
 @click.option("--summary", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
@@ -47,6 +50,13 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     "--checkpoint-dir", type=_DIRECTORY, help="Where checkpoints are committed; a folder of the run if not given."
 )
 @click.option(
+    "--checkpoint-roots",
+    default=os.getcwd,
+    show_default="the current folder",
+    envvar="STRATAGEM_CHECKPOINT_ROOTS",
+    help="Folders (with : between them) below which SCRIPT may have ps write its own checkpoints.",
+)
+@click.option(
     "--checkpoint-every-s", default=0.0, help="Seconds between checkpoints the chief takes by itself; 0: none."
 )
 @click.option(
@@ -54,6 +64,21 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines.")
 @click.option("--evaluator", is_flag=True, help="Start an evaluator too: SCRIPT, evaluating each new checkpoint.")
+@click.option(
+    "--tls",
+    is_flag=False,
+    flag_value=AUTO,
+    default="",
+    envvar="STRATAGEM_TLS",
+    help="Encrypt: folder of certificates (`stratagem certs` makes them), or auto for throw-away ones.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False),
+    default="",
+    envvar="STRATAGEM_TOKEN_FILE",
+    help="File with a token that the tasks show each other.",
+)
 @field_options("worker", COMMUNICATION)
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
 @click.argument("script", type=click.Path(path_type=Path))

@@ -15,8 +15,9 @@ from rich.table import Table
 from stratagem.cli.options import cluster_option, read_cluster_file
 from stratagem.cluster.spec import ClusterSpec, split_address
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ClusterSpecError, PeerUnavailableError
+from stratagem.errors import ClusterSpecError, PeerUnavailableError, SecurityError
 from stratagem.launch.status import JobStatus, TaskState, fetch_stack, fetch_status
+from stratagem.rpc.security import Security, operator_security
 
 COLUMNS = (
     *("task", "state", "incarnation", "step", "version", "epoch"),
@@ -92,13 +93,13 @@ def _print_table(status: JobStatus) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
-def _stacks(status: JobStatus, timeout_s: float) -> dict[str, list[str]]:
+def _stacks(status: JobStatus, timeout_s: float, security: Security) -> dict[str, list[str]]:
     found = {}
     for task in status.workers:
         if task.state == "live" and task.address:
             try:
-                found[task.task] = list(fetch_stack(task.address, task.task, timeout_s))
-            except PeerUnavailableError as error:
+                found[task.task] = list(fetch_stack(task.address, task.task, timeout_s, security))
+            except (PeerUnavailableError, SecurityError) as error:
                 found[task.task] = [str(error)]
     return found
 
@@ -109,10 +110,30 @@ def _stacks(status: JobStatus, timeout_s: float) -> dict[str, list[str]]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--stacks", is_flag=True, help="Print where each worker's threads stand.")
 @click.option("--timeout-s", default=5.0, show_default=True, help="Seconds to wait for an answer.")
-def status_command(chief: str | None, cluster_file: Path | None, as_json: bool, stacks: bool, timeout_s: float) -> None:
+@click.option("--tls", default="", envvar="STRATAGEM_TLS", help="Folder with ca.crt and the operator's certificate.")
+@click.option("--token-file", default="", envvar="STRATAGEM_TOKEN_FILE", help="File with the token of the job.")
+@click.option(
+    "--insecure", is_flag=True, envvar="STRATAGEM_INSECURE", help="Send the token beyond this machine in the clear."
+)
+def status_command(
+    chief: str | None,
+    cluster_file: Path | None,
+    as_json: bool,
+    stacks: bool,
+    timeout_s: float,
+    tls: str,
+    token_file: str,
+    insecure: bool,
+) -> None:
     """Show every task of a running job: incarnation, step, version, and whom it waits for."""
-    status = fetch_status(chief_address(chief, cluster_file), timeout_s)
-    found = _stacks(status, timeout_s) if stacks else {}
+    defaults = read_cluster_file(cluster_file).get("defaults") or {}
+    security = operator_security(
+        tls or defaults.get("tls", ""),
+        token_file or defaults.get("token_file", ""),
+        insecure or bool(defaults.get("insecure")),
+    )
+    status = fetch_status(chief_address(chief, cluster_file), timeout_s, security)
+    found = _stacks(status, timeout_s, security) if stacks else {}
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(status) | ({"stacks": found} if stacks else {}), indent=2))
         return

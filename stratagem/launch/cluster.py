@@ -14,7 +14,8 @@ from stratagem.launch.poller import StatusPoller
 from stratagem.launch.processes import LineReader, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
 from stratagem.launch.status import JobStatus
-from stratagem.launch.supervisor import Action, Finish, Kill, Signal, Start, Supervisor, describe_exit
+from stratagem.launch.supervisor import Action, Finish, Kill, Phase, Renew, Signal, Start, Supervisor, describe_exit
+from stratagem.rpc.security import OPEN, Security
 
 TICK_S = 0.2
 DRAIN_S = 1.0
@@ -36,6 +37,9 @@ class LocalCluster:
         output: shows and logs lines.
         on_status: called with each new status of the chief.
         signals: SIGINT and SIGTERM of the launcher.
+        security: of the launcher.
+        resumes: whether the script goes on where it was when the whole job is started again.
+        renew: called before it is.
     """
 
     def __init__(
@@ -45,6 +49,9 @@ class LocalCluster:
         output: OutputRouter,
         on_status: Callable[[JobStatus, float], None],
         signals: SignalPipe,
+        security: Security = OPEN,
+        resumes: Callable[[], bool] = lambda: False,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
         self.supervisor = supervisor
         self.chief_address = _UNSET
@@ -53,6 +60,9 @@ class LocalCluster:
         self._output = output
         self._on_status = on_status
         self._signals = signals
+        self._security = security
+        self._resumes = resumes
+        self._renew_folders = renew
         self._processes: dict[TaskId, TaskProcess] = {}
         self._ended_at: dict[TaskId, float] = {}
         self._poller: StatusPoller | None = None
@@ -103,7 +113,7 @@ class LocalCluster:
     def _chief_listens(self, task: TaskId, address: str) -> None:
         if self._poller is None:
             self.chief_address = address
-            self._poller = StatusPoller(address)
+            self._poller = StatusPoller(address, security=self._security)
         self._do(self.supervisor.listening(task))
 
     def _ended(self, now: float) -> list[TaskId]:
@@ -129,10 +139,14 @@ class LocalCluster:
         if task.type == "worker" and self._poller is not None and self._poller.ask(LAST_QUESTION_S):
             self._new_status(now, gone=process)
         had_failed = self.supervisor.failure is not None
+        was_renewing = self.supervisor.phase is Phase.RENEWING
+        if self._resumes():
+            self.supervisor.can_resume()
         actions = self.supervisor.exited(task, code, now)
-        restarting = Start(task) in actions
-        if restarting:
-            left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
+        left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
+        if self.supervisor.phase is Phase.RENEWING and not was_renewing:
+            self._output.say(f"{task} ended ({describe_exit(code)}); starting the job again, {left} restarts left")
+        elif Start(task) in actions and not was_renewing:
             self._output.say(f"{task} ended ({describe_exit(code)}); starting it again, {left} restarts left")
         if self.supervisor.failure is not None and not had_failed:
             self.failure_tail = self._output.tail(self.supervisor.failure.task)
@@ -159,8 +173,18 @@ class LocalCluster:
                     self._processes[task].send(signum)
                 case Kill(task):
                     self._processes[task].kill()
+                case Renew():
+                    self._renew()
                 case Finish(exit_code):
                     self._exit_code = exit_code
+
+    def _renew(self) -> None:
+        """The next chief is another one, at another address."""
+        self._renew_folders()
+        self.chief_address = _UNSET
+        if self._poller is not None:
+            self._poller.close()
+            self._poller = None
 
     def _start(self, task: TaskId) -> None:
         process = TaskProcess(task, self._launch_for(task, self.chief_address))

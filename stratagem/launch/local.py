@@ -14,10 +14,12 @@ from stratagem.cluster.task import TaskId
 from stratagem.launch.cluster import LaunchFor, LocalCluster
 from stratagem.launch.display import Display, make_display
 from stratagem.launch.output import OutputRouter, wants_colour
-from stratagem.launch.plan import Launch, LocalJob, RunFolders, plan_launch
+from stratagem.launch.plan import Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
 from stratagem.launch.summary import build_summary, failure_words, newest_checkpoint, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
+from stratagem.launch.tls import AUTO, make_throw_away
+from stratagem.rpc.security import OPEN, operator_security
 
 _INTERRUPTED = (130, 143)
 
@@ -57,10 +59,13 @@ def run_local(
     )
     supervisor = Supervisor(job.workers, job.servers, policy)
     try:
+        if job.tls == AUTO and job.servers:
+            make_throw_away(folders.certificates, map(str, (*job.servers, *job.workers)))
         return _run(job, folders, supervisor, launch_for or launch, display, output)
     finally:
         display.close()
         output.close()
+        shutil.rmtree(folders.certificates, ignore_errors=True)
         if not _is_kept(job, supervisor):
             shutil.rmtree(folders.root, ignore_errors=True)
 
@@ -79,8 +84,18 @@ def _run(
     output: OutputRouter,
 ) -> int:
     started_at = time.monotonic()
+    security = operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN
     with signal_pipe() as signals:
-        cluster = LocalCluster(supervisor, launch_for, output, display.update, signals)
+        cluster = LocalCluster(
+            supervisor,
+            launch_for,
+            output,
+            display.update,
+            signals,
+            security,
+            resumes=folders.resume_mark.exists,
+            renew=lambda: _forget_journal(folders),
+        )
         exit_code = cluster.run()
         duration_s = time.monotonic() - started_at
     display.close()
@@ -96,6 +111,12 @@ def _run(
         output.say(failure_words(supervisor.failure, tail))
         output.say(f"logs: {output.log_file(supervisor.failure.task).parent}")
     return exit_code
+
+
+def _forget_journal(folders: RunFolders) -> None:
+    """The books of a chief whose workers have all begun anew, at what they themselves have saved."""
+    shutil.rmtree(folders.journal)
+    folders.journal.mkdir()
 
 
 def _last_words(exit_code: int, restarts: int, updates_lost: int, duration_s: float) -> str:

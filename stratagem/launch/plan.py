@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from stratagem.cluster.choice import StrategyName, choose_strategy
+from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
+from stratagem.launch.tls import AUTO
 from stratagem.rpc import heap
 
 _LOCAL = "127.0.0.1:0"
 _DISTRIBUTED = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "EVALUATOR"))
+_OWN = tuple(
+    f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "EVALUATOR", "TLS", "TOKEN_FILE")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,8 @@ class LocalJob:
     checkpoint_every_s: float = 0.0
     checkpoint_dir: Path | None = None
     """None: a folder of the run directory."""
+    checkpoint_roots: str = dataclasses.field(default_factory=os.getcwd)
+    """Folders, with ":" between them, below which the script may have parameter servers write checkpoints."""
     state_dir: Path | None = None
     """Where the run directory is made; None: the system's temporary directory, and it is removed on success."""
     log_dir: Path | None = None
@@ -48,6 +54,10 @@ class LocalJob:
     """Start an evaluator, which runs the script beside the training cluster."""
     communication: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Fields of the workers' configuration that say how they talk, for example transport; missing: default."""
+    tls: str = ""
+    """Folder of certificates; "auto": throw-away ones for this run; empty: no TLS."""
+    token_file: str = ""
+    """File with the token of the job; empty: none."""
     verbose: bool = False
     """Show the standard output of every worker, not only the lead's."""
 
@@ -59,8 +69,15 @@ class LocalJob:
             )
         if not self.script.is_file():
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
-        if self.chosen_strategy != "ps" and self.evaluator:
-            raise ConfigurationError("an evaluator needs checkpoints, which parameter servers write: add --ps 1")
+        if self.tls and self.tls != AUTO and not Path(self.tls).is_dir():
+            raise ConfigurationError(
+                f"--tls takes a folder of certificates, or the word {AUTO} for throw-away ones; {self.tls} is neither. "
+                f"Before the script, write --tls {AUTO}"
+            )
+        if self.chosen_strategy in ONE_PROCESS and self.evaluator:
+            raise ConfigurationError(
+                "an evaluator stands beside a cluster, and this job is one process: add --workers 2 or --ps 1"
+            )
 
     @property
     def chosen_strategy(self) -> StrategyName:
@@ -75,7 +92,7 @@ class LocalJob:
     @property
     def servers(self) -> tuple[TaskId, ...]:
         """Chief first, then ps, then the evaluator; none when the script trains alone."""
-        if self.chosen_strategy == "one":
+        if self.chosen_strategy in ONE_PROCESS:
             return ()
         evaluators = (TaskId("evaluator", 0),) if self.evaluator else ()
         return (TaskId("chief", 0), *(TaskId("ps", index) for index in range(self.num_ps)), *evaluators)
@@ -105,6 +122,16 @@ class RunFolders:
     def logs(self) -> Path:
         """Default place of the tasks' logs."""
         return self.root / "logs"
+
+    @property
+    def certificates(self) -> Path:
+        """Place of throw-away certificates."""
+        return self.root / "certificates"
+
+    @property
+    def resume_mark(self) -> Path:
+        """A script that goes on where it was, when the whole job is started again, leaves this file."""
+        return self.root / "resumes"
 
     def report(self, task: TaskId) -> Path:
         """Where a worker writes its report (JSON: steps, examples, loss, metrics) when its script ends."""
@@ -141,13 +168,34 @@ def plan_launch(
     variables = {name: value for name, value in environ.items() if name not in (*_DISTRIBUTED, *_OWN)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
     variables = {**heap.ENVIRONMENT, **variables}
-    variables |= {"STRATAGEM_STRATEGY": job.chosen_strategy, "STRATAGEM_STALENESS": str(job.staleness)}
+    variables |= {"STRATAGEM_STRATEGY": _strategy_flag(job), "STRATAGEM_STALENESS": str(job.staleness)}
     if job.num_threads or "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = str(num_threads)
+    if job.servers and (certificates := certificates_of(job, folders)):
+        variables["STRATAGEM_TLS"] = certificates
+    if job.servers:
+        variables["STRATAGEM_CHECKPOINT_ROOTS"] = os.pathsep.join(
+            os.path.abspath(root) for root in job.checkpoint_roots.split(os.pathsep) if root
+        )
+    if job.servers and job.token_file:
+        variables["STRATAGEM_TOKEN_FILE"] = str(Path(job.token_file).resolve())
     if task.type == "worker":
         variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
+        variables["STRATAGEM_RESUME_FILE"] = str(folders.resume_mark)
     command = _command(job, task, folders, chief_address, num_threads)
     return Launch(command, variables | _place(job, task, chief_address))
+
+
+def certificates_of(job: LocalJob, folders: RunFolders) -> str:
+    """Folder of the certificates; empty: no TLS."""
+    if job.tls == AUTO:
+        return str(folders.certificates)
+    return str(Path(job.tls).resolve()) if job.tls else ""
+
+
+def _strategy_flag(job: LocalJob) -> str:
+    # One process sees for itself how many accelerators it has.
+    return job.strategy if job.chosen_strategy in ONE_PROCESS else job.chosen_strategy
 
 
 def _place(job: LocalJob, task: TaskId, chief_address: str) -> dict[str, str]:
@@ -175,7 +223,7 @@ def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: st
     if task.type == "evaluator":
         script = (str(job.script), *job.args)
     if task.type == "worker":
-        flags |= {"strategy": job.chosen_strategy, "staleness": job.staleness}
+        flags |= {"strategy": _strategy_flag(job), "staleness": job.staleness}
         flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
         script = (str(job.script), *job.args)
     texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import grpc
 
+from stratagem.cluster.identity import CHIEF
 from stratagem.launch.status import JobStatus, from_reply
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
+from stratagem.rpc.security import OPEN, Security
 
 
 class StatusPoller:
@@ -16,13 +18,16 @@ class StatusPoller:
         address: host:port of the chief.
         interval_s: seconds between questions.
         timeout_s: seconds to wait for an answer.
+        security: of the launcher.
     """
 
-    def __init__(self, address: str, interval_s: float = 0.5, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self, address: str, interval_s: float = 0.5, timeout_s: float = 2.0, security: Security = OPEN
+    ) -> None:
         self.interval_s = interval_s
         self.latest: JobStatus | None = None
         self._timeout_s = timeout_s
-        self._channel = connect(address)
+        self._channel = connect(address, CHIEF, security)
         self._stub = chief_pb2_grpc.ChiefStub(self._channel)
         self._call: grpc.CallFuture[chief_pb2.GetStatusReply] | None = None
         self._asked_at = float("-inf")

@@ -6,9 +6,13 @@ import dataclasses
 
 import grpc
 
+from stratagem.cluster.identity import CHIEF
+from stratagem.errors import IdentityError, PeerUnavailableError
 from stratagem.rpc.channels import connect
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, worker_pb2, worker_pb2_grpc
+from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.security import OPEN, Security
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,29 +127,33 @@ def _task(status: chief_pb2.TaskStatus) -> TaskState:
     )
 
 
-def fetch_status(address: str, timeout_s: float) -> JobStatus:
+def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> JobStatus:
     """Asks the chief at ``address``.
 
     Raises:
+        IdentityError: TLS does not come about, or the chief does not know us.
         PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
     """
-    channel = connect(address)
+    channel = connect(address, CHIEF, security)
     try:
         stub = chief_pb2_grpc.ChiefStub(channel)
         return from_reply(stub.GetStatus(chief_pb2.GetStatusRequest(), timeout=timeout_s))
     except grpc.RpcError as error:
-        raise error_from_rpc(error, f"the chief at {address}") from None
+        found = error_from_rpc(error, f"the chief at {address}")
+        if isinstance(found, PeerUnavailableError) and (reason := explain_refusal(address, CHIEF, security)):
+            raise IdentityError(reason) from None
+        raise found from None
     finally:
         channel.close()
 
 
-def fetch_stack(address: str, task: str, timeout_s: float) -> tuple[str, ...]:
+def fetch_stack(address: str, task: str, timeout_s: float, security: Security = OPEN) -> tuple[str, ...]:
     """The stacks of a worker's threads, one text per thread.
 
     Raises:
         PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
     """
-    channel = connect(address)
+    channel = connect(address, task, security)
     try:
         stub = worker_pb2_grpc.WorkerStub(channel)
         return tuple(stub.GetStack(worker_pb2.GetStackRequest(), timeout=timeout_s).threads)

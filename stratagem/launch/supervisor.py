@@ -1,9 +1,11 @@
 """Which task to start, signal, kill or restart, and when the job is over. A state machine: events in, actions out.
 
-Rules: a task that dies is started again, at most ``max_restarts`` times in all. Exit codes 2 and 42 are never
-retried; exit code 1 only if the task had completed a step in that life (else the script is simply broken). When the
-workers are done, ps and chief get ``shutdown_timeout_s`` to end by themselves. The first failure ends the job.
-A ps is signalled only after the chief has ended, so that the chief can take a last checkpoint and stop it.
+Rules: a task that dies is started again, at most ``max_restarts`` times in all. A ring takes no worker back: when one
+dies, the whole job is started again if its script goes on where it was (one restart), and else has failed. Exit codes 2
+and 42 are never retried; exit code 1 only if the task had completed a step in that life (else the script is simply
+broken). When the workers are done, ps and chief get ``shutdown_timeout_s`` to end by themselves. The first failure ends
+the job. A ps is signalled only after the chief has ended, so that the chief can take a last checkpoint and stop it; the
+chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations
@@ -42,13 +44,18 @@ class Kill:
 
 
 @dataclasses.dataclass(frozen=True)
+class Renew:
+    """No process runs, and a new life of the whole job begins: what its chief knew of the last one counts no more."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Finish:
     """Every process has ended: end with this code."""
 
     exit_code: int
 
 
-Action = Start | Signal | Kill | Finish
+Action = Start | Signal | Kill | Renew | Finish
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +92,8 @@ class Phase(enum.Enum):
     """The workers are done; ps and chief end by themselves."""
     ENDING = "ending"
     """Failed or interrupted: everyone has been told to end."""
+    RENEWING = "renewing"
+    """A ring is broken: when everyone has ended, the whole job is started again."""
     KILLING = "killing"
     OVER = "over"
 
@@ -119,8 +128,10 @@ class Supervisor:
         self.running: set[TaskId] = set()
         self._done: set[TaskId] = set()
         self._stepped: set[TaskId] = set()
+        self._resumes = False
         self._interrupted_by = 0
         self._ending_signal: int = signal.SIGTERM
+        self._chief_comes_last = False
         self._deadline: float | None = None
 
     @property
@@ -143,6 +154,10 @@ class Supervisor:
         self.phase, self._deadline = Phase.RUNNING, None
         return [self._start(other) for other in (*self.servers[1:], *self.workers)]
 
+    def can_resume(self) -> None:
+        """The script goes on where it was when the whole job is started again."""
+        self._resumes = True
+
     def stepped(self, tasks: Collection[TaskId]) -> None:
         """These tasks have completed a step in their present life."""
         self._stepped |= self.running & set(tasks)
@@ -152,20 +167,28 @@ class Supervisor:
         self.running.discard(task)
         self.exits[task].append(code)
         actions: list[Action] = []
+        if self.phase is Phase.RENEWING and code not in _NEVER_RETRIED:
+            return self._renew(task, now)
         if code == EXIT_DONE and self.phase is Phase.STARTING:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
         elif code == EXIT_DONE:
             self._done.add(task)
-        elif self.phase in (Phase.STARTING, Phase.RUNNING):
+        elif self.phase in (Phase.STARTING, Phase.RUNNING, Phase.RENEWING):
             reason = self._why_not_again(task, code)
             if reason is None:
                 self.restarts[task] = self.restarts.get(task, 0) + 1
+                if self._takes_all_along(task, code):
+                    self.phase, self._deadline = Phase.RENEWING, now + self.policy.shutdown_timeout_s
+                    return self._renew(task, now)
                 return [self._start(task)]
             actions = self._fail(Failure(task, code, reason), now)
         elif self.phase is Phase.DRAINING and self.failure is None:
             self.failure = Failure(task, code, "it failed after the workers were done")
         if self.phase is Phase.ENDING and task.type == "chief" and not actions:
             actions = [Signal(left, self._ending_signal) for left in self._in_order() if left.type == "ps"]
+        elif self.phase is Phase.ENDING and self._chief_comes_last and not self._workers_run:
+            self._chief_comes_last = False
+            actions = [Signal(left, self._ending_signal) for left in self._in_order() if left.type == "chief"]
         return actions + self._next(now)
 
     def interrupted(self, signum: int, now: float) -> list[Action]:
@@ -177,6 +200,7 @@ class Supervisor:
         if self.phase is Phase.ENDING and self._deadline is not None:
             deadline = min(deadline, self._deadline)
         self.phase, self._deadline, self._ending_signal = Phase.ENDING, deadline, signum
+        self._chief_comes_last = not self.policy.restart_workers and self._workers_run
         return self._signal_all() + self._next(now)
 
     def ticked(self, now: float) -> list[Action]:
@@ -190,6 +214,9 @@ class Supervisor:
             left = ", ".join(str(task) for task in self._in_order())
             reason = f"still running {self.policy.shutdown_timeout_s:.0f} s after the workers were done: {left}"
             return self._fail(Failure(self._in_order()[0], EXIT_FAILED, reason), now)
+        if self.phase is Phase.RENEWING:
+            self._deadline = None
+            return [Kill(task) for task in self._in_order()]
         return self._kill()
 
     def deadline(self) -> float | None:
@@ -210,11 +237,37 @@ class Supervisor:
             return "the chief had already ended the job"
         if code == EXIT_FAILED and task not in self._stepped:
             return "it failed before its first step"
-        if task.type == "worker" and not self.policy.restart_workers:
+        if self._is_in_ring(task) and not self._resumes:
             return "a ring cannot take a worker back; start the job again"
+        if self._is_in_ring(task) and self._done.intersection(self.workers):
+            return "other workers of the ring have finished their script"
         if self.num_restarts >= self.policy.max_restarts:
             return f"no restart is left of --max-restarts {self.policy.max_restarts}"
         return None
+
+    def _is_in_ring(self, task: TaskId) -> bool:
+        return task.type == "worker" and not self.policy.restart_workers
+
+    def _takes_all_along(self, task: TaskId, code: int) -> bool:
+        """Whether the end of a task is that of this life of the job."""
+        told = task.type == "chief" and code == EXIT_PREEMPTED and self._resumes  # it has told the workers
+        return self._is_in_ring(task) or (told and not self.policy.restart_workers)
+
+    @property
+    def _workers_run(self) -> bool:
+        return not self.running.isdisjoint(self.workers)
+
+    def _renew(self, gone: TaskId, now: float) -> list[Action]:
+        """Lets the workers end by themselves, they may be saving; then the chief; then the job begins anew."""
+        if self._workers_run or (self.running and gone.type != "worker"):
+            return []
+        if self.running:
+            self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
+            return self._signal_all()
+        self.phase = Phase.STARTING
+        self._done.clear()
+        self._stepped.clear()
+        return [Renew(), *self.begin(now)]
 
     def _fail(self, failure: Failure, now: float) -> list[Action]:
         self.failure = self.failure or failure
@@ -223,9 +276,10 @@ class Supervisor:
         return self._signal_all()
 
     def _signal_all(self) -> list[Action]:
-        """Tells everyone to end; the ps only when there is no chief (any more) that will."""
+        """Tells everyone to end, but those whose time comes later."""
         chief_runs = any(task.type == "chief" for task in self.running)
-        told = [task for task in self._in_order() if task.type != "ps" or not chief_runs]
+        waits = {"ps": chief_runs, "chief": self._chief_comes_last}
+        told = [task for task in self._in_order() if not waits.get(task.type)]
         return [Signal(task, self._ending_signal) for task in told]
 
     def _kill(self) -> list[Action]:

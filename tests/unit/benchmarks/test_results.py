@@ -88,6 +88,12 @@ def test_rows_of_ps_have_the_columns_of_the_rules(python: str | None, systems: i
         assert list(case.identities[0]) == ["benchmark", "system", "workload", "lane", "workers", "ps"]
 
 
+def test_rows_of_ps_under_tls_stand_beside_those_in_the_clear() -> None:
+    cases = ps_cases(WORKLOADS["dense"], ["shm", "tcp"], None, tls=True)
+    lanes = [case.identities[0]["lane"] for case in cases]
+    assert lanes == ["shm", "shm+tls", "tcp", "tcp+tls", None]
+
+
 def test_rows_of_train() -> None:
     def systems(workload: str, tf_python: str | None) -> list[tuple[object, object, object]]:
         cases = train_cases(WORKLOADS[workload], 4, ["shm", "tcp"], ddp=True, tf_python=tf_python)

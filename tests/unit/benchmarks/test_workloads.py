@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import apply_rows
+from benchmarks.apply import WrongUpdateError
 from benchmarks.training.torch_models import (
     MemoryExamples,
     make_loader,
@@ -18,6 +20,7 @@ from benchmarks.training.torch_models import (
     weights_finite,
 )
 from benchmarks.training.workloads import CLASSIFIERS, WORKLOADS, make_examples
+from stratagem.ps.table_group import TableGroup
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -95,3 +98,12 @@ def test_the_loss_falls(name: str) -> None:
     assert weights_finite(model)
     next(model.parameters()).data[0] = float("nan")
     assert not weights_finite(model)
+
+
+@pytest.mark.parametrize("optimizer", apply_rows.HYPER_PARAMETERS)
+def test_rows_are_updated_as_torch_does(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = apply_rows.time_updates(optimizer, num_rows=3000, num_updates=3)
+    assert set(sample) == {"rows_per_s", "rows_per_cpu_s"}
+    monkeypatch.setattr(TableGroup, "apply", lambda *arguments: None)
+    with pytest.raises(WrongUpdateError):
+        apply_rows.time_updates(optimizer, num_rows=3000, num_updates=3)

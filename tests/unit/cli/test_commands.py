@@ -17,11 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
-from stratagem.cli import roles
+from stratagem.cli import roles, run, status
 from stratagem.cli.options import flag
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
+from stratagem.launch.plan import LocalJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 CLUSTER_YAML = """
@@ -236,6 +237,57 @@ def job() -> Iterator[str]:
     pool.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ([], None, ""),
+        (["--tls", "auto"], None, "auto"),
+        (["--tls", "--workers", "2"], None, "auto"),
+        (["--tls=certs"], None, "certs"),
+        ([], "certs", "certs"),
+        (["--tls=auto"], "certs", "auto"),
+    ],
+)
+def test_run_takes_tls_with_and_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], environment: str | None, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("certs").mkdir()
+    Path("train.py").touch()
+    jobs: list[LocalJob] = []
+    monkeypatch.setattr(run, "run_local", jobs.append)
+    if environment is not None:
+        monkeypatch.setenv("STRATAGEM_TLS", environment)
+    code, _, err = invoke("run", *flags, "train.py", "--tls", "argument of the script")
+    assert code == 0, err
+    assert jobs[0].tls == expected and jobs[0].args == ("--tls", "argument of the script")
+
+
+@pytest.mark.parametrize("way", ["flags", "environment", "file"])
+def test_status_is_told_who_the_operator_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    told: list[tuple[str, str, bool]] = []
+
+    def stop(*words: Any) -> None:
+        told.append(words)
+        raise ClusterSpecError("far enough")
+
+    monkeypatch.setattr(status, "operator_security", stop)
+    file = tmp_path / "c.yaml"
+    file.write_text("defaults: {tls: certs, token_file: token, insecure: true}" if way == "file" else "{}")
+    flags = ["--tls", "certs", "--token-file", "token", "--insecure"] if way == "flags" else []
+    if way == "environment":
+        for name, value in (("TLS", "certs"), ("TOKEN_FILE", "token"), ("INSECURE", "true")):
+            monkeypatch.setenv(f"STRATAGEM_{name}", value)
+    assert invoke("status", "--cluster", str(file), *flags)[0] == 2
+    assert told == [("certs", "token", True)]
+
+
+def test_run_takes_a_script_for_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    code, _, err = invoke("run", "--tls", str(tmp_path / "train.py"), str(tmp_path / "train.py"))
+    assert code == 2 and "--tls auto" in err
+
+
 def test_status_as_a_table(job: str) -> None:
     code, out, err = invoke("status", "--chief", job)
     assert code == 0, err
@@ -249,9 +301,9 @@ def test_status_as_a_table(job: str) -> None:
 def test_status_as_json_with_stacks(job: str) -> None:
     code, out, err = invoke("status", "--chief", job, "--json", "--stacks")
     assert code == 0, err
-    status = json.loads(out)
-    assert (status["tasks"][0]["step"], status["tasks"][0]["loss"], status["tasks"][1]["loss"]) == (7, 0.5, None)
-    assert status["stacks"] == {"worker:0": ["MainThread\n  train.py:3 in step"]}
+    found = json.loads(out)
+    assert (found["tasks"][0]["step"], found["tasks"][0]["loss"], found["tasks"][1]["loss"]) == (7, 0.5, None)
+    assert found["stacks"] == {"worker:0": ["MainThread\n  train.py:3 in step"]}
 
 
 def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) -> None:

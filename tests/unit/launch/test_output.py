@@ -172,6 +172,38 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     assert f"--checkpoint-dir={folders.checkpoints}" in ps.command and "RANK" not in ps.environ
 
 
+def test_certificates_and_token_reach_every_process_by_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "certs").mkdir()
+    folders = RunFolders(tmp_path / "run")
+    environ = {"STRATAGEM_TLS": "elsewhere", "STRATAGEM_TOKEN_FILE": "elsewhere"}
+    expected = {"auto": str(folders.certificates), "certs": str(tmp_path / "certs"), "": None}
+    for tls, folder in expected.items():
+        job = _job(tmp_path, num_workers=2, num_ps=1, tls=tls, token_file="token" if tls else "")
+        for task in (TaskId("chief", 0), W1, PS):
+            variables = plan_launch(job, task, folders, environ, 8, "127.0.0.1:5").environ
+            assert variables.get("STRATAGEM_TLS") == folder
+            assert variables.get("STRATAGEM_TOKEN_FILE") == (str(tmp_path / "token") if tls else None)
+    with pytest.raises(ConfigurationError, match=r"takes a folder of certificates.*train\.py is neither"):
+        _job(tmp_path, num_workers=2, tls=str(tmp_path / "train.py"))
+
+
+def test_places_of_checkpoints_are_below_the_current_folder_or_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    roots = {}
+    for said in ({}, {"checkpoint_roots": "a:/b"}):
+        job = _job(tmp_path, num_workers=2, num_ps=1, **said)
+        for task in (TaskId("chief", 0), PS):
+            environ = {"STRATAGEM_CHECKPOINT_ROOTS": "elsewhere"}
+            variables = plan_launch(job, task, RunFolders(tmp_path), environ, 8, "127.0.0.1:5").environ
+            roots[task, len(said)] = variables["STRATAGEM_CHECKPOINT_ROOTS"]
+    assert set(roots.values()) == {str(tmp_path), f"{tmp_path / 'a'}:/b"} and len(roots) == 4
+
+
 @pytest.mark.parametrize(
     ("cores", "workers", "ps", "threads"), [(8, 2, 2, 2), (2, 2, 2, 1), (64, 3, 1, 16), (4, 1, 0, 4)]
 )

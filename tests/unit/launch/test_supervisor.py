@@ -17,6 +17,7 @@ from stratagem.launch.supervisor import (
     Kill,
     Phase,
     Policy,
+    Renew,
     Signal,
     Start,
     Supervisor,
@@ -222,6 +223,111 @@ def test_an_interrupt_does_not_prolong_a_failure() -> None:
     assert supervisor.deadline() == 5.0
 
 
+RING = dataclasses.replace(POLICY, restart_workers=False)
+
+
+def _ring(resumes: bool = True) -> Supervisor:
+    supervisor = Supervisor([W0, W1], [CHIEF], RING)
+    assert supervisor.begin(0.0) == [Start(CHIEF)]
+    assert supervisor.listening(CHIEF) == [Start(W0), Start(W1)]
+    if resumes:
+        supervisor.can_resume()
+    return supervisor
+
+
+@pytest.mark.parametrize("code", [143, -9])
+def test_a_ring_whose_script_goes_on_is_started_again_as_a_whole(code: int) -> None:
+    supervisor = _ring()
+    assert supervisor.exited(W1, code, 1.0) == []  # the other one may be saving: it is let be
+    assert (supervisor.phase, supervisor.deadline()) == (Phase.RENEWING, 11.0)
+    assert supervisor.exited(W0, 1, 2.0) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.deadline() == 6.0
+    assert supervisor.exited(CHIEF, 143, 3.0) == [Renew(), Start(CHIEF)]
+    assert supervisor.phase is Phase.STARTING
+    assert supervisor.listening(CHIEF) == [Start(W0), Start(W1)]
+    assert supervisor.restarts == {W1: 1}
+    assert supervisor.exited(W0, 0, 4.0) == supervisor.exited(W1, 0, 4.0) == []
+    assert supervisor.exited(CHIEF, 0, 5.0) == [Finish(0)]
+    assert supervisor.failure is None
+
+
+def test_a_ring_whose_script_does_not_go_on_has_failed() -> None:
+    supervisor = _ring(resumes=False)
+    assert supervisor.exited(W1, 143, 1.0) == [Signal(W0, signal.SIGTERM), Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.failure is not None and "cannot take a worker back" in supervisor.failure.reason
+
+
+def test_a_ring_is_not_started_again_when_a_worker_has_finished() -> None:
+    supervisor = _ring()
+    supervisor.exited(W0, 0, 1.0)
+    assert supervisor.exited(W1, -9, 1.0) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.failure is not None and "have finished" in supervisor.failure.reason
+
+
+def test_a_ring_is_started_again_as_often_as_allowed() -> None:
+    supervisor = _ring()
+    for _ in range(RING.max_restarts):
+        supervisor.exited(W0, 143, 1.0)
+        supervisor.exited(W1, 143, 1.0)
+        assert supervisor.exited(CHIEF, 143, 1.0) == [Renew(), Start(CHIEF)]
+        supervisor.listening(CHIEF)
+    supervisor.exited(W0, 143, 1.0)
+    assert supervisor.failure is not None and supervisor.failure.reason == "no restart is left of --max-restarts 2"
+
+
+def test_a_worker_that_does_not_leave_a_broken_ring_is_killed() -> None:
+    supervisor = _ring()
+    supervisor.exited(W1, -9, 1.0)
+    assert supervisor.ticked(10.9) == []
+    assert supervisor.ticked(11.0) == [Kill(W0), Kill(CHIEF)]
+    assert supervisor.exited(CHIEF, -9, 11.1) == []
+    assert supervisor.exited(W0, -9, 11.2) == [Renew(), Start(CHIEF)]
+
+
+def test_a_chief_that_was_told_to_end_takes_its_ring_along() -> None:
+    supervisor = _ring()
+    assert supervisor.exited(CHIEF, 143, 1.0) == []
+    assert supervisor.phase is Phase.RENEWING
+    assert supervisor.exited(W0, 143, 1.1) == []
+    assert supervisor.exited(W1, 143, 1.1) == [Renew(), Start(CHIEF)]
+    assert supervisor.restarts == {CHIEF: 1}
+    supervisor = _ring()
+    assert supervisor.exited(CHIEF, -9, 1.0) == [Start(CHIEF)]  # the workers have not noticed
+    supervisor = _ring(resumes=False)
+    assert supervisor.exited(CHIEF, 143, 1.0) == [Start(CHIEF)]
+
+
+def test_a_chief_that_leaves_a_broken_ring_first() -> None:
+    supervisor = _ring()
+    supervisor.exited(W1, 143, 1.0)
+    assert supervisor.exited(CHIEF, 143, 1.1) == []
+    assert supervisor.exited(W0, 143, 1.2) == [Renew(), Start(CHIEF)]
+
+
+def test_what_is_never_retried_ends_a_broken_ring() -> None:
+    supervisor = _ring()
+    supervisor.exited(W1, 143, 1.0)
+    assert supervisor.exited(W0, 2, 1.1) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.exited(CHIEF, 143, 1.2) == [Finish(2)]
+
+
+def test_an_interrupt_reaches_the_chief_of_a_ring_when_the_workers_have_saved() -> None:
+    supervisor = _ring()
+    assert supervisor.interrupted(signal.SIGTERM, 1.0) == [Signal(W0, signal.SIGTERM), Signal(W1, signal.SIGTERM)]
+    assert supervisor.exited(W1, 143, 2.0) == []
+    assert supervisor.exited(W0, 143, 2.1) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.exited(CHIEF, 143, 2.2) == [Finish(143)]
+    assert supervisor.failure is None and supervisor.num_restarts == 0
+
+
+def test_an_interrupt_ends_a_job_that_is_about_to_start_again() -> None:
+    supervisor = _ring()
+    supervisor.exited(W1, 143, 1.0)
+    assert supervisor.interrupted(signal.SIGINT, 1.1) == [Signal(W0, signal.SIGINT)]
+    assert supervisor.exited(W0, 143, 1.2) == [Signal(CHIEF, signal.SIGINT)]
+    assert supervisor.exited(CHIEF, 143, 1.3) == [Finish(130)]
+
+
 def test_words_for_exits() -> None:
     assert [describe_exit(code) for code in (1, -9, -200)] == [
         "exit code 1",
@@ -233,9 +339,12 @@ def test_words_for_exits() -> None:
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens in whatever order: no action on a task that does not run, and the job ends."""
 
+    policy = POLICY
+    servers: tuple[TaskId, ...] = (CHIEF, PS)
+
     def __init__(self) -> None:
         super().__init__()
-        self.supervisor = Supervisor([W0, W1], [CHIEF, PS], POLICY)
+        self.supervisor = Supervisor([W0, W1], self.servers, self.policy)
         self.alive: set[TaskId] = set()
         self.finished: list[int] = []
         self.now = 0.0
@@ -249,6 +358,8 @@ class AnyOrder(RuleBasedStateMachine):
                     self.alive.add(task)
                 case Signal(task, _) | Kill(task):
                     assert task in self.alive
+                case Renew():
+                    assert not self.alive
                 case Finish(code):
                     assert not self.alive
                     self.finished.append(code)
@@ -257,6 +368,10 @@ class AnyOrder(RuleBasedStateMachine):
     def chief_listens(self) -> None:
         if CHIEF in self.alive:
             self.take(self.supervisor.listening(CHIEF))
+
+    @rule()
+    def script_goes_on(self) -> None:
+        self.supervisor.can_resume()
 
     @rule(tasks=st.sets(st.sampled_from([CHIEF, PS, W0, W1])))
     def steps(self, tasks: set[TaskId]) -> None:
@@ -288,8 +403,17 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.supervisor.num_restarts <= POLICY.max_restarts
 
 
+class AnyOrderInARing(AnyOrder):
+    """The same, where a worker that dies takes all others along."""
+
+    policy = RING
+    servers = (CHIEF,)
+
+
 AnyOrder.TestCase.settings = settings(max_examples=200, deadline=None)
+AnyOrderInARing.TestCase.settings = settings(max_examples=200, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+TestAnyOrderInARing = AnyOrderInARing.TestCase
 
 
 @given(st.integers(0, 5))

@@ -1,0 +1,51 @@
+"""Machines that tasks ask for. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from stratagem.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineConfig:
+    """What one task asks of its machine; names as in TensorFlow Cloud.
+
+    Raises:
+        ConfigurationError: a count is negative, or accelerators have no type.
+    """
+
+    cpu_cores: float = 1
+    """Cores."""
+    memory_gib: float = 2
+    """Memory, in GiB: both what is reserved and the limit."""
+    accelerator_type: str = ""
+    """The cluster's name of the accelerator, for example "nvidia-tesla-t4"; empty: any, or none."""
+    accelerator_count: int = 0
+    """Accelerators of this task."""
+
+    def __post_init__(self) -> None:
+        if self.cpu_cores <= 0 or self.memory_gib <= 0 or self.accelerator_count < 0:
+            raise ConfigurationError(
+                "expected a machine with cpu_cores and memory_gib above 0 and no negative accelerator_count, got "
+                f"{self}"
+            )
+        if self.accelerator_type and not self.accelerator_count:
+            raise ConfigurationError(
+                f"expected accelerator_count of at least 1 with accelerator_type={self.accelerator_type!r}, got 0"
+            )
+
+
+COMMON_MACHINE_CONFIGS: Mapping[str, MachineConfig] = {
+    "CPU": MachineConfig(cpu_cores=4, memory_gib=15),
+    "T4_1X": MachineConfig(8, 30, "nvidia-tesla-t4", 1),
+    "T4_4X": MachineConfig(16, 60, "nvidia-tesla-t4", 4),
+    "V100_1X": MachineConfig(8, 30, "nvidia-tesla-v100", 1),
+    "V100_4X": MachineConfig(16, 60, "nvidia-tesla-v100", 4),
+    "A100_1X": MachineConfig(12, 85, "nvidia-tesla-a100", 1),
+    "A100_8X": MachineConfig(96, 680, "nvidia-tesla-a100", 8),
+    "H100_1X": MachineConfig(26, 234, "nvidia-h100-80gb", 1),
+    "H100_8X": MachineConfig(208, 1872, "nvidia-h100-80gb", 8),
+}
+"""Machines by the names people use. ``chief_config="auto"`` and ``worker_config="auto"`` are ``"CPU"``."""

@@ -1,0 +1,1 @@
+"""What runs where in containers, and the files that say so to docker-compose and Kubernetes."""

@@ -1,0 +1,1 @@
+"""`sg.run()` and `stratagem submit`: validate, containerise, submit, follow."""

@@ -1,0 +1,90 @@
+"""`stratagem checkpoint inspect | consolidate | verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from stratagem.cli import __main__ as cli
+from tests.unit.training.checkpoint_objects import Script, same
+
+
+@pytest.fixture
+def script() -> Script:
+    script = Script()
+    script.train(2)
+    return script
+
+
+def stratagem(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """The command's exit code."""
+    monkeypatch.setattr(sys, "argv", ["stratagem", "checkpoint", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_inspect(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = script.checkpoint.save(tmp_path / "step", step=7)
+    assert stratagem(monkeypatch, "inspect", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["path"], found["step"]) == (path, 7)
+    assert found["objects"]["optimizer"] == "optimizer" and found["objects"]["epoch"] == "value"
+    weight = next(entry for entry in found["tensors"] if entry["name"] == "0.weight")
+    assert weight == {"name": "0.weight", "dtype": "F32", "shape": [3, 4], "file": "model.safetensors"}
+    assert sum(file["bytes"] for file in found["files"]) == found["bytes"]
+    assert stratagem(monkeypatch, "inspect", path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step      7" in lines and any(line.split()[:3] == ["0.weight", "F32", "[3,"] for line in lines)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_consolidate(
+    tmp_path: Path,
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    suffix: str,
+) -> None:
+    path, out = script.checkpoint.save(tmp_path / "step"), tmp_path / f"plain{suffix}"
+    assert stratagem(monkeypatch, "consolidate", path, out) == 0
+    assert f"{out}: {len(script.state())} entries" in capsys.readouterr().out
+    state = safetensors.torch.load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    assert same(state, script.state())
+    assert stratagem(monkeypatch, "consolidate", path, out) == cli.EXIT_USAGE
+    assert "exists already" in capsys.readouterr().err
+    assert stratagem(monkeypatch, "consolidate", path, tmp_path / "x.bin") == cli.EXIT_USAGE
+    assert not list(tmp_path.glob(".plain*"))
+
+
+def test_consolidate_another_object(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out = script.checkpoint.save(tmp_path / "step"), tmp_path / "optimizer"
+    assert stratagem(monkeypatch, "consolidate", path, f"{out}.pt", "--object", "optimizer") == 0
+    assert torch.load(f"{out}.pt", weights_only=True).keys() == {"state", "param_groups"}
+    refused = stratagem(monkeypatch, "consolidate", path, f"{out}.safetensors", "--object", "optimizer")
+    assert refused == cli.EXIT_USAGE and not Path(f"{out}.safetensors").exists()
+
+
+def test_verify(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = script.checkpoint.save(tmp_path / "step"), script.checkpoint.save(tmp_path / "step")
+    assert stratagem(monkeypatch, "verify", bad) == 0
+    assert capsys.readouterr().out == f"{bad}: every file is as it was written\n"
+    with (Path(bad) / "optimizer.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    assert stratagem(monkeypatch, "verify", bad) == 1
+    out = capsys.readouterr().out
+    assert f"damaged: {bad}/optimizer.safetensors was altered" in out and f"The last good checkpoint is {good}" in out
+    assert stratagem(monkeypatch, "verify", good) == 0
+    (tmp_path / "empty").mkdir()
+    assert stratagem(monkeypatch, "verify", tmp_path / "empty") == cli.EXIT_FAILED
+    assert "is not a complete checkpoint" in capsys.readouterr().err
