@@ -48,4 +48,4 @@ COMMON_MACHINE_CONFIGS: Mapping[str, MachineConfig] = {
     "H100_1X": MachineConfig(26, 234, "nvidia-h100-80gb", 1),
     "H100_8X": MachineConfig(208, 1872, "nvidia-h100-80gb", 8),
 }
-"""Machines by the names people use. ``chief_config="auto"`` and ``worker_config="auto"`` are ``"CPU"``."""
+"""Machines by the names people use. "auto" is ``"CPU"``, and for a chief beside workers one core and 2 GiB."""

@@ -1,0 +1,89 @@
+"""`stratagem jobs`: what has been submitted from here, wherever it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from stratagem.launch.submit import submission
+from stratagem.launch.submit.record import JobRecord, JobStore
+from stratagem.launch.submit.state import JobState
+
+
+@click.group("jobs")
+def jobs_group() -> None:
+    """Jobs submitted by `stratagem submit` and sg.run(): list them, read their logs, end them.
+
+    Their records lie in $XDG_STATE_HOME/stratagem/jobs; whether a job runs is asked of its target each time.
+    """
+
+
+@jobs_group.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option(
+    "--label", "labels", multiple=True, metavar="KEY=VALUE", help="Only jobs with this label; may be repeated."
+)
+def list_command(as_json: bool, labels: tuple[str, ...]) -> None:
+    """Every job, the oldest first: where it runs, how it stands, its exit code."""
+    store = JobStore()
+    wanted = set(labels)
+    records = [one for one in store.all() if wanted <= {f"{key}={value}" for key, value in one.labels.items()}]
+    found = [(record, submission.state_or_reason(record, store)) for record in records]
+    if as_json:
+        for record, state in found:
+            click.echo(json.dumps({**dataclasses.asdict(record), "state": dataclasses.asdict(state)}))
+        return
+    _print_table(found)
+
+
+def _print_table(found: list[tuple[JobRecord, JobState]]) -> None:
+    table = Table("id", "target", "state", "exit", "strategy", "script", "labels", "submitted", box=None)
+    for record, state in found:
+        words = state.phase + (f" ({state.detail})" if state.detail else "")
+        code = "" if state.exit_code is None else str(state.exit_code)
+        labels = ",".join(f"{key}={value}" for key, value in record.labels.items())
+        script = " ".join([record.entry_point, *record.args])
+        table.add_row(record.id, record.target, words, code, record.strategy, script, labels, record.created_at[:19])
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)
+    console.print(table)
+
+
+@jobs_group.command("logs")
+@click.argument("job_id", metavar="ID")
+@click.option("--follow", is_flag=True, help="To the end of the job; then its exit code is ours.")
+def logs_command(job_id: str, follow: bool) -> int:
+    """What a job has written."""
+    store = JobStore()
+    record = store.load(job_id)
+    if not follow:
+        for line in submission.logs_of(record, store, follow=False):
+            click.echo(line)
+        return 0
+    state = submission.follow(record, store, click.echo)
+    click.echo(f"stratagem: job {job_id} {_words(state)}", err=True)
+    return state.exit_code if state.exit_code is not None else 1
+
+
+@jobs_group.command("cancel")
+@click.argument("job_id", metavar="ID")
+def cancel_command(job_id: str) -> None:
+    """Tell a job to save and end. Its logs and checkpoints stay; `jobs remove` deletes them."""
+    click.echo(f"stratagem: job {job_id} {_words(submission.cancel(job_id, JobStore()))}", err=True)
+
+
+@jobs_group.command("remove")
+@click.argument("job_id", metavar="ID")
+def remove_command(job_id: str) -> None:
+    """Forget a job that is over: its record, logs, containers, volume and local image."""
+    submission.remove(job_id, JobStore())
+
+
+def _words(state: JobState) -> str:
+    code = "" if state.exit_code is None else f", exit code {state.exit_code}"
+    return f"{state.phase}{code}" + (f" ({state.detail})" if state.detail else "")

@@ -1,0 +1,83 @@
+"""A job as one docker-compose project: one service for each task. Pure, no I/O."""
+
+from __future__ import annotations
+
+from stratagem.cluster.choice import ONE_PROCESS
+from stratagem.cluster.identity import file_stem
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.launch.machines import MachineConfig
+from stratagem.launch.manifests.kubernetes import cluster_of, cluster_variable
+from stratagem.launch.manifests.pod import GRACE_S, JOB_FOLDER, Object, command_of, labels_of, machine_of, settings_of
+from stratagem.launch.manifests.workload import Workload
+
+VOLUME = "job"
+RESTARTS = 3
+"""Restarts of one task under parameter servers. A ring takes no worker back, and one process has nobody to rejoin."""
+SETTINGS = {
+    "STRATAGEM_LOG_FORMAT": "text",
+    "STRATAGEM_PEER_TIMEOUT_S": "60",
+    "STRATAGEM_START_TIMEOUT_S": "300",
+    "STRATAGEM_WORKER_TIMEOUT_S": "60",
+}
+"""What differs from Kubernetes: people read the log, and a container that starts again is back in seconds."""
+
+
+def render(workload: Workload, num_cores: float | None = None) -> Object:
+    """The compose file of a job.
+
+    Args:
+        workload: the job.
+        num_cores: of the machine, which all tasks share: Docker refuses a limit above it. None: not known.
+    """
+    cluster = None if workload.chosen_strategy in ONE_PROCESS else cluster_of(workload, _host)
+    tasks = cluster.tasks if cluster is not None else (TaskId("worker", 0),)
+    return {
+        "name": workload.name,
+        "services": {_host(task): _service(workload, task, cluster, num_cores) for task in tasks},
+        "volumes": {VOLUME: {"labels": labels_of(workload)}},
+    }
+
+
+def _host(task: TaskId) -> str:
+    """The name of a task's service, by which the others find it: "worker-1"."""
+    return file_stem(str(task))
+
+
+def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_cores: float | None) -> Object:
+    settings = {**settings_of(workload), **SETTINGS, **workload.environment, "STRATAGEM_TASK": str(task)}
+    if cluster is not None:
+        settings["TF_CONFIG"] = cluster_variable(cluster)
+    serves = cluster is not None and task.type != "evaluator"
+    machine = machine_of(workload, task.type)
+    return {
+        "image": workload.image,
+        "pull_policy": "missing",
+        "command": [_literal(word) for word in command_of(workload, task.type)],
+        "environment": {name: _literal(value) for name, value in sorted(settings.items())},
+        "labels": labels_of(workload, task.type),
+        "volumes": [f"{VOLUME}:{JOB_FOLDER}"],
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "shm_size": "1gb",
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "stop_grace_period": f"{GRACE_S}s",
+        "restart": f"on-failure:{RESTARTS}" if workload.chosen_strategy == "ps" else "no",
+        "deploy": {"resources": _resources(machine, num_cores)},
+        **({} if serves else {"healthcheck": {"disable": True}}),
+    }
+
+
+def _resources(machine: MachineConfig, num_cores: float | None) -> Object:
+    cores = machine.cpu_cores if num_cores is None else min(machine.cpu_cores, num_cores)
+    limits = {"cpus": f"{cores:g}", "memory": f"{machine.memory_gib * 1024:.0f}m"}
+    if not machine.accelerator_count:
+        return {"limits": limits}
+    gpus = {"driver": "nvidia", "count": machine.accelerator_count, "capabilities": ["gpu"]}
+    return {"limits": limits, "reservations": {"devices": [gpus]}}
+
+
+def _literal(text: str) -> str:
+    """Compose puts variables in where it sees a dollar sign."""
+    return text.replace("$", "$$")

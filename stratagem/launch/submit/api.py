@@ -1,0 +1,141 @@
+"""`sg.run()`: this script, on more machines."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from stratagem.launch.machines import MachineConfig
+from stratagem.launch.submit import submission
+from stratagem.launch.submit.environment import Job, own_job, runs_in_job
+from stratagem.launch.submit.notebook import running_shell
+from stratagem.launch.submit.record import JobStore
+from stratagem.launch.submit.request import JobRequest
+
+
+def run(
+    entry_point: str | Path | None = None,
+    requirements_txt: str | Path | None = None,
+    distribution_strategy: str | None = "auto",
+    docker_base_image: str | None = None,
+    chief_config: str | MachineConfig = "auto",
+    worker_config: str | MachineConfig = "auto",
+    worker_count: int = 0,
+    entry_point_args: list[str] | tuple[str, ...] | None = None,
+    stream_logs: bool = False,
+    docker_image_bucket_name: str | None = None,
+    job_labels: Mapping[str, str] | None = None,
+    *,
+    target: str = "local",
+    ps_count: int = 0,
+    ps_config: str | MachineConfig = "auto",
+    evaluator: bool = False,
+    staleness: float = math.inf,
+    docker_build_network: str | None = None,
+    kubernetes_namespace: str | None = None,
+    dry_run: bool = False,
+) -> Job:
+    """Submits a training script as a job: validates, makes an image, pushes it, starts the tasks.
+
+    The model is ``run()`` of TensorFlow Cloud, and so are the names of the arguments. Three things differ: the chief
+    only coordinates, so ``worker_count`` is the number of workers that train; nothing is wrapped around the script,
+    which asks ``strategy_from_environment()`` for the strategy; and the default machine has no accelerator.
+
+    A script may call this on itself (``entry_point=None``). In the job the call returns at once and the script goes
+    on; where it was called, **the rest of the script does not run**: after submitting the call ends the process with
+    ``sys.exit``, with 0, or with the job's exit code under ``stream_logs``. From a notebook it returns.
+
+    Args:
+        entry_point: script (.py) or notebook (.ipynb) below the working directory. None: the running notebook (its
+            file in VS Code and JupyterLab, elsewhere the cells executed so far), or the running script.
+        requirements_txt: file whose packages are installed in the image; a local job checks that they are there.
+        distribution_strategy: "auto": ParameterServerStrategy with ps, MultiWorkerMirroredStrategy with workers, else
+            MirroredStrategy if the chief has several accelerators, else OneDeviceStrategy (on the CPU where no
+            accelerator is asked for). Or "one", "mirrored", "central", "ring", "ps". None: the script makes its own.
+        docker_base_image: image with Python and this version of stratagem; None: ``stratagem``, which
+            deploy/Dockerfile makes.
+        chief_config: machine of the chief: a name of ``COMMON_MACHINE_CONFIGS`` or a ``MachineConfig``. It trains if
+            there are no workers ("auto": "CPU"), and else coordinates ("auto": 1 core, 2 GiB).
+        worker_config: machine of each worker; "auto": "CPU".
+        worker_count: workers; 0: the chief trains alone.
+        entry_point_args: arguments of the script.
+        stream_logs: show the job's log until it ends.
+        docker_image_bucket_name: registry to push the image to, for example "registry.example:5000/team".
+        job_labels: by the rules of Kubernetes, at most 64.
+        target: "local": processes of this machine, in the background (machine configurations choose the strategy
+            only); "compose": containers of the Docker engine; "kubernetes": the cluster of the kubeconfig.
+        ps_count: parameter servers.
+        ps_config: machine of each parameter server; "auto": "CPU".
+        evaluator: start an evaluator too.
+        staleness: bound for parameter servers: 0 synchronous, inf asynchronous.
+        docker_build_network: network of the steps of the image's build, for example "host".
+        kubernetes_namespace: None: that of the kubeconfig's context.
+        dry_run: print what would be done, and do nothing.
+
+    Returns:
+        The job; inside a job, that job.
+
+    Raises:
+        ConfigurationError: what was asked for cannot work.
+        SubmitError: Docker, the registry or the cluster refused.
+    """
+    if runs_in_job(os.environ):
+        return own_job(os.environ)
+    request = JobRequest(
+        target=target,
+        distribution_strategy=distribution_strategy,
+        chief_config=chief_config,
+        worker_config=worker_config,
+        worker_count=worker_count,
+        ps_config=ps_config,
+        ps_count=ps_count,
+        evaluator=evaluator,
+        staleness=staleness,
+        entry_point_args=entry_point_args,
+        requirements_txt=requirements_txt,
+        docker_base_image=docker_base_image,
+        docker_image_bucket_name=docker_image_bucket_name,
+        docker_build_network=docker_build_network,
+        kubernetes_namespace=kubernetes_namespace,
+        job_labels=job_labels,
+    )
+    named = str(entry_point) if entry_point is not None else ""
+    job, code = submit_and_follow(request, named, stream_logs=stream_logs, dry_run=dry_run)
+    if entry_point is None and running_shell() is None:
+        sys.exit(code)
+    return job
+
+
+def submit_and_follow(
+    request: JobRequest, entry_point: str, *, stream_logs: bool = False, dry_run: bool = False
+) -> tuple[Job, int]:
+    """What `run()` and `stratagem submit` have in common.
+
+    Args:
+        request: what was asked for.
+        entry_point: as the user wrote it; empty: whoever calls.
+        stream_logs: show the job's log until it ends.
+        dry_run: print what would be done, and do nothing.
+
+    Returns:
+        The job, and an exit code: the job's under ``stream_logs``, else 0.
+    """
+    plan, notes = submission.plan_job(request, entry_point or None)
+    for note in notes:
+        print(f"stratagem: {note}", file=sys.stderr)
+    if dry_run:
+        print(submission.show(plan), end="")
+        return Job("", request.target), 0
+    store = JobStore()
+    record = submission.submit(plan, entry_point or plan.entry_point.path.name, store)
+    job = Job(record.id, record.target, record.image, str(store.folder(record.id)))
+    print(f"stratagem: job {job.id} runs on {job.target}: stratagem jobs logs --follow {job.id}", file=sys.stderr)
+    if not stream_logs:
+        return job, 0
+    state = submission.follow(record, store, print)
+    code = state.exit_code if state.exit_code is not None else 1
+    print(f"stratagem: job {job.id} {state.phase}, exit code {code}", file=sys.stderr)
+    return job, code

@@ -1,0 +1,138 @@
+"""What goes into an image: the files of the project folder, without what ``.dockerignore`` names."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from stratagem.errors import ConfigurationError
+from stratagem.launch.submit.dockerignore import IgnoreRules
+
+LARGE_BYTES = 100 << 20
+"""A context above this size is warned about: it is copied for every job."""
+NUM_BIGGEST = 5
+IGNORE_FILE = ".dockerignore"
+DEFAULT_IGNORES = """\
+.git
+**/__pycache__
+**/*.pyc
+**/.venv
+**/venv
+**/node_modules
+**/.ipynb_checkpoints
+**/.mypy_cache
+**/.pytest_cache
+**/.ruff_cache
+**/.env
+"""
+"""Taken where the project has no ``.dockerignore`` of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildContext:
+    """The files of a project, and a few made for the job."""
+
+    root: Path
+    files: tuple[str, ...]
+    """Regular files and links, relative to ``root`` with "/", sorted."""
+    folders: tuple[str, ...]
+    num_bytes: int
+    """Of the files."""
+    biggest: tuple[tuple[str, int], ...]
+    """The largest files and their sizes in bytes, largest first."""
+
+    def warning(self) -> str:
+        """What to say about a large context; empty for one that is not."""
+        if self.num_bytes <= LARGE_BYTES:
+            return ""
+        named = ", ".join(f"{name} ({_size(size)})" for name, size in self.biggest)
+        return (
+            f"{self.root} has {_size(self.num_bytes)} for the image; name what the job does not need in {IGNORE_FILE}. "
+            f"The biggest: {named}"
+        )
+
+    def words(self) -> str:
+        """For people: how many files, how large."""
+        return f"{len(self.files)} files, {_size(self.num_bytes)}, from {self.root}"
+
+    def check_holds(self, path: str, what: str) -> None:
+        """Refuses a context without ``path``.
+
+        Raises:
+            ConfigurationError: it was ignored.
+        """
+        if path not in self.files:
+            raise ConfigurationError(
+                f"{what} {path} would not be in the image, because {IGNORE_FILE} of {self.root} leaves it out; "
+                f"add the line !{path} there"
+            )
+
+    def write_tar(self, out: IO[bytes], made: Mapping[str, str], folder: str = "project") -> None:
+        """Writes the context as a tar archive.
+
+        Args:
+            out: where.
+            made: texts of files made for the job, by their path in the archive; they win over the project's.
+            folder: of the archive, for the project.
+        """
+        # GNU: Docker takes an archive that begins with a PAX header for a Dockerfile.
+        with tarfile.open(fileobj=out, mode="w|", format=tarfile.GNU_FORMAT) as tar:
+            for name in (*self.folders, *self.files):
+                if f"{folder}/{name}" not in made:
+                    tar.add(self.root / name, f"{folder}/{name}", recursive=False, filter=_anonymous)
+            for name, text in made.items():
+                data = text.encode()
+                info = tarfile.TarInfo(name)
+                info.size, info.mode = len(data), 0o644
+                tar.addfile(info, io.BytesIO(data))
+
+
+def read_context(root: Path) -> BuildContext:
+    """Lists what of ``root`` goes into an image.
+
+    Raises:
+        ConfigurationError: ``.dockerignore`` holds no patterns.
+    """
+    ignore_file = root / IGNORE_FILE
+    rules = IgnoreRules(ignore_file.read_text() if ignore_file.is_file() else DEFAULT_IGNORES)
+    files: dict[str, int] = {}
+    folders: list[str] = []
+    for name, status in _walk(root, "", rules):
+        if stat.S_ISDIR(status.st_mode):
+            folders.append(name)
+        elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+            files[name] = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    biggest = sorted(files.items(), key=lambda item: (-item[1], item[0]))[:NUM_BIGGEST]
+    return BuildContext(root, tuple(sorted(files)), tuple(sorted(folders)), sum(files.values()), tuple(biggest))
+
+
+def _walk(root: Path, below: str, rules: IgnoreRules) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(root / below) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            name = f"{below}/{entry.name}" if below else entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            ignored = rules.ignores(name)
+            if not ignored:
+                yield name, entry.stat(follow_symlinks=False)
+            if is_folder and (not ignored or rules.takes_back):
+                yield from _walk(root, name, rules)
+
+
+def _anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without the owner, which is nobody inside the image."""
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    return info
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,95 @@
+"""Jobs as docker-compose projects on the engine that the docker command reaches."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stratagem.errors import SubmitError
+from stratagem.launch.manifests import compose
+from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
+from stratagem.launch.submit.plan import JobPlan
+from stratagem.launch.submit.record import JobRecord
+from stratagem.launch.submit.state import JobState
+
+FILE = "compose.yaml"
+_ORDER = ("worker", "evaluator", "ps", "chief")
+"""Whose exit code counts first: the others end because of the first."""
+
+
+class ComposeTarget:
+    """One compose project for each job, by the job's name; its file lies in the job's folder."""
+
+    def show(self, plan: JobPlan) -> str:
+        """Dockerfile, context and compose file."""
+        assert plan.image is not None
+        return _yaml(compose.render(plan.workload(plan.image.name)))
+
+    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
+        """Builds the image (and pushes it, where a registry is given) and starts the project."""
+        assert plan.image is not None
+        cores = num_cores()
+        build(plan.image)
+        image = push(plan.image.name) if plan.image.pushed else plan.image.name
+        (folder / FILE).write_text(_yaml(compose.render(plan.workload(image), cores)))
+        try:
+            _compose(folder, plan.id, ["up", "--detach", "--no-build", "--quiet-pull"], "start the job")
+        except SubmitError:
+            _compose(folder, plan.id, ["down", "--volumes"], "take back what it had started")
+            raise
+        return image, {"project": plan.id}
+
+    def state(self, record: JobRecord, folder: Path) -> JobState:
+        """Where the job stands, by its containers."""
+        listed = _compose(folder, record.id, ["ps", "--all", "--format", "json"], "list the job's containers")
+        containers = json_lines(listed)
+        if not containers:
+            return JobState("cancelled" if record.cancelled else "unknown", None, "its containers are gone")
+        living = [str(one["Service"]) for one in containers if one["State"] not in ("exited", "dead")]
+        if living:
+            waits = all(one["State"] == "created" for one in containers)
+            return JobState("pending" if waits else "running", None, ", ".join(sorted(living)))
+        first = min(containers, key=_rank)
+        detail = "" if first["ExitCode"] == 0 else f"{first['Service']} ended with exit code {first['ExitCode']}"
+        return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
+
+    def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+        """Lines of every container, with the name of its service."""
+        command = ["docker", *_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    yield line.rstrip("\n")
+            finally:
+                process.terminate()
+
+    def cancel(self, record: JobRecord, folder: Path) -> None:
+        """Stops the containers; their logs and the volume stay."""
+        _compose(folder, record.id, ["stop"], "stop the job")
+
+    def remove(self, record: JobRecord, folder: Path) -> None:
+        """Deletes containers, network, volume and image."""
+        _compose(folder, record.id, ["down", "--volumes"], "remove the job")
+        forget(record.image)
+
+
+def _rank(container: dict[str, Any]) -> tuple[bool, int]:
+    role = str(container["Service"]).rpartition("-")[0]
+    return container["ExitCode"] == 0, _ORDER.index(role) if role in _ORDER else len(_ORDER)
+
+
+def _project(folder: Path, job_id: str) -> list[str]:
+    return ["compose", "--project-name", job_id, "--file", str(folder / FILE)]
+
+
+def _compose(folder: Path, job_id: str, arguments: list[str], what: str) -> str:
+    return docker([*_project(folder, job_id), *arguments], what)
+
+
+def _yaml(document: dict[str, Any]) -> str:
+    return yaml.safe_dump(document, sort_keys=False, width=120)

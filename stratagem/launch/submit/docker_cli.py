@@ -1,0 +1,111 @@
+"""Images by Docker's own command line: it knows the user's logins, contexts and builders; see docs/design/run.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+from stratagem.errors import ConfigurationError, SubmitError
+from stratagem.launch.submit.plan import ImagePlan
+
+NUM_LINES = 15
+"""Of Docker's output in an error."""
+
+
+def docker(arguments: Sequence[str], what: str) -> str:
+    """Runs ``docker ARGUMENTS`` and returns its standard output.
+
+    Args:
+        arguments: of the command.
+        what: it does, for the error: "push the image".
+
+    Raises:
+        ConfigurationError: there is no docker command.
+        SubmitError: it failed; with its last lines.
+    """
+    try:
+        done = subprocess.run(["docker", *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise _no_docker() from None
+    if done.returncode:
+        raise SubmitError(f"docker could not {what}: {_last(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def build(image: ImagePlan) -> None:
+    """Builds the image; the context goes through a pipe, so that nothing is written into the project.
+
+    Raises:
+        ConfigurationError: there is no docker command.
+        SubmitError: the build failed; with its last lines.
+    """
+    network = ["--network", image.network] if image.network else []
+    command = ["docker", "build", "--progress=plain", *network, "--tag", image.name, "-"]
+    environ = {**os.environ, "DOCKER_BUILDKIT": "1"}
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ
+        )
+    except FileNotFoundError:
+        raise _no_docker() from None
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            image.context.write_tar(process.stdin, image.made)
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # docker says why
+        said = process.stdout.read().decode(errors="replace")
+    if process.returncode:
+        raise SubmitError(f"docker could not build the image: {_last(said)}")
+
+
+def push(name: str) -> str:
+    """Pushes an image and returns its name by digest: what runs is what was built.
+
+    Raises:
+        SubmitError: the registry refused it.
+    """
+    docker(["push", "--quiet", name], f"push the image {name}")
+    repository = name.rpartition(":")[0]
+    digests: list[str] = json.loads(inspect(name, "json .RepoDigests"))
+    return next((digest for digest in digests if digest.startswith(f"{repository}@")), name)
+
+
+def forget(image: str) -> None:
+    """Deletes an image of this engine, under all its names; its layers stay in the build cache for the next job."""
+    if found := docker(["image", "ls", "--quiet", image], "list images").split():
+        docker(["image", "rm", "--force", found[0]], f"remove the image {image}")
+
+
+def inspect(image: str, template: str) -> str:
+    """One part of what Docker knows about an image."""
+    return docker(["image", "inspect", "--format", "{{" + template + "}}", image], f"find the image {image}").strip()
+
+
+def num_cores() -> int:
+    """Cores of the machine on which the engine runs."""
+    return int(docker(["info", "--format", "{{.NCPU}}"], "reach its engine").strip())
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """The objects of ``docker … --format json``: a list, or by version one object a line."""
+    text = text.strip()
+    if text.startswith("["):
+        return list(json.loads(text))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _last(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(lines[-NUM_LINES:])
+
+
+def _no_docker() -> ConfigurationError:
+    return ConfigurationError(
+        "there is no docker command here: install Docker's command line (with compose and buildx), or choose "
+        "target='local'"
+    )

@@ -1,0 +1,99 @@
+"""Which script a job runs: a file, a notebook, or whoever calls `run()`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from stratagem.errors import ConfigurationError
+from stratagem.launch.submit import notebook
+
+CELLS = "notebook_cells.py"
+"""Script made of the cells that a kernel has executed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPoint:
+    """The script of a job."""
+
+    path: Path
+    """Of the script; absolute. Where ``source`` is given there is no such file: that is where it would stand."""
+    source: str | None = None
+    """Text of a script made from a notebook; None: the file as it is."""
+    note: str = ""
+    """What a person should know about where it came from."""
+
+    @property
+    def stem(self) -> str:
+        """Its name without endings."""
+        return self.path.name.split(".")[0]
+
+    def inside(self, root: Path) -> str:
+        """Its path below ``root``, with "/".
+
+        Raises:
+            ConfigurationError: it stands elsewhere.
+        """
+        return path_inside(self.path, root, "entry_point")
+
+
+def path_inside(path: Path, root: Path, what: str) -> str:
+    """The path of a file below the project folder, with "/".
+
+    Raises:
+        ConfigurationError: it stands elsewhere.
+    """
+    try:
+        return Path(os.path.abspath(path)).relative_to(os.path.abspath(root)).as_posix()
+    except ValueError:
+        raise ConfigurationError(
+            f"expected {what} to be in the working directory {root}, whose files go into the image, got {path}; "
+            "change to the project's folder first"
+        ) from None
+
+
+def find_entry_point(entry_point: str | Path | None) -> EntryPoint:
+    """The script that is meant.
+
+    Args:
+        entry_point: path of a script or a notebook. None: the running notebook (its file where the frontend tells
+            which, else the cells executed so far), or the running script.
+
+    Raises:
+        ConfigurationError: no such file, or nothing runs that could be meant.
+    """
+    if entry_point is not None:
+        return _from_file(Path(entry_point))
+    shell = notebook.running_shell()
+    if shell is None:
+        return _from_file(_calling_script())
+    if (file := notebook.notebook_file(shell)) is not None:
+        note = f"took the notebook {file} as it was last saved"
+        return dataclasses.replace(_from_file(file), note=note)
+    cells = notebook.executed_cells(shell)
+    note = f"took the {len(cells)} cells that this kernel has executed so far; entry_point= names a file instead"
+    return EntryPoint(Path.cwd() / CELLS, notebook.to_script(cells, "the running notebook"), note)
+
+
+def _from_file(path: Path) -> EntryPoint:
+    if not path.is_file():
+        raise ConfigurationError(
+            f"expected entry_point to be a script or a notebook, but there is no file {path}; the working directory is "
+            f"{Path.cwd()}"
+        )
+    path = Path(os.path.abspath(path))
+    if path.suffix == notebook.SUFFIX:
+        # A name of its own: the project may well have a script of the same name.
+        return EntryPoint(path.with_name(path.name + ".py"), notebook.to_script(notebook.read_cells(path), path.name))
+    if path.suffix != ".py":
+        raise ConfigurationError(f"expected entry_point to end in .py or .ipynb, got {path.name!r}")
+    return EntryPoint(path)
+
+
+def _calling_script() -> Path:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        raise ConfigurationError("no script calls run() here: give entry_point='train.py'")
+    return Path(file)

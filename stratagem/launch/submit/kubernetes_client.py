@@ -1,0 +1,175 @@
+"""The calls to a Kubernetes API server that a job needs, and what it says when it refuses them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stratagem.errors import ConfigurationError, SubmitError
+
+TIMEOUT_S = 30.0
+Object = dict[str, Any]
+
+
+class Cluster:
+    """A namespace of a cluster.
+
+    Args:
+        context: of the user's kubeconfig; empty: the current one, or inside a pod the pod's own service account.
+        namespace: empty: that of the context.
+        kubeconfig: path of the kubeconfig; empty: KUBECONFIG, else ~/.kube/config.
+
+    Raises:
+        ConfigurationError: the client is not installed, or there is no configuration for it.
+    """
+
+    def __init__(self, context: str = "", namespace: str = "", kubeconfig: str = "") -> None:
+        try:
+            import kubernetes
+        except ImportError:
+            raise ConfigurationError(
+                "target='kubernetes' needs the kubernetes client: pip install 'stratagem[kubernetes]'"
+            ) from None
+        self._library: Any = kubernetes
+        self.kubeconfig = kubeconfig or os.environ.get("KUBECONFIG", "")
+        self.context, found = self._find(context)
+        self.namespace = namespace or found or "default"
+
+    def _find(self, context: str) -> tuple[str, str]:
+        """Connects; returns the context's name and namespace."""
+        config = self._library.config
+        try:
+            if not self.kubeconfig and "KUBERNETES_SERVICE_HOST" in os.environ:
+                config.load_incluster_config()
+                self._api = self._library.client.ApiClient()
+                return "", ""
+            contexts, current = config.list_kube_config_contexts(config_file=self.kubeconfig or None)
+            named = {one["name"]: one for one in contexts}
+            chosen = named[context] if context else current
+            self._api = config.new_client_from_config(
+                config_file=self.kubeconfig or None, context=chosen["name"], persist_config=False
+            )
+            return str(chosen["name"]), str(chosen["context"].get("namespace", ""))
+        except KeyError:
+            raise ConfigurationError(
+                f"the kubeconfig has no context {context!r} any more; it has {', '.join(sorted(named))}"
+            ) from None
+        except config.ConfigException as error:
+            raise ConfigurationError(
+                f"no Kubernetes cluster is configured here ({error}); set KUBECONFIG, or try `kubectl cluster-info`"
+            ) from None
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._api.rest_client.pool_manager.clear()
+        self._api.close()
+
+    def create(self, objects: Sequence[Object]) -> None:
+        """Creates the objects, all or none.
+
+        Raises:
+            SubmitError: the server refused one; those before it have been deleted again.
+        """
+        made: list[Object] = []
+        try:
+            for one in objects:
+                with self._refusals(f"create {_name(one)}"):
+                    self._library.utils.create_from_dict(
+                        self._api, one, namespace=self.namespace, _request_timeout=TIMEOUT_S
+                    )
+                made.append(one)
+        except SubmitError:
+            self.delete(list(reversed(made)))
+            raise
+
+    def delete(self, objects: Sequence[Object]) -> None:
+        """Deletes the objects and what they own; those that are gone do not matter.
+
+        Raises:
+            SubmitError: the server refused.
+        """
+        for one in objects:
+            with self._refusals(f"delete {_name(one)}", missing_ok=True):
+                call = getattr(self._group(one["apiVersion"]), f"delete_namespaced_{_snake(one['kind'])}")
+                call(
+                    one["metadata"]["name"],
+                    self.namespace,
+                    propagation_policy="Background",
+                    _request_timeout=TIMEOUT_S,
+                )
+
+    def jobs(self, selector: str) -> list[Any]:
+        """Jobs with these labels."""
+        with self._refusals("list jobs"):
+            listed = self._group("batch/v1").list_namespaced_job(
+                self.namespace, label_selector=selector, _request_timeout=TIMEOUT_S
+            )
+        return list(listed.items)
+
+    def pods(self, selector: str) -> list[Any]:
+        """Pods with these labels, the oldest first."""
+        with self._refusals("list pods"):
+            listed = self._group("v1").list_namespaced_pod(
+                self.namespace, label_selector=selector, _request_timeout=TIMEOUT_S
+            )
+        return sorted(listed.items, key=lambda pod: str(pod.metadata.creation_timestamp))
+
+    def log(self, pod: str, follow: bool) -> Iterator[str]:
+        """Lines of a pod's log; to its end if ``follow``."""
+        with self._refusals(f"read the log of {pod}"):
+            answer = self._group("v1").read_namespaced_pod_log(
+                pod,
+                self.namespace,
+                follow=follow,
+                _preload_content=False,
+                _request_timeout=None if follow else TIMEOUT_S,
+            )
+            try:
+                rest = b""
+                for chunk in answer.stream():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    yield from (line.decode(errors="replace") for line in lines)
+                if rest:
+                    yield rest.decode(errors="replace")
+            finally:
+                answer.release_conn()
+
+    def _group(self, api_version: str) -> Any:
+        """The client's class for a group: "batch/v1" is BatchV1Api, "v1" CoreV1Api."""
+        group, _, version = api_version.rpartition("/")
+        stem = group.removesuffix(".k8s.io").replace(".", " ").title().replace(" ", "") or "Core"
+        return getattr(self._library.client, f"{stem}{version.title()}Api")(self._api)
+
+    @contextlib.contextmanager
+    def _refusals(self, what: str, missing_ok: bool = False) -> Iterator[None]:
+        import urllib3
+
+        library = self._library
+        try:
+            yield
+        except library.client.ApiException as error:
+            if not (missing_ok and error.status == 404):
+                raise SubmitError(f"the cluster would not {what}: {_said(error)}") from None
+        except library.utils.FailToCreateError as error:
+            said = "; ".join(_said(one) for one in error.api_exceptions)
+            error.api_exceptions.clear()  # a circle: their frames hold this list, and a connection
+            raise SubmitError(f"the cluster would not {what}: {said}") from None
+        except urllib3.exceptions.HTTPError as error:
+            host = self._api.configuration.host
+            raise SubmitError(f"the cluster at {host} could not be asked to {what}: {error}") from None
+
+
+def _said(error: Any) -> str:
+    found = re.search(r'"message":\s*"((?:[^"\\]|\\.)*)"', str(error.body or ""))
+    return f"{error.status} {found.group(1) if found else error.reason}"
+
+
+def _name(one: Object) -> str:
+    return f"{one['kind']} {one['metadata']['name']}"
+
+
+def _snake(kind: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind).lower()

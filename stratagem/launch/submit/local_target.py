@@ -1,0 +1,119 @@
+"""Jobs as processes of this machine, in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
+from stratagem.launch.submit.plan import JobPlan
+from stratagem.launch.submit.record import JobRecord
+from stratagem.launch.submit.requirements import check_installed
+from stratagem.launch.submit.state import JobState
+
+POLL_S = 0.2
+CANCEL_S = 40.0
+"""Seconds that a cancelled job gets to save and end; it takes 25 s itself before it kills what is left."""
+
+
+class LocalTarget:
+    """One `stratagem run` in the background for each job; everything about it lies in the job's folder."""
+
+    def show(self, plan: JobPlan) -> str:
+        """What would be started."""
+        return "stratagem run " + " ".join(_arguments(plan, Path("JOB"))) + "\n"
+
+    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
+        """Starts the job; it no longer depends on this process. Returns no image, and where it runs."""
+        if plan.request.requirements_txt is not None:
+            check_installed(Path(plan.request.requirements_txt))
+        if plan.entry_point.source is not None:
+            (folder / plan.entry_point.path.name).write_text(plan.entry_point.source)
+        (folder / ORDER).write_text(json.dumps(_arguments(plan, folder)))
+        # Devices that the user has named are meant; a machine configuration only says "the CPU".
+        named = {name: os.environ[name] for name in ("STRATAGEM_DEVICES",) if name in os.environ}
+        environ = {**os.environ, **plan.environment("", str(folder)), **named}
+        if plan.entry_point.source is not None:  # the script stands in the job's folder, its siblings do not
+            paths = [str(plan.entry_point.path.parent), environ.get("PYTHONPATH", "")]
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, "-m", "stratagem.launch.submit.background", str(folder)]
+        subprocess.run(command, env=environ, cwd=plan.root, stdin=subprocess.DEVNULL, check=True)
+        return "", {"host": os.uname().nodename}
+
+    def state(self, record: JobRecord, folder: Path) -> JobState:
+        """Where the job stands: its lock says whether it lives."""
+        if (host := record.place["host"]) != os.uname().nodename:
+            return JobState("unknown", None, f"it runs on {host}, ask there")
+        if _pid(folder) is not None:
+            return JobState("running", detail="cancelled, saving and ending" if record.cancelled else "")
+        with contextlib.suppress(OSError, ValueError):
+            return JobState.ended(int((folder / EXIT_CODE).read_text()), record.cancelled)
+        detail = "its launcher was killed" if (folder / ALIVE).exists() else "it never started"
+        return JobState("cancelled" if record.cancelled else "failed", None, detail)
+
+    def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+        """Lines of the job's output, to its end if ``follow``."""
+        with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as log:
+            rest = ""
+            while True:
+                lives = _pid(folder) is not None  # asked before reading: what comes later is read in the next turn
+                *lines, rest = (rest + log.read()).split("\n")
+                yield from lines
+                if not follow or not lives:
+                    break
+                time.sleep(POLL_S)
+            if rest:
+                yield rest
+
+    def cancel(self, record: JobRecord, folder: Path) -> None:
+        """Tells the job to save and end, and waits for it."""
+        deadline = time.monotonic() + CANCEL_S
+        if (pid := _pid(folder)) is not None:
+            os.kill(pid, signal.SIGTERM)
+        while (pid := _pid(folder)) is not None:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)  # its processes end with it
+            time.sleep(POLL_S)
+
+    def remove(self, record: JobRecord, folder: Path) -> None:
+        """Nothing is left of a job that is over but its folder."""
+
+
+def _arguments(plan: JobPlan, folder: Path) -> list[str]:
+    """Arguments of `stratagem run`."""
+    request = plan.request
+    script = plan.entry_point.path if plan.entry_point.source is None else folder / plan.entry_point.path.name
+    flags: dict[str, object] = {"workers": request.num_workers, "ps": request.ps_count}
+    flags |= {"strategy": request.strategy_of_tasks, "staleness": request.staleness}
+    flags |= {"state-dir": folder / "run", "log-dir": folder / "logs", "summary": folder / "summary.json"}
+    options = [f"--{name}={value}" for name, value in flags.items()]
+    if request.evaluator:
+        options.append("--evaluator")
+    return [*options, str(script), *request.args]
+
+
+def _pid(folder: Path) -> int | None:
+    """Process id of a job that lives; None when nobody holds its lock."""
+    try:
+        fd = os.open(folder / ALIVE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        # The child writes its id right after it has been forked.
+        while not (text := os.pread(fd, 32, 0)):
+            time.sleep(0.01)
+        return int(text)
+    else:
+        return None
+    finally:
+        os.close(fd)

@@ -1,0 +1,125 @@
+"""Everything about a job before anything happens: what `dry_run` shows is what is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from stratagem.launch.manifests.pod import JOB_FOLDER
+from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.submit.build_context import BuildContext, read_context
+from stratagem.launch.submit.dockerfile import DEFAULT_BASE_IMAGE, render_dockerfile
+from stratagem.launch.submit.entry_point import EntryPoint, path_inside
+from stratagem.launch.submit.environment import Job, job_variables
+from stratagem.launch.submit.request import JobRequest
+
+_MAX_STEM = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class ImagePlan:
+    """The image to make."""
+
+    name: str
+    """Under which it is built, and pushed if ``pushed``."""
+    dockerfile: str
+    context: BuildContext
+    made: Mapping[str, str]
+    """Texts in the archive beside the project: Dockerfile, requirements, a script made from a notebook."""
+    pushed: bool
+    network: str | None
+    """Network of the build's RUN steps; None: Docker's default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlan:
+    """One job, complete."""
+
+    id: str
+    request: JobRequest
+    entry_point: EntryPoint
+    root: Path
+    """The working directory: the project."""
+    image: ImagePlan | None
+    """None for a local job."""
+
+    def workload(self, image: str) -> Workload:
+        """The job in containers of ``image``."""
+        assert self.image is not None
+        request = self.request
+        # A job without workers is its chief, which trains: the process of worker 0, on the chief's machine.
+        return Workload(
+            name=self.id,
+            image=image,
+            script=self.entry_point.inside(self.root),
+            args=request.args,
+            num_workers=request.num_workers,
+            num_ps=request.ps_count,
+            evaluator=request.evaluator,
+            strategy=request.strategy_of_tasks,
+            staleness=request.staleness,
+            chief=request.chief,
+            worker=request.trainer,
+            ps=request.ps,
+            environment=self.environment(image, JOB_FOLDER),
+            labels=request.labels,
+        )
+
+    def environment(self, image: str, folder: str) -> dict[str, str]:
+        """Variables of every task.
+
+        Args:
+            image: of the tasks; empty: none.
+            folder: that every task of the job sees, and that stays after it.
+        """
+        variables = job_variables(Job(self.id, self.request.target, image, folder))
+        if self.request.devices:
+            variables["STRATAGEM_DEVICES"] = self.request.devices
+        return variables
+
+
+def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPlan:
+    """Plans a job.
+
+    Args:
+        request: what was asked for.
+        entry_point: its script.
+        root: the project: whose files go into the image.
+
+    Raises:
+        ConfigurationError: a file that is needed would not be in the image.
+    """
+    job_id = new_job_id(entry_point.stem)
+    if request.target == "local":
+        return JobPlan(job_id, request, entry_point, root, None)
+    return JobPlan(job_id, request, entry_point, root, _plan_image(request, entry_point, root, job_id))
+
+
+def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id: str) -> ImagePlan:
+    script = entry_point.inside(root)
+    context = read_context(root)
+    made: dict[str, str] = {}
+    if entry_point.source is None:
+        context.check_holds(script, "the script")
+    else:
+        made[f"project/{script}"] = entry_point.source
+    if request.requirements_txt is not None:
+        path = Path(request.requirements_txt)
+        path_inside(path, root, "requirements_txt")
+        made["requirements.txt"] = path.read_text()
+    base_image = request.docker_base_image or DEFAULT_BASE_IMAGE
+    dockerfile = render_dockerfile(job_id, base_image, script, "requirements.txt" in made, request.labels)
+    registry = request.docker_image_bucket_name
+    name = f"{registry}/{job_id}" if registry else f"stratagem-job/{job_id}"
+    made = {"Dockerfile": dockerfile, **made}
+    return ImagePlan(f"{name}:latest", dockerfile, context, made, bool(registry), request.docker_build_network)
+
+
+def new_job_id(stem: str) -> str:
+    """A name for a job: the script's, and eight digits that no other job has. At most 33 characters, a DNS label."""
+    words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:_MAX_STEM].strip("-") or "job"
+    words = words if words[0].isalpha() else f"job-{words}"[:_MAX_STEM].strip("-")
+    return f"{words}-{secrets.token_hex(4)}"

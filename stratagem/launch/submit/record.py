@@ -1,0 +1,103 @@
+"""What is kept about a submitted job: one folder with one JSON file each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stratagem.cluster.spec import nearest
+from stratagem.errors import ConfigurationError
+
+FILE = "job.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobRecord:
+    """A submitted job: what was asked for, and where it is. Whether it runs is asked of the target each time."""
+
+    id: str
+    target: str
+    entry_point: str
+    """Script, or notebook, as the user named it."""
+    strategy: str
+    num_workers: int
+    num_ps: int
+    created_at: str
+    """ISO 8601, UTC."""
+    image: str = ""
+    """Image of the job, by digest once it has been pushed; empty for a local job."""
+    args: tuple[str, ...] = ()
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    place: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the target needs to find the job again."""
+    cancelled: bool = False
+    """Somebody asked for its end."""
+
+
+class JobStore:
+    """The folder of all jobs.
+
+    Args:
+        root: the folder; None: ``$XDG_STATE_HOME/stratagem/jobs``, where XDG_STATE_HOME is ``~/.local/state``.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or _default_root()
+
+    def folder(self, job_id: str) -> Path:
+        """The folder of a job."""
+        return self.root / job_id
+
+    def create(self, job_id: str) -> Path:
+        """Makes the folder of a new job, readable for its owner only."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        folder = self.folder(job_id)
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def save(self, record: JobRecord) -> None:
+        """Writes a record in one piece."""
+        file = self.folder(record.id) / FILE
+        partial = file.with_name(FILE + ".partial")
+        partial.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n")
+        os.replace(partial, file)
+
+    def load(self, job_id: str) -> JobRecord:
+        """The record of a job.
+
+        Raises:
+            ConfigurationError: there is no such job (names the nearest), or its file is damaged.
+        """
+        file = self.folder(job_id) / FILE
+        if "/" in job_id or job_id.startswith(".") or not file.is_file():
+            known = [record.id for record in self.all()]
+            hint = nearest(job_id, known) if known else f"there are none in {self.root}"
+            raise ConfigurationError(f"unknown job {job_id!r}; {hint}")
+        return _read(file)
+
+    def all(self) -> list[JobRecord]:
+        """Every job, the oldest first; a folder whose job was never submitted is passed over."""
+        files = self.root.glob(f"*/{FILE}") if self.root.is_dir() else ()
+        return sorted((_read(file) for file in files), key=lambda record: (record.created_at, record.id))
+
+    def remove(self, job_id: str) -> None:
+        """Deletes the folder of a job."""
+        shutil.rmtree(self.folder(job_id))
+
+
+def _default_root() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(home) / "stratagem" / "jobs"
+
+
+def _read(file: Path) -> JobRecord:
+    try:
+        values: dict[str, Any] = json.loads(file.read_text())
+        return JobRecord(**{**values, "args": tuple(values.get("args", ()))})
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(f"{file} is no record of a job ({error}); delete its folder") from None

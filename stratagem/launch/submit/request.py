@@ -1,0 +1,220 @@
+"""What `run()` was asked for, checked: the one place that knows which requests make sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
+from stratagem.cluster.spec import nearest
+from stratagem.errors import ConfigurationError
+from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
+from stratagem.launch.submit.labels import check_labels
+
+TARGETS = ("local", "compose", "kubernetes")
+COORDINATOR = MachineConfig(cpu_cores=1, memory_gib=2)
+"""Machine of a chief that only coordinates."""
+
+_REGISTRY = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
+_IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/:@-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobRequest:
+    """One job, as the user wrote it; the names are those of :func:`stratagem.run`.
+
+    Raises:
+        ConfigurationError: says what was expected, what came, and what to write instead.
+    """
+
+    target: str = "local"
+    distribution_strategy: str | None = "auto"
+    chief_config: str | MachineConfig = "auto"
+    worker_config: str | MachineConfig = "auto"
+    worker_count: int = 0
+    ps_config: str | MachineConfig = "auto"
+    ps_count: int = 0
+    evaluator: bool = False
+    staleness: float = math.inf
+    entry_point_args: list[str] | tuple[str, ...] | None = None
+    requirements_txt: str | Path | None = None
+    docker_base_image: str | None = None
+    docker_image_bucket_name: str | None = None
+    docker_build_network: str | None = None
+    kubernetes_namespace: str | None = None
+    job_labels: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ConfigurationError(f"unknown target {self.target!r}; {nearest(str(self.target), TARGETS)}")
+        self._check_arguments()
+        for name in ("worker_count", "ps_count"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ConfigurationError(f"expected {name} to be a whole number of at least 0, got {count!r}")
+        if math.isnan(self.staleness) or self.staleness < 0:
+            raise ConfigurationError(
+                f"expected a staleness of at least 0 (math.inf: asynchronous), got {self.staleness}"
+            )
+        self._check_strategy()
+        for name in ("chief_config", "worker_config", "ps_config"):
+            machine_of(getattr(self, name), name)
+        if self.requirements_txt is not None and not Path(self.requirements_txt).is_file():
+            raise ConfigurationError(
+                f"expected requirements_txt to be a file, but there is no {self.requirements_txt}; "
+                f"the working directory is {Path.cwd()}"
+            )
+        check_labels({} if self.job_labels is None else self.job_labels)
+        self._check_image()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The user's labels."""
+        return dict(self.job_labels or {})
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """Arguments of the script."""
+        return tuple(self.entry_point_args or ())
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that run the script: the workers, or without any the chief itself."""
+        return self.worker_count or 1
+
+    @property
+    def chosen_strategy(self) -> StrategyName:
+        """The automatic table: ps > 0 is ParameterServer, workers > 0 MultiWorkerMirrored; else by the chief's
+        accelerators Mirrored (more than one) or OneDevice. A strategy that is given is kept."""
+        name = self.distribution_strategy or "auto"
+        if self.distribution_strategy == "auto" and self.worker_count and not self.ps_count:
+            name = "ring"  # also of one worker
+        return choose_strategy(name, self.num_workers, self.ps_count, self.trainer.accelerator_count)
+
+    @property
+    def strategy_of_tasks(self) -> str:
+        """What the tasks are told: the strategy, or "auto" where the script makes its own."""
+        return "auto" if self.distribution_strategy is None else self.chosen_strategy
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether the job has more than the one process that trains."""
+        return self.chosen_strategy not in ONE_PROCESS
+
+    @property
+    def trainer(self) -> MachineConfig:
+        """Machine of each process that runs the script: the worker's, or without workers the chief's."""
+        if self.worker_count:
+            return machine_of(self.worker_config, "worker_config")
+        return machine_of(self.chief_config, "chief_config")
+
+    @property
+    def chief(self) -> MachineConfig:
+        """Machine of the chief beside workers: it computes no gradient, so its accelerators are not asked for."""
+        if self.chief_config == "auto":
+            return COORDINATOR
+        machine = machine_of(self.chief_config, "chief_config")
+        return dataclasses.replace(machine, accelerator_type="", accelerator_count=0)
+
+    @property
+    def ps(self) -> MachineConfig:
+        """Machine of each parameter server."""
+        return machine_of(self.ps_config, "ps_config")
+
+    @property
+    def devices(self) -> str:
+        """STRATAGEM_DEVICES of the tasks: the CPU where no accelerator was asked for; empty: what the task sees."""
+        return "" if self.trainer.accelerator_count else "cpu"
+
+    def warnings(self) -> list[str]:
+        """What is not wrong, and probably not meant."""
+        said = []
+        if self.worker_count and self.chief_config != "auto":
+            count = machine_of(self.chief_config, "chief_config").accelerator_count
+            if count:
+                said.append(
+                    f"the chief beside workers coordinates and computes nothing: its {count} accelerators are not "
+                    "asked for (in TensorFlow Cloud the chief trains too: there worker_count is one less than here)"
+                )
+        return said
+
+    def _check_arguments(self) -> None:
+        args = self.entry_point_args
+        if args is None:
+            return
+        if not isinstance(args, list | tuple) or any(not isinstance(arg, str) for arg in args):
+            raise ConfigurationError(
+                f"expected entry_point_args to be a list of texts like ['--epochs', '3'], got {args!r}"
+            )
+
+    def _check_strategy(self) -> None:
+        name = self.distribution_strategy
+        if name is not None and name not in STRATEGIES:
+            raise ConfigurationError(
+                f"unknown distribution_strategy {name!r}; {nearest(str(name), STRATEGIES)} "
+                "(None: the script makes its own)"
+            )
+        if self.ps_count and not self.worker_count:
+            raise ConfigurationError(
+                f"expected worker_count of at least 1 with ps_count={self.ps_count}, got 0: parameter servers hold the "
+                "variables, workers run the script"
+            )
+        if name == "ring" and not self.worker_count:
+            raise ConfigurationError("expected worker_count of at least 1 with distribution_strategy='ring', got 0")
+        _ = self.chosen_strategy
+        if self.evaluator and not self.is_cluster:
+            raise ConfigurationError(
+                "an evaluator stands beside a cluster, and this job is one process: give worker_count of at least 1"
+            )
+
+    def _check_image(self) -> None:
+        options = ("docker_base_image", "docker_image_bucket_name", "docker_build_network")
+        given = [name for name in options if getattr(self, name) is not None]
+        if self.target == "local" and given:
+            raise ConfigurationError(
+                f"a local job runs as processes of this Python and makes no image: leave {', '.join(given)} out, or "
+                "choose target='compose' or 'kubernetes'"
+            )
+        if self.target != "kubernetes" and self.kubernetes_namespace is not None:
+            raise ConfigurationError(
+                f"kubernetes_namespace={self.kubernetes_namespace!r} says nothing to target={self.target!r}: leave it "
+                "out, or choose target='kubernetes'"
+            )
+        if self.target == "kubernetes" and not self.docker_image_bucket_name:
+            raise ConfigurationError(
+                "target='kubernetes' needs docker_image_bucket_name: the registry (host[:port]/path) to which the "
+                "image is pushed and from which the cluster's nodes pull it"
+            )
+        if self.docker_image_bucket_name is not None and not _REGISTRY.fullmatch(self.docker_image_bucket_name):
+            raise ConfigurationError(
+                "expected docker_image_bucket_name to be a registry like 'registry.example:5000/team', got "
+                f"{self.docker_image_bucket_name!r}"
+            )
+        if self.docker_base_image is not None and not _IMAGE.fullmatch(self.docker_base_image):
+            raise ConfigurationError(
+                f"expected docker_base_image to be an image like 'name:tag', got {self.docker_base_image!r}"
+            )
+
+
+def machine_of(config: object, name: str) -> MachineConfig:
+    """The machine of a name, or the one given; "auto" is "CPU".
+
+    Raises:
+        ConfigurationError: no such machine; offers the nearest.
+    """
+    if isinstance(config, MachineConfig):
+        return config
+    if config == "auto":
+        return COMMON_MACHINE_CONFIGS["CPU"]
+    if isinstance(config, str) and config in COMMON_MACHINE_CONFIGS:
+        return COMMON_MACHINE_CONFIGS[config]
+    if isinstance(config, str):
+        raise ConfigurationError(
+            f"unknown machine {config!r} in {name}; {nearest(config.upper(), COMMON_MACHINE_CONFIGS)}"
+        )
+    raise ConfigurationError(
+        f"expected {name} to be 'auto', a name of COMMON_MACHINE_CONFIGS or a MachineConfig, got {config!r}"
+    )

@@ -1,0 +1,130 @@
+"""Jobs on a Kubernetes API server (kmock): what is created, found, read and deleted, by the real client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stratagem.errors import ConfigurationError, SubmitError
+from stratagem.launch.manifests.kubernetes import render
+from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.submit.kubernetes_client import Cluster
+from stratagem.launch.submit.kubernetes_target import FILE, KubernetesTarget
+from stratagem.launch.submit.record import JobRecord
+from tests.unit.launch.submit.api_server import JOBS, NAMESPACE, ApiServer, api_server
+
+WORKLOAD = Workload(
+    name="digits-1", image="registry.example/digits@sha256:1", script="train.py", num_workers=2, num_ps=1
+)
+OBJECTS = render(WORKLOAD)
+
+
+def ended(code: int) -> dict[str, object]:
+    """The status of a pod whose container has ended."""
+    state = {"terminated": {"exitCode": code}}
+    fields = {"name": "task", "image": "x", "imageID": "", "ready": False, "lastState": {}}
+    return {"phase": "Failed", "containerStatuses": [{**fields, "state": state, "restartCount": 0}]}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ApiServer]:
+    with api_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def cluster(server: ApiServer) -> Iterator[Cluster]:
+    cluster = Cluster(kubeconfig=str(server.kubeconfig))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def record(server: ApiServer, cluster: Cluster, tmp_path: Path) -> JobRecord:
+    """A submitted job."""
+    cluster.create(OBJECTS)
+    (tmp_path / FILE).write_text(yaml.safe_dump_all(OBJECTS))
+    place = {"context": "test", "namespace": NAMESPACE, "kubeconfig": str(server.kubeconfig)}
+    return JobRecord(
+        id="digits-1",
+        target="kubernetes",
+        entry_point="train.py",
+        strategy="ps",
+        num_workers=2,
+        num_ps=1,
+        created_at="2026-01-01T00:00:00+00:00",
+        place=place,
+    )
+
+
+def test_what_is_posted_is_what_render_shows(server: ApiServer, cluster: Cluster) -> None:
+    assert (cluster.context, cluster.namespace) == ("test", NAMESPACE)
+    cluster.create(OBJECTS)
+    assert server.posted == OBJECTS
+
+
+def test_a_refused_object_takes_back_the_others(server: ApiServer, cluster: Cluster) -> None:
+    server.refuse("jobs", "jobs is forbidden: no quota")
+    with pytest.raises(SubmitError, match="would not create Job digits-1-chief-0: 403 jobs is forbidden: no quota"):
+        cluster.create(OBJECTS)
+    assert len(server.posted) > 3
+    # kmock keeps what it was told to refuse.
+    assert {kind for kind, _ in server.names} <= {"Job"}
+
+
+def test_the_state_is_that_of_the_jobs(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
+    target = KubernetesTarget()
+    assert target.state(record, tmp_path).phase == "pending"
+    for task in ("chief-0", "ps-0", "worker-0", "worker-1"):
+        server.set_status(JOBS, f"digits-1-{task}", active=1)
+        server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", {"phase": "Running"})
+    running = target.state(record, tmp_path)
+    assert running.phase == "running" and "worker-1 Running" in running.detail
+    for task in ("worker-0", "worker-1"):
+        server.set_status(JOBS, f"digits-1-{task}", active=0, conditions=[{"type": "Complete", "status": "True"}])
+    assert (target.state(record, tmp_path).phase, target.state(record, tmp_path).exit_code) == ("succeeded", 0)
+
+
+def test_a_failed_job_has_the_exit_code_of_the_task_that_failed_first(
+    server: ApiServer, record: JobRecord, tmp_path: Path
+) -> None:
+    for task, code in (("chief-0", 1), ("worker-1", 42)):
+        server.set_status(JOBS, f"digits-1-{task}", conditions=[{"type": "Failed", "status": "True"}])
+        server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", ended(code))
+    state = KubernetesTarget().state(record, tmp_path)
+    assert (state.phase, state.exit_code, state.detail) == ("failed", 42, "worker-1 has failed")
+
+
+def test_logs_are_read_from_every_pod_and_followed_from_worker_0(
+    server: ApiServer, record: JobRecord, tmp_path: Path
+) -> None:
+    for task in ("ps-0", "worker-0"):
+        server.add_pod(f"digits-1-{task}", f"digits-1-{task}-abc", task[:-2], "digits-1", ended(0))
+        server.set_log(f"digits-1-{task}-abc", f"{task} line 1\n{task} line 2\n")
+    target = KubernetesTarget()
+    lines = list(target.logs(record, tmp_path, follow=False))
+    assert sorted(lines) == [f"{task} | {task} line {n}" for task in ("ps-0", "worker-0") for n in (1, 2)]
+    for task in ("worker-0", "worker-1"):
+        server.set_status(JOBS, f"digits-1-{task}", conditions=[{"type": "Complete", "status": "True"}])
+    assert list(target.logs(record, tmp_path, follow=True)) == ["worker-0 line 1", "worker-0 line 2"]
+
+
+def test_cancel_deletes_the_jobs_and_remove_the_rest(server: ApiServer, record: JobRecord, tmp_path: Path) -> None:
+    target = KubernetesTarget()
+    target.cancel(record, tmp_path)
+    assert {kind for kind, _ in server.names} == {one["kind"] for one in OBJECTS} - {"Job"}
+    assert target.state(dataclasses.replace(record, cancelled=True), tmp_path).phase == "cancelled"
+    assert target.state(record, tmp_path).phase == "unknown"
+    target.remove(record, tmp_path)  # the Jobs are gone already: that does not matter
+    assert server.names == set()
+
+
+def test_no_configuration_and_no_server_are_said_in_words(tmp_path: Path, server: ApiServer) -> None:
+    with pytest.raises(ConfigurationError, match="no Kubernetes cluster is configured"):
+        Cluster(kubeconfig=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match="no context 'other' any more; it has test"):
+        Cluster(kubeconfig=str(server.kubeconfig), context="other")
