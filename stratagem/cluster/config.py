@@ -42,8 +42,12 @@ class RoleConfig(pydantic.BaseModel):
 
 
 class ServerConfig(RoleConfig):
-    """A role that others call: what it refuses to exceed."""
+    """A role that others call: under which address, and what it refuses to exceed."""
 
+    advertise: str = ""
+    """host:port that others are told, where it is not what this task listens on: a container listens on 0.0.0.0, a
+    port may be mapped. Port 0 stands for the one really bound. Empty: the task's address in the cluster, without a
+    cluster the one it listens on."""
     max_connections: int = pydantic.Field(default=4096, ge=1)
     """gRPC connections at once; a further one is closed. A worker has up to three."""
     max_calls: int = pydantic.Field(default=2048, ge=1)
@@ -72,7 +76,10 @@ class ChiefConfig(ServerConfig):
     task: str = "chief:0"
     """Task id."""
     num_workers: int = pydantic.Field(ge=1)
-    """Workers in the cluster."""
+    """Workers in the cluster; the job starts when they are there."""
+    max_workers: int = pydantic.Field(default=0, ge=0)
+    """Workers that may join in all, also while the job runs; 0: num_workers. For parameter servers with a staleness
+    above 0 only: a ring and synchronous steps are cut for num_workers."""
     num_ps: int = pydantic.Field(default=0, ge=0)
     """Parameter servers in the cluster."""
     evaluator: bool = False
@@ -93,6 +100,9 @@ class ChiefConfig(ServerConfig):
     """Seconds a lost worker may stay away before the job is stopped."""
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of the permutations of the data."""
+    metrics_bind: str = ""
+    """host:port to serve Prometheus metrics on, at /metrics; empty: none. The rule of bind holds: beyond loopback with
+    TLS or insecure only."""
 
 
 class PsConfig(LaneConfig):

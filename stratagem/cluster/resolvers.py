@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from stratagem.cluster.slurm import read_slurm
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
@@ -33,7 +34,36 @@ def _override(task: TaskId | None, task_type: str | None, task_id: int | None) -
     return TaskId.parse(f"{kind}:{index}")
 
 
-class SimpleClusterResolver:
+class _Resolved:
+    """A cluster and a place in it that are known."""
+
+    def __init__(self, cluster: ClusterSpec | None, task: TaskId | None) -> None:
+        self._cluster = cluster
+        self._task = task
+        if cluster is not None and task is not None:
+            cluster.check_task(task)
+
+    def cluster_spec(self) -> ClusterSpec | None:
+        """The cluster; None when this process trains alone."""
+        return self._cluster
+
+    @property
+    def task(self) -> TaskId | None:
+        """This process."""
+        return self._task
+
+    @property
+    def task_type(self) -> str | None:
+        """Role of this process."""
+        return self._task.type if self._task else None
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process in its role."""
+        return self._task.index if self._task else None
+
+
+class SimpleClusterResolver(_Resolved):
     """A cluster given by the caller.
 
     Args:
@@ -53,33 +83,11 @@ class SimpleClusterResolver:
     ) -> None:
         if not isinstance(cluster_spec, ClusterSpec):
             cluster_spec = ClusterSpec.from_mapping(cluster_spec)
-        self._cluster = cluster_spec
-        self._task = _override(None, task_type, task_id)
-        if self._task is not None:
-            self._cluster.check_task(self._task)
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster."""
-        return self._cluster
-
-    @property
-    def task(self) -> TaskId | None:
-        """This process."""
-        return self._task
-
-    @property
-    def task_type(self) -> str | None:
-        """Role of this process."""
-        return self._task.type if self._task else None
-
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its role."""
-        return self._task.index if self._task else None
+        super().__init__(cluster_spec, _override(None, task_type, task_id))
 
 
-class TFConfigClusterResolver:
-    """The cluster of TF_CONFIG, or of torchrun's variables.
+class TFConfigClusterResolver(_Resolved):
+    """The cluster of TF_CONFIG, of torchrun's variables, or of a step of Slurm: what scripts are told by default.
 
     Args:
         task_type: replaces the role that the environment says.
@@ -94,26 +102,75 @@ class TFConfigClusterResolver:
         self, task_type: str | None = None, task_id: int | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         placement = placement_from_environment(os.environ if environ is None else environ)
-        self._cluster = placement.cluster if placement else None
-        self._task = _override(placement.task if placement else None, task_type, task_id)
-        if self._cluster is not None and self._task is not None:
-            self._cluster.check_task(self._task)
+        cluster, task = placement if placement is not None else (None, None)
+        super().__init__(cluster, _override(task, task_type, task_id))
 
-    def cluster_spec(self) -> ClusterSpec | None:
-        """The cluster; None when the environment names none."""
-        return self._cluster
 
-    @property
-    def task(self) -> TaskId | None:
-        """This process."""
-        return self._task
+class KubernetesClusterResolver(_Resolved):
+    """The cluster and the task of a pod, from its environment; nothing is asked of the API server.
 
-    @property
-    def task_type(self) -> str | None:
-        """Role of this process."""
-        return self._task.type if self._task else None
+    TF_CONFIG says the cluster, the same in every pod. The task is, where the pod's template writes it, STRATAGEM_TASK
+    or the "task" of TF_CONFIG (what ``stratagem render`` makes needs no resolver: that is what scripts are told by
+    default). In other pods it is the pod's index, JOB_COMPLETION_INDEX of an Indexed Job or the ordinal at the end of
+    the name of a StatefulSet's pod (HOSTNAME).
 
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its role."""
-        return self._task.index if self._task else None
+    Args:
+        task_type: role of the pods of an Indexed Job or StatefulSet.
+        environ: the environment; None is ``os.environ``.
+
+    Raises:
+        ClusterSpecError: no cluster, no index, or two that differ.
+    """
+
+    def __init__(self, task_type: str = "worker", environ: Mapping[str, str] | None = None) -> None:
+        variables = os.environ if environ is None else environ
+        if not variables.get("TF_CONFIG"):
+            raise ClusterSpecError(
+                "expected the cluster in TF_CONFIG, got none: give every pod the same one, without a task "
+                "(`stratagem render --target kubernetes` writes it)"
+            )
+        placement = placement_from_environment(variables)
+        if placement is None:
+            raise ClusterSpecError(f"expected a cluster in TF_CONFIG, got {variables['TF_CONFIG'][:200]!r}")
+        super().__init__(placement.cluster, _task_of_pod(placement.task, task_type, variables))
+
+
+def _task_of_pod(task: TaskId | None, task_type: str, environ: Mapping[str, str]) -> TaskId:
+    completion = environ.get("JOB_COMPLETION_INDEX", "")
+    if task is not None:
+        if completion not in ("", str(task.index)):
+            raise ClusterSpecError(
+                f"the environment says this pod is {task}, but JOB_COMPLETION_INDEX={completion} is set; "
+                "unset STRATAGEM_TASK, or the task in TF_CONFIG"
+            )
+        return task
+    host = environ.get("HOSTNAME", "")
+    index = completion or host.rpartition("-")[2]
+    if not (index.isascii() and index.isdigit()):
+        raise ClusterSpecError(
+            f"expected the index of this {task_type} in STRATAGEM_TASK, in JOB_COMPLETION_INDEX (an Indexed Job) or at "
+            f"the end of HOSTNAME (a StatefulSet), got HOSTNAME={host!r}"
+        )
+    return TaskId.parse(f"{task_type}:{int(index)}")
+
+
+class SlurmClusterResolver(_Resolved):
+    """The cluster of a step that ``srun`` started: one task a process, the chief beside worker 0.
+
+    Args:
+        jobs: tasks of each role, in the order of their ranks, for example ``{"worker": 3, "ps": 1}``; None: workers,
+            the last STRATAGEM_NUM_PS of them parameter servers.
+        port_base: port of the chief; None: one made from the ids of job and step. Everybody else takes a free one.
+        environ: the environment; None is ``os.environ``.
+
+    Raises:
+        ClusterSpecError: this is no step of Slurm, or its variables contradict each other.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(*read_slurm(os.environ if environ is None else environ, jobs, port_base))

@@ -11,7 +11,7 @@ import pydantic
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec, nearest
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import Placement, placement_from_environment
+from stratagem.cluster.tf_config import Placement, cluster_variables, placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 
 Config = TypeVar("Config", bound=RoleConfig)
@@ -23,9 +23,15 @@ ROLES: dict[str, type[RoleConfig]] = {
     "evaluator": EvaluatorConfig,
 }
 ENV_PREFIX = "STRATAGEM_"
-OTHER_VARIABLES = ("STRATAGEM_REPORT_FILE", "STRATAGEM_RESUME_FILE", "STRATAGEM_TF_PYTHON", "STRATAGEM_BENCHMARK_")
+OTHER_VARIABLES = (
+    "STRATAGEM_REPORT_FILE",
+    "STRATAGEM_RESUME_FILE",
+    "STRATAGEM_JOB_",
+    "STRATAGEM_TF_PYTHON",
+    "STRATAGEM_BENCHMARK_",
+)
 """Variables (or, with "_" at the end, beginnings of variables) with our prefix that are no field of a role: where a
-worker writes its report for the launcher, and what the benchmarks use."""
+worker writes its report for the launcher, which submitted job this is, and what the benchmarks use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +119,8 @@ def cluster_layer(cluster: ClusterSpec, task: TaskId, origin: str) -> Layer:
         }
     else:
         values["chief"] = cluster.chief_address
+    if task.type != "evaluator":  # nobody calls it
+        values["advertise"] = values["bind"]
     return Layer(origin, values)
 
 
@@ -142,8 +150,8 @@ def gather(
     written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") else None
     if told is not None and written is not None and told.cluster != written:
         raise ClusterSpecError(
-            f"the environment (TF_CONFIG or RANK) says the cluster is {told.cluster.as_dict()}, but {file} says it is "
-            f"{written.as_dict()}; unset one of the two"
+            f"the environment ({cluster_variables(environ)}) says the cluster is {told.cluster.as_dict()}, but {file} "
+            f"says it is {written.as_dict()}; unset one of the two"
         )
     cluster = told.cluster if told is not None else written
     name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)
@@ -162,7 +170,8 @@ def gather(
         if task != TaskId("chief", 0):
             cluster.check_task(task)
         placement = Placement(cluster, task)
-        from_environment = [cluster_layer(cluster, task, "environment TF_CONFIG")] if told is not None else []
+        told_by = f"environment {cluster_variables(environ)}"
+        from_environment = [cluster_layer(cluster, task, told_by)] if told is not None else []
         from_file = [cluster_layer(cluster, task, f"{file} (cluster)")] if told is None else []
         layers += [*from_environment, *in_file, *from_file]
     return resolve(model, layers), placement

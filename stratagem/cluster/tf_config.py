@@ -1,4 +1,4 @@
-"""TF_CONFIG and torchrun's variables: read, written, and checked against one another. Pure, no I/O."""
+"""TF_CONFIG, torchrun's and Slurm's variables: read, written, and checked against one another. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from stratagem.cluster.slurm import is_step, read_slurm
 from stratagem.cluster.spec import ClusterSpec, nearest, split_address
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
+TASK_VARIABLE = "STRATAGEM_TASK"
+"""The task of this process where TF_CONFIG is the same for all, as in the pods of Kubernetes: "worker:1"."""
 _KEYS = ("cluster", "task", "environment", "job", "rpc_layer")
 _TASK_KEYS = ("type", "index", "trial", "cloud")
 _MAX_DIGITS = 6
@@ -131,17 +134,37 @@ def parse_torchrun(environ: Mapping[str, str]) -> Placement | None:
 
 
 def placement_from_environment(environ: Mapping[str, str]) -> Placement | None:
-    """Where this process stands, by TF_CONFIG, else by torchrun's variables; None: it is not part of a cluster.
+    """Where this process stands; None: it is not part of a cluster.
+
+    The cluster is that of TF_CONFIG, and the task its "task" or STRATAGEM_TASK. Without TF_CONFIG, torchrun's
+    variables say both, and without those a step of Slurm with several tasks.
 
     Raises:
-        ClusterSpecError: what is written is not valid, or TF_CONFIG and torchrun's variables disagree.
+        ClusterSpecError: what is written is not valid, or TF_CONFIG disagrees with STRATAGEM_TASK or with torchrun's
+            variables.
     """
     placement = parse_tf_config(environ.get("TF_CONFIG", ""))
     if placement is None:
+        if "RANK" not in environ and is_step(environ):
+            return Placement(*read_slurm(environ))
         return parse_torchrun(environ)
-    if placement.task is not None:
-        _check_agreement(placement.cluster, placement.task, environ)
-    return placement
+    cluster, task = placement
+    if name := environ.get(TASK_VARIABLE, ""):
+        named = TaskId.parse(name)
+        if task not in (None, named):
+            raise ClusterSpecError(
+                f"TF_CONFIG says this process is {task}, but {TASK_VARIABLE}={name} is set; unset one of the two"
+            )
+        cluster.check_task(named)
+        task = named
+    if task is not None:
+        _check_agreement(cluster, task, environ)
+    return Placement(cluster, task)
+
+
+def cluster_variables(environ: Mapping[str, str]) -> str:
+    """The variables that :func:`placement_from_environment` takes the cluster from, for people."""
+    return "TF_CONFIG" if environ.get("TF_CONFIG") else "RANK" if "RANK" in environ else "SLURM_STEP_NODELIST"
 
 
 def _check_agreement(cluster: ClusterSpec, task: TaskId, environ: Mapping[str, str]) -> None:

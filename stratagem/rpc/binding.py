@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
+from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
 
 
@@ -28,6 +29,25 @@ def check_binding(bind: str, insecure: bool, tls: bool = False) -> None:
         "Give --tls DIR (`stratagem certs init` and `stratagem certs issue` make the certificates), or --insecure if "
         "the network is yours alone; on one machine, bind to 127.0.0.1."
     )
+
+
+def advertised_address(advertise: str, bound: str) -> str:
+    """The host:port that a server tells others.
+
+    Args:
+        advertise: what its configuration says; port 0 is the port bound, empty all of ``bound``.
+        bound: where it listens, with the real port.
+
+    Raises:
+        ConfigurationError: nobody could call it there.
+    """
+    host, port = split_address(advertise or bound)
+    if host in ("0.0.0.0", "::"):
+        raise ConfigurationError(
+            f"this task listens on {bound}, and {host} is no address that others could call: name one with "
+            "--advertise host:port, or in TF_CONFIG"
+        )
+    return (advertise or bound) if port else f"{advertise.rpartition(':')[0]}:{split_address(bound)[1]}"
 
 
 def check_token_path(address: str, insecure: bool) -> None:

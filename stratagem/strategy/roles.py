@@ -56,12 +56,12 @@ def _place(resolver: ClusterResolver | None) -> tuple[TaskId, ClusterSpec]:
         task, cluster = resolver.task, resolver.cluster_spec()
     if cluster is None:
         raise ConfigurationError(
-            "there is no cluster to join: neither TF_CONFIG nor RANK is set. Start the script with "
-            "`stratagem run --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG for each task"
+            "there is no cluster to join: neither TF_CONFIG nor RANK is set, nor is this a step of Slurm. Start the "
+            "script with `stratagem run --workers 2 --ps 2 SCRIPT`, or set TF_CONFIG for each task"
         )
     if task is None:
         raise ConfigurationError(
-            'which task is this? Set "task" in TF_CONFIG, or task_type and task_id of the resolver'
+            'which task is this? Set "task" in TF_CONFIG, or STRATAGEM_TASK, or task_type and task_id of the resolver'
         )
     return task, cluster
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
-from stratagem.cluster.choice import StrategyName, choose_strategy
+from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
+from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import MachineConfig
 
 _ANY_MACHINE = MachineConfig()
+_NAME_CHARACTERS = 40
+_NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Workload:
     """What every renderer takes: docker-compose, Kubernetes, JobSet and TrainJob show the same job.
 
     Raises:
+        ConfigurationError: the name cannot be part of a host name, or a count is too low.
         ClusterSpecError: the strategy cannot run on these tasks.
     """
 
@@ -41,13 +46,35 @@ class Workload:
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The user's own, beside those of the job."""
     checkpoint_every_s: float = 0.0
+    tls_secret: str = ""
+    """Kubernetes Secret with ca.crt, and <task>.crt and <task>.key of every task; empty: no TLS."""
+    token_secret: str = ""
+    """Kubernetes Secret whose key "token" is the token of the job; empty: none."""
     port: int = 2222
     """Of every task; each has an address of its own."""
 
     def __post_init__(self) -> None:
-        choose_strategy(self.strategy, self.num_workers, self.num_ps)
+        if not _NAME.fullmatch(self.name):
+            raise ConfigurationError(
+                f"expected a name of at most {_NAME_CHARACTERS} lower-case letters, digits and '-' that starts with a "
+                f"letter, got {self.name!r}: it becomes part of host names"
+            )
+        if self.num_workers < 1 or self.num_ps < 0:
+            raise ConfigurationError(
+                f"expected at least one worker and no negative count, got {self.num_workers} workers and "
+                f"{self.num_ps} ps"
+            )
+        if self.chosen_strategy in ONE_PROCESS and self.evaluator:
+            raise ConfigurationError(
+                "an evaluator stands beside a cluster, and this job is one process: take two workers, or a ps"
+            )
 
     @property
     def chosen_strategy(self) -> StrategyName:
         """The strategy, with "auto" resolved."""
         return choose_strategy(self.strategy, self.num_workers, self.num_ps, self.worker.accelerator_count)
+
+    @property
+    def strategy_name(self) -> str:
+        """What the tasks are told: of one process "auto" stays, because it sees for itself what devices it has."""
+        return self.strategy if self.chosen_strategy in ONE_PROCESS else self.chosen_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.binding import check_binding, is_loopback
+from stratagem.rpc.binding import advertised_address, check_binding, is_loopback
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "example.org", "127.0.0.1.example.org", ""])
@@ -27,3 +27,23 @@ def test_loopback_needs_nothing(host: str) -> None:
 def test_what_is_no_address_is_refused_whatever_was_allowed(bind: str) -> None:
     with pytest.raises(ConfigurationError, match="expected host:port"):
         check_binding(bind, insecure=True, tls=True)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "bound", "told"),
+    [
+        ("", "127.0.0.1:4000", "127.0.0.1:4000"),
+        ("pod:2222", "0.0.0.0:2222", "pod:2222"),
+        ("node7:0", "0.0.0.0:4123", "node7:4123"),
+        ("[fd00::1]:0", "[::]:4123", "[fd00::1]:4123"),
+        ("gate:80", "10.0.0.1:2222", "gate:80"),
+    ],
+)
+def test_what_others_are_told(advertise: str, bound: str, told: str) -> None:
+    assert advertised_address(advertise, bound) == told
+
+
+@pytest.mark.parametrize(("advertise", "bound"), [("", "0.0.0.0:1"), ("", "[::]:1"), ("0.0.0.0:1", "127.0.0.1:1")])
+def test_an_address_that_nobody_can_call_is_refused(advertise: str, bound: str) -> None:
+    with pytest.raises(ConfigurationError, match="--advertise host:port, or in TF_CONFIG"):
+        advertised_address(advertise, bound)

@@ -1,0 +1,238 @@
+{{/* What every template needs. */}}
+
+{{- define "stratagem.check" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$" .Release.Name) -}}
+{{- fail (printf "expected a release name of at most 40 lower-case letters, digits and '-' that starts with a letter, got %q: it becomes part of host names" .Release.Name) -}}
+{{- end -}}
+{{- $strategy := include "stratagem.strategy" . -}}
+{{- if and (eq $strategy "ps") (lt (int .Values.ps.count) 1) -}}
+{{- fail "the strategy ps needs ps.count of at least 1" -}}
+{{- end -}}
+{{- if and (ne $strategy "ps") (gt (int .Values.ps.count) 0) -}}
+{{- fail (printf "the strategy %s trains without parameter servers: take ps, or ps.count 0" $strategy) -}}
+{{- end -}}
+{{- if and (not (include "stratagem.cluster" .)) (or .Values.evaluator (gt (int .Values.worker.count) 1)) -}}
+{{- fail (printf "the strategy %s trains in one process: take worker.count 1 and no evaluator, or the strategies ring or ps" $strategy) -}}
+{{- end -}}
+{{- end }}
+
+{{/* The strategy, with auto resolved. */}}
+{{- define "stratagem.strategy" -}}
+{{- if ne .Values.strategy "auto" -}}{{ .Values.strategy }}
+{{- else if gt (int .Values.ps.count) 0 -}}ps
+{{- else if gt (int .Values.worker.count) 1 -}}ring
+{{- else if gt (int .Values.worker.acceleratorCount) 1 -}}mirrored
+{{- else -}}one
+{{- end -}}
+{{- end }}
+
+{{/* Not empty when the job is a cluster, empty when it is one process. */}}
+{{- define "stratagem.cluster" -}}
+{{- if has (include "stratagem.strategy" .) (list "ring" "ps") }}yes{{ end -}}
+{{- end }}
+
+{{/* TF_CONFIG without a task: the same for every pod. */}}
+{{- define "stratagem.tfConfig" -}}
+{{- $cluster := dict -}}
+{{- $counts := dict "chief" 1 "worker" (int .Values.worker.count) "ps" (int .Values.ps.count) "evaluator" (ternary 1 0 .Values.evaluator) -}}
+{{- range $role, $count := $counts -}}
+{{- $addresses := list -}}
+{{- range $index := until $count -}}
+{{- $addresses = append $addresses (printf "%s-%d.%s:%d" $role $index $.Release.Name (int $.Values.port)) -}}
+{{- end -}}
+{{- if $addresses }}{{ $_ := set $cluster $role $addresses }}{{ end -}}
+{{- end -}}
+{{- dict "cluster" $cluster | toJson -}}
+{{- end }}
+
+{{/* Labels by which the job finds its pods. Takes root and role. */}}
+{{- define "stratagem.selector" -}}
+app.kubernetes.io/name: stratagem
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- with .role }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Those, and the user's own. */}}
+{{- define "stratagem.labels" -}}
+{{- $own := include "stratagem.selector" . | fromYaml -}}
+{{- merge $own .root.Values.labels | toYaml -}}
+{{- end }}
+
+{{- define "stratagem.ask" -}}
+exec:
+  command: [stratagem, health{{ range . }}, {{ . }}{{ end }}]
+{{- end }}
+
+{{/* The Job of one task. Takes root, role, index and machine. */}}
+{{- define "stratagem.job" -}}
+{{- $values := .root.Values -}}
+{{- $name := .root.Release.Name -}}
+{{- $stem := printf "%s-%d" .role .index -}}
+{{- $memory := printf "%dMi" (round (mulf .machine.memoryGib 1024) 0 | int) -}}
+{{- $cores := max 1 (floor .machine.cpuCores | int) -}}
+{{- $gpus := int .machine.acceleratorCount -}}
+{{- $tolerations := ternary (list (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule")) list (gt $gpus 0) -}}
+{{- $nodes := ternary (dict "accelerator" .machine.acceleratorType) dict (not (empty .machine.acceleratorType)) -}}
+{{- $pod := ternary $values.workerPod dict (eq .role "worker") -}}
+{{- $labels := include "stratagem.labels" (dict "root" .root "role" .role) -}}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {{ $name }}-{{ $stem }}
+  labels: {{- $labels | nindent 4 }}
+spec:
+  backoffLimit: 20
+  {{- if $values.kubernetes126 }}
+  ttlSecondsAfterFinished: 86400
+  podFailurePolicy:
+    rules:
+      - action: Ignore
+        onPodConditions:
+          - type: DisruptionTarget
+            status: "True"
+      - action: Ignore
+        onExitCodes:
+          operator: In
+          values: [143]
+        onPodConditions: [] # up to 1.28 the schema asks for it in every rule
+      - action: FailJob
+        onExitCodes:
+          operator: In
+          values: [2, 42]
+        onPodConditions: []
+  {{- end }}
+  template:
+    metadata:
+      labels: {{- $labels | nindent 8 }}
+    spec:
+      hostname: {{ $stem }}
+      subdomain: {{ $name }}
+      serviceAccountName: {{ $name }}
+      automountServiceAccountToken: false
+      enableServiceLinks: false
+      restartPolicy: {{ ternary "Never" "OnFailure" $values.kubernetes126 }}
+      terminationGracePeriodSeconds: 30
+      securityContext:
+        runAsNonRoot: true
+        runAsUser: 10001
+        runAsGroup: 10001
+        fsGroup: 10001
+        seccompProfile:
+          type: RuntimeDefault
+      topologySpreadConstraints:
+        - maxSkew: 1
+          topologyKey: kubernetes.io/hostname
+          whenUnsatisfiable: ScheduleAnyway
+          labelSelector:
+            matchLabels: {{- include "stratagem.selector" (dict "root" .root "role" .role) | nindent 14 }}
+      {{- with concat $tolerations ($pod.tolerations | default list) }}
+      tolerations: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with merge $nodes ($pod.nodeSelector | default dict) }}
+      nodeSelector: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $pod.affinity }}
+      affinity: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: task
+          image: {{ $values.image | quote }}
+          imagePullPolicy: IfNotPresent
+          command:
+            - stratagem
+            - {{ .role }}
+            {{- if has .role (list "worker" "evaluator") }}
+            {{- range prepend $values.args $values.script }}
+            - {{ . | quote }}
+            {{- end }}
+            {{- end }}
+          envFrom:
+            - configMapRef:
+                name: {{ $name }}
+          env:
+            - name: STRATAGEM_TASK
+              value: "{{ .role }}:{{ .index }}"
+            - name: OMP_NUM_THREADS
+              value: {{ $cores | quote }}
+            - name: STRATAGEM_NUM_THREADS
+              value: {{ $cores | quote }}
+          {{- if and (include "stratagem.cluster" .root) (ne .role "evaluator") }}
+          ports:
+            - name: grpc
+              containerPort: {{ $values.port }}
+          startupProbe:
+            {{- include "stratagem.ask" list | nindent 12 }}
+            periodSeconds: 5
+            timeoutSeconds: 15
+            failureThreshold: 180
+          livenessProbe:
+            {{- include "stratagem.ask" list | nindent 12 }}
+            periodSeconds: 30
+            timeoutSeconds: 15
+            failureThreshold: 6
+          readinessProbe:
+            {{- include "stratagem.ask" (list "--ready") | nindent 12 }}
+            periodSeconds: 30
+            timeoutSeconds: 15
+          {{- end }}
+          resources:
+            requests:
+              cpu: {{ round (mulf .machine.cpuCores 1000) 0 | int }}m
+              memory: {{ $memory }}
+            limits:
+              memory: {{ $memory }}
+              {{- if $gpus }}
+              nvidia.com/gpu: {{ $gpus | quote }}
+              {{- end }}
+          securityContext:
+            allowPrivilegeEscalation: false
+            readOnlyRootFilesystem: true
+            capabilities:
+              drop: [ALL]
+          volumeMounts:
+            - name: job
+              mountPath: /var/lib/stratagem
+            - name: tmp
+              mountPath: /tmp
+            - name: shm
+              mountPath: /dev/shm
+            {{- if $values.tlsSecret }}
+            - name: tls
+              mountPath: /etc/stratagem/tls
+              readOnly: true
+            {{- end }}
+            {{- if $values.tokenSecret }}
+            - name: token
+              mountPath: /etc/stratagem/token
+              readOnly: true
+            {{- end }}
+      volumes:
+        - name: job
+          persistentVolumeClaim:
+            claimName: {{ $name }}
+        - name: tmp
+          emptyDir: {}
+        - name: shm
+          emptyDir:
+            medium: Memory
+        {{- with $values.tlsSecret }}
+        - name: tls
+          secret:
+            secretName: {{ . }}
+            defaultMode: 288 # octal 440
+            items: # no other task's key
+              {{- range list "ca.crt" (printf "%s.crt" $stem) (printf "%s.key" $stem) }}
+              - key: {{ . }}
+                path: {{ . }}
+              {{- end }}
+        {{- end }}
+        {{- with $values.tokenSecret }}
+        - name: token
+          secret:
+            secretName: {{ . }}
+            defaultMode: 288
+        {{- end }}
+{{- end }}

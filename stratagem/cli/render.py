@@ -1,0 +1,85 @@
+"""`stratagem render`: the files that run a script on a cluster of machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import click
+import yaml
+
+from stratagem.cluster.choice import STRATEGIES
+from stratagem.cluster.spec import nearest
+from stratagem.errors import ConfigurationError
+from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
+from stratagem.launch.manifests import jobset, kubernetes, trainjob
+from stratagem.launch.manifests.pod import Object
+from stratagem.launch.manifests.workload import Workload
+
+RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
+    "kubernetes": kubernetes.render,
+    "jobset": jobset.render,
+    "trainjob": trainjob.render,
+}
+_MACHINES = ("chief", "worker", "ps")
+
+
+def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ConfigurationError(f"expected {option} NAME=VALUE, got {text!r}")
+        pairs[key] = value
+    return pairs
+
+
+def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
+    machines = {}
+    for role, name in _pairs("--machine", texts).items():
+        if role not in _MACHINES:
+            raise ConfigurationError(f"unknown role {role!r} in --machine; {nearest(role, _MACHINES)}")
+        machines[role] = _machine(name)
+    return machines
+
+
+def _machine(text: str) -> MachineConfig:
+    if text in COMMON_MACHINE_CONFIGS:
+        return COMMON_MACHINE_CONFIGS[text]
+    cores, _, rest = text.partition(":")
+    memory, _, gpus = rest.partition(":")
+    try:
+        return MachineConfig(float(cores), float(memory), accelerator_count=int(gpus or 0))
+    except ValueError:
+        raise ConfigurationError(
+            f"expected a machine like 4:16 (cores, GiB) or 4:16:1 (and GPUs), or one by name, got {text!r}; "
+            f"{nearest(text, COMMON_MACHINE_CONFIGS)}"
+        ) from None
+
+
+@click.command("render", context_settings={"allow_interspersed_args": False, "show_default": True})
+@click.option("--target", type=click.Choice(list(RENDERERS)), default="kubernetes", help="What the objects are for.")
+@click.option("--name", default="train", help="Of the job.")
+@click.option("--image", default="stratagem", help="Has stratagem and SCRIPT in it.")
+@click.option("--workers", "num_workers", default=1, help="Workers, each a pod that runs the script.")
+@click.option("--ps", "num_ps", default=0, help="Parameter servers.")
+@click.option("--evaluator", is_flag=True, help="An evaluator too.")
+@click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", help="As of `stratagem run`.")
+@click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
+@click.option("--checkpoint-every-s", default=0.0, help="Seconds between checkpoints that the chief takes; 0: none.")
+@click.option("--machine", "machines", multiple=True, help="ROLE=CORES:GIB[:GPUS], or ROLE=NAME (worker=T4_1X).")
+@click.option("--env", "environment", multiple=True, help="NAME=VALUE for every task.")
+@click.option("--label", "labels", multiple=True, help="NAME=VALUE for every object.")
+@click.option("--tls-secret", default="", help="Secret with ca.crt and every task's certificate and key.")
+@click.option("--token-secret", default="", help="Secret whose key 'token' is the job's token.")
+@click.option("--port", default=Workload.port, help="Where every task serves.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def render_command(
+    target: str, environment: tuple[str, ...], labels: tuple[str, ...], machines: tuple[str, ...], **options: Any
+) -> None:
+    """Print the YAML that trains SCRIPT (a path in the image) with ARGS; `… | kubectl apply -f -` starts it."""
+    options |= {"environment": _pairs("--env", environment), "labels": _pairs("--label", labels), **_machines(machines)}
+    workload = Workload(**options)
+    click.echo(yaml.safe_dump_all(RENDERERS[target](workload), sort_keys=False), nl=False)

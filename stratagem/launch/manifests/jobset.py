@@ -1,0 +1,105 @@
+"""A job as one JobSet (jobset.x-k8s.io/v1alpha2): an Indexed Job for each role, restarted together. Pure, no I/O.
+
+Fields by the API of the JobSet project, api/jobset/v1alpha2/jobset_types.go in github.com/kubernetes-sigs/jobset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stratagem.cluster.choice import ONE_PROCESS
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TASK_TYPES
+from stratagem.launch.manifests.kubernetes import RESTARTS, cluster_of, shared_objects
+from stratagem.launch.manifests.pod import Object, labels_of, pod_template
+from stratagem.launch.manifests.workload import Workload
+
+JOB_RESTARTS = 3
+"""Restarts of all tasks together, after one of them has used up its own."""
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_NO_RETRY, _PREEMPTED = (2, 42), 143
+"""Exit codes, see DESIGN.md."""
+
+
+def render(workload: Workload) -> list[Object]:
+    """The JobSet, and what its pods need; the JobSet makes its own Service."""
+    metadata = {"name": workload.name, "labels": labels_of(workload)}
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": jobset_spec(workload),
+    }
+    return [*shared_objects(workload, jobset_cluster(workload)), jobset]
+
+
+def jobset_cluster(workload: Workload, names: Mapping[str, str] | None = None) -> ClusterSpec | None:
+    """Where the tasks serve; None: the job is one process.
+
+    Args:
+        workload: the job.
+        names: of the replicated jobs, where it is not the role's.
+    """
+    if workload.chosen_strategy in ONE_PROCESS:
+        return None
+    jobs = {role: role for role in TASK_TYPES} | dict(names or {})
+    name = workload.name
+    return cluster_of(workload, lambda task: f"{name}-{jobs[task.type]}-0-{task.index}.{name}")
+
+
+def jobset_spec(workload: Workload, names: Mapping[str, str] | None = None) -> Object:
+    """The ``spec``; arguments as of :func:`jobset_cluster`.
+
+    The JobSet is done when every Job is: the chief ends the ps, and everybody leaves with the job's exit code.
+    """
+    cluster = jobset_cluster(workload, names)
+    counts = (
+        {"worker": 1} if cluster is None else {role: len(addresses) for role, addresses in cluster.as_dict().items()}
+    )
+    return {
+        "network": {"enableDNSHostnames": True, "subdomain": workload.name, "publishNotReadyAddresses": True},
+        "failurePolicy": {
+            "maxRestarts": JOB_RESTARTS,
+            "rules": [
+                {"name": "noRetry", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+            ],
+        },
+        "replicatedJobs": [
+            _replicated_job(workload, role, (names or {}).get(role, role), count) for role, count in counts.items()
+        ],
+    }
+
+
+def _replicated_job(workload: Workload, role: str, name: str, count: int) -> Object:
+    variables: list[Object] = [
+        {"name": "TASK_INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "STRATAGEM_TASK", "value": f"{role}:$(TASK_INDEX)"},
+    ]
+    template = pod_template(workload, role, variables)
+    template["spec"]["restartPolicy"] = "Never"  # what podFailurePolicy asks for
+    return {
+        "name": name,
+        "replicas": 1,
+        "template": {
+            "metadata": {"labels": labels_of(workload, role)},
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": count,
+                "parallelism": count,
+                "backoffLimit": RESTARTS,
+                "podFailurePolicy": pod_failure_policy(),
+                "template": template,
+            },
+        },
+    }
+
+
+def pod_failure_policy() -> Object:
+    """What exit codes mean: 143 is no failure, and 2 and 42 are not tried again."""
+
+    def on_exit(action: str, *codes: int) -> Object:
+        # Up to Kubernetes 1.28 its schema asks for conditions in every rule.
+        return {"action": action, "onExitCodes": {"operator": "In", "values": [*codes]}, "onPodConditions": []}
+
+    evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    return {"rules": [evicted, on_exit("Ignore", _PREEMPTED), on_exit("FailJob", *_NO_RETRY)]}

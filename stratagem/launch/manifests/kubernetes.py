@@ -1,0 +1,143 @@
+"""A job as plain Kubernetes objects, version 1.20 and newer: one Job for each task. Pure, no I/O.
+
+Why Jobs, and how a pod knows its place: docs/design/kubernetes.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from stratagem.cluster.choice import ONE_PROCESS
+from stratagem.cluster.identity import file_stem
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.launch.manifests.pod import Object, labels_of, pod_template, selector_of, settings_of
+from stratagem.launch.manifests.workload import Workload
+
+VOLUME_GIB = 10
+RESTARTS = 20
+"""Restarts of one task before its Job has failed: spot nodes go often."""
+
+
+def render(workload: Workload) -> list[Object]:
+    """The objects of a job, in the order in which they are to be applied; none has a namespace."""
+    if workload.chosen_strategy in ONE_PROCESS:
+        return [*shared_objects(workload, None), _job(workload, TaskId("worker", 0))]
+    cluster = cluster_of(workload, lambda task: f"{file_stem(str(task))}.{workload.name}")
+    return [*shared_objects(workload, cluster), _service(workload), *(_job(workload, task) for task in cluster.tasks)]
+
+
+def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Object]:
+    """What the pods of a job need, whoever makes them: an account without rights, the environment of every task, the
+    volume, and a wall around the job.
+
+    Args:
+        workload: the job.
+        cluster: where its tasks serve; None: it is one process.
+    """
+    wall = [_network_policy(workload)] if cluster is not None else []
+    return [_service_account(workload), _config_map(workload, cluster), _volume(workload), *wall]
+
+
+def cluster_of(workload: Workload, host_of: Callable[[TaskId], str]) -> ClusterSpec:
+    """The cluster, by the names that ``host_of`` gives its tasks.
+
+    A name without a namespace ("worker-1.digits") is known to the DNS of Kubernetes in every namespace.
+    """
+    counts = {"chief": 1, "worker": workload.num_workers, "ps": workload.num_ps, "evaluator": int(workload.evaluator)}
+    return ClusterSpec.from_mapping(
+        {
+            role: [f"{host_of(TaskId(role, index))}:{workload.port}" for index in range(count)]
+            for role, count in counts.items()
+        }
+    )
+
+
+def cluster_variable(cluster: ClusterSpec) -> str:
+    """TF_CONFIG without a task, as the Helm chart writes it: sorted, without spaces."""
+    return json.dumps({"cluster": cluster.as_dict()}, sort_keys=True, separators=(",", ":"))
+
+
+def _metadata(workload: Workload, name: str, role: str = "") -> Object:
+    return {"name": name, "labels": labels_of(workload, role)}
+
+
+def _service_account(workload: Workload) -> Object:
+    """Has no rights, and no pod gets a token."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": _metadata(workload, workload.name),
+        "automountServiceAccountToken": False,
+    }
+
+
+def _config_map(workload: Workload, cluster: ClusterSpec | None) -> Object:
+    """The environment of every task. Not in the pods' templates: a Job's cannot be changed, and a worker that is added
+    changes the cluster."""
+    data = settings_of(workload)
+    if cluster is not None:
+        data["TF_CONFIG"] = cluster_variable(cluster)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(workload, workload.name),
+        "data": dict(sorted(data.items())),
+    }
+
+
+def _volume(workload: Workload) -> Object:
+    """Shared, because the chief commits a checkpoint of which every ps writes its part."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(workload, workload.name),
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": f"{VOLUME_GIB}Gi"}},
+        },
+    }
+
+
+def _service(workload: Workload) -> Object:
+    """Gives each pod a name; also before it is ready, because it is ready only when it has met the others."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(workload, workload.name),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": selector_of(workload),
+            "ports": [{"name": "grpc", "port": workload.port, "targetPort": "grpc"}],
+        },
+    }
+
+
+def _network_policy(workload: Workload) -> Object:
+    """Only the job's own pods may come in, at any port: lanes take free ones."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(workload, workload.name),
+        "spec": {
+            "podSelector": {"matchLabels": selector_of(workload)},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": selector_of(workload)}}]}],
+        },
+    }
+
+
+def _job(workload: Workload, task: TaskId) -> Object:
+    stem = file_stem(str(task))
+    variables = [{"name": "STRATAGEM_TASK", "value": str(task)}]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(workload, f"{workload.name}-{stem}", task.type),
+        "spec": {
+            "backoffLimit": RESTARTS,
+            "template": pod_template(workload, task.type, variables, hostname=stem),
+        },
+    }

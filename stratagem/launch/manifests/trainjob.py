@@ -1,0 +1,50 @@
+"""A job as a TrainJob of Kubeflow Trainer, and the runtime that it refers to (trainer.kubeflow.org/v1alpha1). Pure.
+
+Fields by the API of the Trainer project, pkg/apis/trainer/v1alpha1 in github.com/kubeflow/trainer. The Trainer makes a
+JobSet of the two: the job that carries the label of the step "trainer" has the workers, in a container "node", and
+the TrainJob says how many there are.
+"""
+
+from __future__ import annotations
+
+from stratagem.launch.manifests.jobset import jobset_cluster, jobset_spec
+from stratagem.launch.manifests.kubernetes import shared_objects
+from stratagem.launch.manifests.pod import Object, command_of, labels_of
+from stratagem.launch.manifests.workload import Workload
+
+_API = "trainer.kubeflow.org/v1alpha1"
+_NODE = "node"
+"""What the Trainer calls the workers' job and container."""
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_NAMES = {"worker": _NODE}
+
+
+def render(workload: Workload) -> list[Object]:
+    """The runtime, the TrainJob, and what their pods need."""
+    runtime = {
+        "apiVersion": _API,
+        "kind": "TrainingRuntime",
+        "metadata": {
+            "name": workload.name,
+            "labels": {**labels_of(workload), "trainer.kubeflow.org/framework": "torch"},
+        },
+        "spec": {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": _jobset(workload)}},
+    }
+    trainer = {"numNodes": workload.num_workers, "image": workload.image, "command": command_of(workload, "worker")}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": workload.name}
+    trainjob = {
+        "apiVersion": _API,
+        "kind": "TrainJob",
+        "metadata": {"name": workload.name, "labels": labels_of(workload)},
+        "spec": {"runtimeRef": reference, "trainer": trainer},
+    }
+    return [*shared_objects(workload, jobset_cluster(workload, _NAMES)), runtime, trainjob]
+
+
+def _jobset(workload: Workload) -> Object:
+    spec = jobset_spec(workload, _NAMES)
+    for job in spec["replicatedJobs"]:
+        if job["name"] == _NODE:
+            job["template"]["metadata"]["labels"][_STEP] = "trainer"
+            job["template"]["spec"]["template"]["spec"]["containers"][0]["name"] = _NODE
+    return spec

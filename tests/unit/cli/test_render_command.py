@@ -1,0 +1,67 @@
+"""`stratagem render`: options become a job, and the job YAML."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from stratagem.cli.render import render_command
+from stratagem.errors import ConfigurationError
+from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
+from stratagem.launch.manifests import jobset, kubernetes
+from stratagem.launch.manifests.workload import Workload
+
+
+def render(*arguments: str) -> Result:
+    return CliRunner().invoke(render_command, arguments, standalone_mode=False)
+
+
+def test_options_become_a_workload() -> None:
+    workload = Workload(
+        "digits",
+        "image:2",
+        "train.py",
+        ("--epochs", "3"),
+        num_workers=2,
+        num_ps=1,
+        evaluator=True,
+        staleness=4.0,
+        chief=MachineConfig(0.5, 1),
+        worker=MachineConfig(4, 16, accelerator_count=2),
+        ps=COMMON_MACHINE_CONFIGS["CPU"],
+        environment={"A": "b=c"},
+        labels={"team": "x"},
+        checkpoint_every_s=30,
+        tls_secret="certs",
+        token_secret="token",
+        port=4000,
+    )
+    options = shlex.split(
+        "--name digits --image image:2 --workers 2 --ps 1 --evaluator --staleness 4 --checkpoint-every-s 30 "
+        "--machine chief=0.5:1 --machine worker=4:16:2 --machine ps=CPU --env A=b=c --label team=x --tls-secret certs "
+        "--token-secret token --port 4000 train.py --epochs 3"
+    )
+    result = render(*options)
+    assert list(yaml.safe_load_all(result.output)) == kubernetes.render(workload)
+    assert "&id" not in result.output  # no aliases: people read it, and edit it
+    assert list(yaml.safe_load_all(render("--target", "jobset", *options).output)) == jobset.render(workload)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--machine worker=4 t.py", "a machine like 4:16"),
+        ("--machine worker=T4_1x t.py", "did you mean 'T4_1X'"),
+        ("--machine work=CPU t.py", "unknown role 'work' in --machine; did you mean 'worker'"),
+        ("--env A t.py", "expected --env NAME=VALUE, got 'A'"),
+        ("--name A t.py", "got 'A'"),
+        ("--strategy ring --ps 1 t.py", "without parameter servers"),
+    ],
+)
+def test_refusals(options: str, words: str) -> None:
+    result = render(*options.split())
+    assert isinstance(result.exception, ConfigurationError)
+    assert words in str(result.exception)
