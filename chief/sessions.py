@@ -51,6 +51,8 @@ class Session:
     lost_at: float = 0.0
     resumed: bool = False
     """The life is older than the chief's."""
+    given_up: bool = False
+    """Lost for long, and the cluster does without it."""
 
     @property
     def life(self) -> Life:
@@ -116,6 +118,7 @@ class Sessions:
 
     Args:
         num_workers: workers that the cluster waits for.
+        max_workers: workers that it takes; those beyond num_workers may come at any time, or never.
         num_ps: parameter servers that the cluster waits for.
         evaluator: whether an evaluator may join.
         session_timeout_s: seconds of silence after which a session is lost.
@@ -133,6 +136,7 @@ class Sessions:
         self,
         *,
         num_workers: int,
+        max_workers: int = 0,
         num_ps: int,
         evaluator: bool,
         session_timeout_s: float,
@@ -150,6 +154,7 @@ class Sessions:
         if evaluator:
             names.append(TaskId("evaluator", 0))
         self.tasks = {str(task): Session(task) for task in names}
+        self._max_workers = max_workers
         self.ready = ready
         self.founders: frozenset[Life] = frozenset()
         self.stopping: StopJob | None = None
@@ -162,13 +167,25 @@ class Sessions:
         self._start_timeout_s = start_timeout_s
         self._pending: dict[Life, set[Life]] = {}
         for task, incarnation in {**(awaited or {}), **(done or {})}.items():
-            if task in self.tasks:
-                session = self.tasks[task]
+            if (session := self._session(task)) is not None:
                 session.state = State.DONE if task in (done or {}) else State.AWAITED
                 session.incarnation, session.heard_at, session.lost_at = incarnation, now, now
         for task, session in self.tasks.items():
             if ready and session.state is State.WAITING:
                 session.state, session.lost_at, session.incarnation = State.LOST, now, self.fenced.get(task, 0)
+
+    def _session(self, task: str) -> Session | None:
+        """The session of a task; a worker beyond those that the cluster waits for gets one when it first comes."""
+        if task in self.tasks or not task.startswith("worker:"):
+            return self.tasks.get(task)
+        newcomer = TaskId.parse(task)
+        if newcomer.index >= self._max_workers:
+            return None
+        order = {kind: number for number, kind in enumerate(("worker", "ps", "evaluator"))}
+        tasks = {**self.tasks, task: Session(newcomer)}.values()
+        ordered = sorted(tasks, key=lambda session: (order[session.task.type], session.task.index))
+        self.tasks = {str(session.task): session for session in ordered}
+        return self.tasks[task]
 
     # What is
 
@@ -249,7 +266,7 @@ class Sessions:
             ConfigurationError: the cluster has no such task.
             FencedError: the incarnation it wants to resume is over.
         """
-        session = self.tasks.get(task)
+        session = self._session(task)
         if session is None:
             known = ", ".join(self.tasks)
             raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}")
@@ -266,6 +283,7 @@ class Sessions:
             self._newest_incarnation += 1
             session.incarnation, session.resumed, was_open = self._newest_incarnation, False, False
         session.address, session.pid, session.stream, session.heard_at = address, pid, stream, now
+        session.given_up = False
         if not was_open:
             session.resumed = bool(resume_incarnation)
             session.state = State.JOINED if session.task.type == "ps" else State.LIVE
@@ -331,6 +349,11 @@ class Sessions:
             session = self.tasks[task]
             if self.ready and session.state is State.LOST and now - session.lost_at > self._worker_timeout_s:
                 actions += self._give_up(session, now)
+        for task, session in self.tasks.items():
+            away = session.state is State.LOST and now - session.lost_at > self._worker_timeout_s
+            if away and not session.given_up and session.task.type == "worker" and task not in self.required:
+                session.given_up = True
+                actions += self._end_of_work()
         return actions
 
     def stop(self, exit_code: int, reason: str) -> list[Action]:
@@ -339,16 +362,19 @@ class Sessions:
 
     # Rules
 
+    @property
+    def _workers(self) -> list[Session]:
+        return [s for s in self.tasks.values() if s.task.type == "worker" and not s.given_up]
+
     def _give_up(self, session: Session, now: float) -> list[Action]:
-        others = [s for s in self.tasks.values() if s.task.type == "worker" and s is not session]
+        others = [s for s in self._workers if s is not session]
         if session.task.type == "worker" and others and all(s.state is State.DONE for s in others):
             return self._stop(0, f"every worker but {session.task} has finished the work")
         why = f"; first failure: {self.first_failure}" if self.first_failure else ""
         return self._stop(1, f"{session.task} was lost {now - session.lost_at:.0f} s ago and did not come back{why}")
 
     def _end_of_work(self) -> list[Action]:
-        workers = [s for s in self.tasks.values() if s.task.type == "worker"]
-        if all(s.state is State.DONE for s in workers):
+        if all(s.state is State.DONE for s in self._workers):
             return self._stop(0, "every worker has finished")
         return []
 

@@ -8,6 +8,7 @@ from stratagem.chief import events
 from stratagem.chief.evaluations import plan_of
 from stratagem.chief.lending import Loan, Loans
 from stratagem.chief.lives import Life
+from stratagem.chief.progress import TaskProgress
 from stratagem.chief.servers import Description
 from stratagem.chief.status import JobStatus
 from stratagem.chief.tallies import Delta, Logs, Page, TallyName
@@ -214,6 +215,23 @@ def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
 def _member_to_proto(member: events.Member) -> common_pb2.TaskInfo:
     return common_pb2.TaskInfo(
         task=member.task, address=member.address, incarnation=member.incarnation, live=member.live
+    )
+
+
+def progress_from_proto(data: bytes) -> TaskProgress:
+    """What a task said in a heartbeat."""
+    said = chief_pb2.Progress.FromString(data)
+    return TaskProgress(
+        step=said.step,
+        examples=said.examples,
+        loss=said.loss if said.has_loss else None,
+        step_s=said.step_s,
+        exposed_s=said.exposed_s,
+        waiting_s=said.waiting_s,
+        store_epoch=said.store_epoch,
+        bytes_held=said.bytes_held,
+        skipped=said.skipped,
+        reported=dict(said.metrics),
     )
 
 

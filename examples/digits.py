@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="Adam", help="a class of torch.optim")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export", metavar="FILE", help="write the trained weights there, as a plain state_dict")
+    parser.add_argument("--logs", metavar="DIR", help="write curves for TensorBoard there")
     parser.add_argument("--min-accuracy", type=float, default=0.0, help="exit with 1 below this held-out accuracy")
     return parser.parse_args()
 
@@ -87,6 +88,7 @@ def main() -> int:
         if losses and sg.is_lead():  # a restarted worker finds no batches in the epochs that it missed
             speed = len(train_data) / (time.perf_counter() - start)
             exposed = strategy.exposed_communication
+            draw(arguments.logs, epoch + 1, loss=mean(losses), examples_per_s=speed)
             print(f"epoch {epoch + 1:2d}  loss {mean(losses):.4f}  {speed:,.0f} examples/s  exposed comm {exposed:.0%}")
 
     accuracy = evaluate(model, test_data)
@@ -96,6 +98,16 @@ def main() -> int:
         if arguments.export:
             torch.save(model.state_dict(), arguments.export)
     return 0 if accuracy >= arguments.min_accuracy else 1
+
+
+def draw(logs: str | None, epoch: int, **values: float) -> None:
+    """A point of each curve."""
+    if logs:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(logs) as writer:
+            for name, value in values.items():
+                writer.add_scalar(name, value, epoch)
 
 
 def evaluate_checkpoints(test_data: TensorDataset) -> int:

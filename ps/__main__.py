@@ -23,6 +23,7 @@ from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
+from stratagem.rpc.binding import advertised_address
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.heap import keep_freed_memory
@@ -110,7 +111,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
     session = SessionClient(
         config.chief,
         config.task,
-        server.address,
+        advertised_address(config.advertise, server.address),
         progress=lambda: _progress(store),
         store_epoch=lambda: store.state.store_epoch if store.state.initialized else 0,
         chief_timeout_s=config.peer_timeout_s,

@@ -14,11 +14,26 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if TYPE_CHECKING:
     from stratagem import nn
     from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
-    from stratagem.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
+    from stratagem.cluster.resolvers import (
+        KubernetesClusterResolver,
+        SimpleClusterResolver,
+        SlurmClusterResolver,
+        TFConfigClusterResolver,
+    )
     from stratagem.cluster.spec import ClusterSpec
     from stratagem.data.files import FileDataset
     from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
-    from stratagem.errors import CheckpointError, CollectiveError, ConfigurationError, ExportError, StratagemError
+    from stratagem.errors import (
+        CheckpointError,
+        CollectiveError,
+        ConfigurationError,
+        ExportError,
+        StratagemError,
+        SubmitError,
+    )
+    from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
+    from stratagem.launch.submit.api import run
+    from stratagem.launch.submit.environment import Job, remote
     from stratagem.strategy.base import Strategy, get_strategy, has_strategy, is_evaluator, is_lead
     from stratagem.strategy.central_storage import CentralStorageStrategy
     from stratagem.strategy.environment import strategy_from_environment
@@ -61,6 +76,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AutoShardPolicy": "stratagem.data.options",
     "BestExporter": "stratagem.training.estimator.exporters",
+    "COMMON_MACHINE_CONFIGS": "stratagem.launch.machines",
     "CentralStorageStrategy": "stratagem.strategy.central_storage",
     "Checkpoint": "stratagem.training.checkpoint",
     "CheckpointError": "stratagem.errors",
@@ -83,8 +99,11 @@ _HOMES = {
     "FixedShardsPartitioner": "stratagem.strategy.partitioners",
     "HierarchicalCopyAllReduce": "stratagem.strategy.replicas.cross_device_ops",
     "InputContext": "stratagem.data.options",
+    "Job": "stratagem.launch.submit.environment",
+    "KubernetesClusterResolver": "stratagem.cluster.resolvers",
     "LatestExporter": "stratagem.training.estimator.exporters",
     "LoadedModel": "stratagem.training.loaded_model",
+    "MachineConfig": "stratagem.launch.machines",
     "MaxSizePartitioner": "stratagem.strategy.partitioners",
     "MinSizePartitioner": "stratagem.strategy.partitioners",
     "MirroredStrategy": "stratagem.strategy.mirrored",
@@ -101,8 +120,10 @@ _HOMES = {
     "ReplicaContext": "stratagem.strategy.replicas.context",
     "RunConfig": "stratagem.training.estimator.run_config",
     "SimpleClusterResolver": "stratagem.cluster.resolvers",
+    "SlurmClusterResolver": "stratagem.cluster.resolvers",
     "StratagemError": "stratagem.errors",
     "Strategy": "stratagem.strategy.base",
+    "SubmitError": "stratagem.errors",
     "TFConfigClusterResolver": "stratagem.cluster.resolvers",
     "TPUStrategy": "stratagem.strategy.tpu",
     "TensorSpec": "stratagem.training.export_inputs",
@@ -126,6 +147,8 @@ _HOMES = {
     "load_model": "stratagem.training.loaded_model",
     "model_to_estimator": "stratagem.training.estimator.from_model",
     "new_checkpoints": "stratagem.training.new_checkpoints",
+    "remote": "stratagem.launch.submit.environment",
+    "run": "stratagem.launch.submit.api",
     "scale_regularization_loss": "stratagem.strategy.loss_scaling",
     "strategy_from_environment": "stratagem.strategy.environment",
     "train_and_evaluate": "stratagem.training.estimator.cluster_run",
@@ -134,6 +157,7 @@ _HOMES = {
 _ROOMS = {"callbacks": "stratagem.training.callbacks", "nn": "stratagem.nn"}
 
 __all__ = [
+    "COMMON_MACHINE_CONFIGS",
     "AutoShardPolicy",
     "BestExporter",
     "CentralStorageStrategy",
@@ -158,8 +182,11 @@ __all__ = [
     "FixedShardsPartitioner",
     "HierarchicalCopyAllReduce",
     "InputContext",
+    "Job",
+    "KubernetesClusterResolver",
     "LatestExporter",
     "LoadedModel",
+    "MachineConfig",
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "MirroredStrategy",
@@ -176,8 +203,10 @@ __all__ = [
     "ReplicaContext",
     "RunConfig",
     "SimpleClusterResolver",
+    "SlurmClusterResolver",
     "StratagemError",
     "Strategy",
+    "SubmitError",
     "TFConfigClusterResolver",
     "TPUStrategy",
     "TensorSpec",
@@ -203,6 +232,8 @@ __all__ = [
     "model_to_estimator",
     "new_checkpoints",
     "nn",
+    "remote",
+    "run",
     "scale_regularization_loss",
     "strategy_from_environment",
     "train_and_evaluate",

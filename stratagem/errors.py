@@ -21,6 +21,7 @@
     ├── ClusterTimeoutError           the cluster did not come up in time; names who is missing
     ├── JobStoppedError               the chief ended the job; carries the exit code
     ├── CheckpointError               a checkpoint cannot be written or read
+    ├── SubmitError                   a job cannot be submitted: Docker, the registry or the cluster refused it
     └── ExportError                   a model cannot be exported, or what was exported cannot be loaded
 
 A message says what was expected, what came, and what to do next.
@@ -180,6 +181,12 @@ class CheckpointError(StratagemError):
     """A checkpoint cannot be written or read."""
 
     reason = "CHECKPOINT"
+
+
+class SubmitError(StratagemError):
+    """A job cannot be submitted, or be found where it was; carries what Docker, the registry or the cluster said."""
+
+    reason = "SUBMIT"
 
 
 class ExportError(StratagemError):

@@ -9,6 +9,7 @@ from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.errors import JobStoppedError, StratagemError
+from stratagem.rpc.binding import advertised_address
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.limits import ServerLimits
@@ -74,7 +75,7 @@ class WorkerRuntime:
         self.session = SessionClient(
             config.chief,
             config.task,
-            self._server.address,
+            advertised_address(config.advertise, self._server.address),
             progress=self.meter.progress,
             held=self._held,
             chief_timeout_s=config.peer_timeout_s,

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
+from collections.abc import Mapping
 from importlib import metadata
 
 import click
 
-from stratagem.cli.certs import certs_group
-from stratagem.cli.checkpoint import checkpoint_group
-from stratagem.cli.config import config_group
-from stratagem.cli.roles import chief_command, evaluator_command, ps_command, worker_command
-from stratagem.cli.run import run_command
-from stratagem.cli.status import status_command
+from stratagem.cli.first_process import stand_by_if_first
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
+_HOMES: Mapping[str, str] = {
+    "certs": "stratagem.cli.certs:certs_group",
+    "checkpoint": "stratagem.cli.checkpoint:checkpoint_group",
+    "chief": "stratagem.cli.roles:chief_command",
+    "config": "stratagem.cli.config:config_group",
+    "evaluator": "stratagem.cli.roles:evaluator_command",
+    "health": "stratagem.cli.health:health_command",
+    "jobs": "stratagem.cli.jobs:jobs_group",
+    "ps": "stratagem.cli.roles:ps_command",
+    "render": "stratagem.cli.render:render_command",
+    "run": "stratagem.cli.run:run_command",
+    "status": "stratagem.cli.status:status_command",
+    "submit": "stratagem.cli.submit:submit_command",
+    "worker": "stratagem.cli.roles:worker_command",
+}
+"""Where each command lives. It is loaded when it is asked for: `stratagem health` runs every few seconds."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    """A group whose commands are loaded late."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_HOMES})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _HOMES:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = _HOMES[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def stratagem() -> None:
     """tf.distribute for PyTorch: train one script on chief, worker and parameter-server processes.
 
@@ -34,20 +62,6 @@ def version_command() -> None:
     click.echo(metadata.version("stratagem"))
 
 
-for _command in (
-    run_command,
-    chief_command,
-    ps_command,
-    worker_command,
-    evaluator_command,
-    status_command,
-    config_group,
-    checkpoint_group,
-    certs_group,
-):
-    stratagem.add_command(_command)
-
-
 def exit_code_of(error: StratagemError) -> int:
     """The exit code that DESIGN.md gives an error."""
     if isinstance(error, JobStoppedError):
@@ -57,6 +71,7 @@ def exit_code_of(error: StratagemError) -> int:
 
 def main() -> None:
     """Entry point. Errors raised on purpose become one paragraph on stderr and an exit code."""
+    stand_by_if_first()
     try:
         code = stratagem.main(standalone_mode=False)
     except click.ClickException as error:

@@ -17,6 +17,7 @@ from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES, Resolved, gather
 from stratagem.cluster.tf_config import Placement
 from stratagem.errors import ConfigurationError
+from stratagem.launch.replica import own_environment
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -101,4 +102,4 @@ def configure(
     Raises:
         ConfigurationError: a source is not valid.
     """
-    return gather(role, os.environ, flags, read_cluster_file(cluster_file), str(cluster_file))
+    return gather(role, own_environment(os.environ), flags, read_cluster_file(cluster_file), str(cluster_file))

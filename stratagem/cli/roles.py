@@ -12,10 +12,11 @@ import click
 
 from stratagem.cli.options import configure, role_options
 from stratagem.cluster.choice import choose_strategy
-from stratagem.cluster.config import RoleConfig, WorkerConfig
+from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, Resolved
 from stratagem.cluster.tf_config import Placement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.launch.joining import ask_for_cluster
 from stratagem.rpc.logs import configure_logging
 
 _SCRIPT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
@@ -75,6 +76,8 @@ def _run_script(
         raise ConfigurationError(f"expected a training script, but there is no file {script}")
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
+    if placement is None and isinstance(config, WorkerConfig | EvaluatorConfig) and config.chief:
+        placement = ask_for_cluster(config)
     if placement is not None and isinstance(config, WorkerConfig):
         choose_strategy(config.strategy, placement.cluster.num_workers, placement.cluster.num_ps)
         _refuse_without_chief(config)

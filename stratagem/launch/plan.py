@@ -19,6 +19,7 @@ from stratagem.rpc import heap
 
 _LOCAL = "127.0.0.1:0"
 _DISTRIBUTED = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DISTRIBUTED += ("SLURM_STEP_NUM_TASKS",)  # makes a process one of several tasks of srun
 _OWN = tuple(
     f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "EVALUATOR", "TLS", "TOKEN_FILE")
 )

@@ -10,7 +10,7 @@ from stratagem.errors import ForbiddenError, IdentityError
 _CHIEF: frozenset[Role] = frozenset({"chief"})
 _WORKER: frozenset[Role] = frozenset({"worker"})
 _MEMBER: frozenset[Role] = frozenset({"worker", "ps", "evaluator"})
-_LOOKS: frozenset[Role] = frozenset({"worker", "operator"})
+_LOOKS: frozenset[Role] = frozenset({"worker", "evaluator", "operator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 _KNOWN: frozenset[Role] = frozenset({"chief", "worker", "ps", "evaluator", "operator"})
 

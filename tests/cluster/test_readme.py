@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from stratagem.cluster.tf_config import parse_tf_config
 
@@ -50,8 +51,23 @@ def test_other_commands(command: str) -> None:
         )
     elif program == "stratagem":
         assert run(command).returncode == 0
+    elif program == "docker":
+        check_compose(shlex.split(command))
     else:
         pytest.fail(f"no test runs {command!r}")
+
+
+def check_compose(words: list[str]) -> None:
+    """tests/deploy runs `docker compose` on an engine; here: the files and services that a command names are there."""
+    assert words[:2] == ["docker", "compose"]
+    files = [words[i + 1] for i, word in enumerate(words) if word == "-f"] or ["docker-compose.yml"]
+    services = {name for file in files for name in yaml.safe_load((ROOT / file).read_text())["services"]}
+    verb = next(word for word in words if word in ("up", "run", "exec", "down"))
+    named = [word for word in words[words.index(verb) + 1 :] if not word.startswith("-")]
+    if verb in ("run", "exec"):
+        assert named[0] in services
+    for profile in (words[i + 1] for i, word in enumerate(words) if word == "--profile"):
+        assert profile in services
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -17,6 +17,7 @@ LIMIT_S = 100.0
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--until", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     options = parser.parse_args()
     torch.manual_seed(0)
     strategy = sg.strategy_from_environment()
@@ -32,7 +33,7 @@ def main() -> None:
         optimizer.step()
         return loss.detach()
 
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + options.limit_s
     num_steps = 0
     while not options.until.exists() and time.monotonic() < deadline:
         for batch in dataset:

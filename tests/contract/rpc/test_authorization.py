@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         *("Worker.Meet", "Worker.OpenLane", "Worker.Exchange", "Worker.Abort", "Worker.GetPosition"),
     },
     "ps": HEALTH | REFLECTION | {"Chief.Session"},
-    "evaluator": HEALTH | REFLECTION | {"Chief.Session"},
+    "evaluator": HEALTH | REFLECTION | {"Chief.Session", "Chief.GetStatus"},
     "operator": HEALTH | REFLECTION | {"Chief.GetStatus", "Worker.GetStack"},
 }
 """Which role may call what; "" is a caller without an identity."""

@@ -226,3 +226,50 @@ def test_a_restarted_chief_remembers_who_was_done_or_lost() -> None:
     assert sessions.tasks["worker:1"].state is State.LOST
     with pytest.raises(FencedError):
         sessions.join("worker:1", "", 1, 2, 1, 0.0)
+
+
+def end_of(sessions: Sessions) -> int | None:
+    return sessions.stopping.exit_code if sessions.stopping is not None else None
+
+
+def test_workers_beyond_those_waited_for_come_and_go() -> None:
+    sessions = ready(max_workers=4, session_timeout_s=1000.0)
+    with pytest.raises(ConfigurationError, match="is not a task of this cluster"):
+        join(sessions, "worker:4", 9)
+    assert Announce() in join(sessions, "worker:3", 4)
+    join(sessions, "worker:2", 5)
+    assert list(sessions.tasks) == ["worker:0", "worker:1", "worker:2", "worker:3", "ps:0"]
+    assert [str(session.task) for session in sessions.live("worker")] == [f"worker:{i}" for i in range(4)]
+    for stream, worker in ((1, "worker:0"), (2, "worker:1"), (5, "worker:2")):
+        assert sessions.goodbye(worker, stream, 0, "", now=1.0)
+    assert end_of(sessions) is None, "worker:3 has not finished"
+    sessions.stream_ended("worker:3", 4, now=2.0)
+    assert sessions.tick(now=50.0) == [] and end_of(sessions) is None, "it may come back"
+    (stop,) = sessions.tick(now=63.0)
+    assert isinstance(stop, StopJob) and stop.exit_code == 0
+
+
+def test_an_additional_worker_that_is_gone_for_long_is_not_missed() -> None:
+    sessions = ready(max_workers=3)
+    join(sessions, "worker:2", 4)
+    sessions.stream_ended("worker:2", 4, now=1.0)
+    for task, stream in (("worker:0", 1), ("worker:1", 2), ("ps:0", 3)):
+        sessions.heartbeat(task, stream, now=99.0)
+    assert sessions.tick(now=100.0) == [] and end_of(sessions) is None
+    sessions.goodbye("worker:0", 1, 0, "", now=101.0)
+    assert sessions.goodbye("worker:1", 2, 0, "", now=101.0)
+    assert end_of(sessions) == 0
+    again = ready(max_workers=3)
+    join(again, "worker:2", 4)
+    again.stream_ended("worker:2", 4, now=1.0)
+    again.tick(now=2.0)
+    join(again, "worker:2", 5, now=62.0)
+    again.goodbye("worker:0", 1, 0, "", now=63.0)
+    again.goodbye("worker:1", 2, 0, "", now=63.0)
+    assert end_of(again) is None, "it is back, and has work to do"
+
+
+def test_a_restarted_chief_knows_its_additional_workers() -> None:
+    sessions = make(max_workers=3, awaited={"worker:2": 7, "worker:0": 5}, done={"worker:1": 6}, ready=True)
+    assert sessions.tasks["worker:2"].state is State.AWAITED
+    assert make(awaited={"worker:2": 7}).tasks.get("worker:2") is None

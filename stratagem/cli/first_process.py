@@ -1,0 +1,72 @@
+"""What the first process of a container owes the others: signals that have an effect, and orphans that are reaped.
+
+The kernel spares process 1 the default action of every signal: a SIGTERM that comes before a role has a handler of its
+own would be ignored. And every orphan becomes a child of process 1, where it stays a zombie unless somebody waits for
+it. So process 1 does these two things and nothing else; its child does the work.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+_FORWARDED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2})
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def stand_by_if_first() -> None:
+    """In process 1: forks, returns in the child alone, and ends with the child's exit code. Elsewhere: nothing.
+
+    To be called before anything starts a thread.
+    """
+    if os.getpid() == 1:
+        fork_and_stand_by()
+
+
+def fork_and_stand_by() -> None:
+    """As :func:`stand_by_if_first`, whatever process this is. A child killed by signal n gives exit code 128 + n."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})  # none may come in between
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while (code := _reap(child)) is None:
+        came = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
+        # What the terminal sends (si_code > 0) the child has got already: it is in the same process group.
+        if came.si_signo in _FORWARDED and came.si_code <= 0:
+            os.kill(child, came.si_signo)
+    if code == 128 + signal.SIGKILL and (limit := _exceeded_limit()):
+        message = f"stratagem: the kernel killed this task, because its container reached its memory limit of {limit}"
+        os.write(2, f"{message}; give it more\n".encode())
+    os._exit(code)
+
+
+def _reap(child: int) -> int | None:
+    """Waits for all that has ended; returns the exit code of ``child`` once it is among them."""
+    code = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if not pid:
+            return code
+        if pid == child:
+            ended = os.waitstatus_to_exitcode(status)
+            code = ended if ended >= 0 else 128 - ended
+
+
+def _exceeded_limit() -> str:
+    """The memory limit, if the kernel has killed for it in this control group; else empty."""
+    places = (("memory.events", "memory.max"), ("memory/memory.oom_control", "memory/memory.limit_in_bytes"))
+    for events, limit in places:  # version 2, version 1
+        try:
+            counts = dict(line.split() for line in (_CGROUP / events).read_text().splitlines())
+            text = (_CGROUP / limit).read_text().strip()
+        except (OSError, ValueError):
+            continue
+        if int(counts.get("oom_kill", 0)) and text.isdigit():
+            return f"{int(text) / (1 << 20):,.0f} MiB"
+    return ""

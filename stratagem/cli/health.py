@@ -1,0 +1,149 @@
+"""`stratagem health`: what a probe asks a task, in a container or by hand. Needs no torch and starts quickly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from stratagem.cli.options import cluster_option, read_cluster_file
+from stratagem.cluster.config import RoleConfig
+from stratagem.cluster.sources import (
+    ENV_PREFIX,
+    Layer,
+    cluster_layer,
+    environment_layer,
+    file_layers,
+    flag_layer,
+    resolve,
+)
+from stratagem.cluster.spec import ClusterSpec, split_address
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import ClusterSpecError, ConfigurationError, IdentityError, PeerUnavailableError
+from stratagem.launch.replica import own_environment
+from stratagem.rpc.channels import connect
+from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.security import Security, security_of
+
+EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1
+
+SERVICES: Mapping[str, str] = {
+    "chief": "stratagem.Chief",
+    "ps": "stratagem.ParameterServer",
+    "worker": "stratagem.Worker",
+}
+"""What a task of each type serves; an evaluator serves nothing."""
+_EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses to listen on, and where what listens on all of them is reached from the same machine."""
+
+
+def own_config(
+    environ: Mapping[str, str], flags: Mapping[str, Any], document: Mapping[str, Any], file: str
+) -> RoleConfig:
+    """What the task says that has these sources: its id, where it listens, how it proves who it is.
+
+    The sources are those of :func:`stratagem.cluster.sources.gather`, but a chief need not say here how many workers
+    it waits for.
+
+    Raises:
+        ConfigurationError: a source is not valid, or nobody says which task it is.
+    """
+    given, variables = flag_layer(flags), environment_layer(RoleConfig, environ)
+    told = placement_from_environment(environ)
+    name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)
+    if name is None:
+        raise ClusterSpecError(
+            f"which task? Name it: --task ps:0, or {ENV_PREFIX}TASK or TF_CONFIG as the task itself has them"
+        )
+    task = TaskId.parse(str(name))
+    written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") and told is None else None
+    layers = [
+        given,
+        variables,
+        *([cluster_layer(told.cluster, task, "environment TF_CONFIG")] if told is not None else []),
+        *file_layers(task.type, document, file),
+        *([cluster_layer(written, task, f"{file} (cluster)")] if written is not None else []),
+        Layer("default", {"task": str(task)}),
+    ]
+    return resolve(RoleConfig, [_of_every_role(layer) for layer in layers]).config
+
+
+def _of_every_role(layer: Layer) -> Layer:
+    fields = RoleConfig.model_fields
+    return Layer(layer.origin, {key: value for key, value in layer.values.items() if key in fields}, layer.textual)
+
+
+def address_to_ask(config: RoleConfig) -> str:
+    """host:port where a probe beside the task reaches it.
+
+    Raises:
+        ConfigurationError: the task takes a free port, which nobody can know.
+    """
+    host, port = split_address(config.bind)
+    if not port:
+        raise ConfigurationError(
+            f"{config.task} listens on {config.bind}, a free port that a probe cannot know: give it a fixed one "
+            f"(--bind 0.0.0.0:2222, {ENV_PREFIX}BIND or TF_CONFIG), or say where it listens with --address host:port"
+        )
+    host = _EVERYWHERE.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def ask(address: str, task: str, service: str, timeout_s: float, security: Security) -> str:
+    """What ``grpc.health.v1`` of the task at ``address`` says about ``service``: "SERVING", "NOT_SERVING", ….
+
+    Raises:
+        IdentityError: TLS does not come about.
+        PeerUnavailableError: nobody answers within ``timeout_s`` seconds.
+    """
+    channel = connect(address, task, security)
+    try:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs lack its methods
+        reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
+    except grpc.RpcError as error:
+        found = error_from_rpc(error, f"{task} at {address}")
+        if isinstance(found, PeerUnavailableError) and (reason := explain_refusal(address, task, security)):
+            raise IdentityError(reason) from None
+        raise found from None
+    finally:
+        channel.close()
+
+
+@click.command("health")
+@click.option("--ready", is_flag=True, help="Ask for readiness too: registered, restored, the cluster complete.")
+@click.option("--task", help="Which task; without it what STRATAGEM_TASK, TF_CONFIG or the cluster file say.")
+@click.option("--address", help="host:port to ask; without it where the task listens by the same sources.")
+@cluster_option
+@click.option("--timeout-s", default=3.0, show_default=True, help="Seconds to wait for the answer.")
+@click.option("--tls", help="Folder with ca.crt and the task's own certificate.")
+@click.option("--token-file", help="File with the token of the job.")
+def health_command(
+    ready: bool,
+    task: str | None,
+    address: str | None,
+    cluster_file: Path | None,
+    timeout_s: float,
+    tls: str | None,
+    token_file: str | None,
+) -> int:
+    """Ask a task of this machine how it is: exit code 0 when it serves (with --ready: when it is ready), else 1.
+
+    It finds the task as the task finds itself: --cluster, TF_CONFIG and the variables STRATAGEM_TASK, STRATAGEM_BIND,
+    STRATAGEM_TLS and STRATAGEM_TOKEN_FILE.
+    """
+    flags = {"task": task, "bind": address, "tls": tls, "token_file": token_file}
+    config = own_config(own_environment(os.environ), flags, read_cluster_file(cluster_file), str(cluster_file))
+    kind = TaskId.parse(config.task).type
+    if kind not in SERVICES:
+        raise ConfigurationError(f"{config.task} serves nothing that could be asked: take its process for its health")
+    state = ask(address_to_ask(config), config.task, SERVICES[kind] if ready else "", timeout_s, security_of(config))
+    click.echo(f"{config.task}: {state}")
+    return EXIT_HEALTHY if state == "SERVING" else EXIT_UNHEALTHY
