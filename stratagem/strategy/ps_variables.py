@@ -87,7 +87,7 @@ class VariableGroups:
             )
             staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward, tables)
             self._staging.append(staging)
-            OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.is_lead)
+            OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.may_assign)
             if tables:
                 TableState(optimizer, tables)
             optimized.append(OptimizedVariables(optimizer, parameters, tables, variables, staging))
@@ -125,6 +125,12 @@ class VariableGroups:
         for variables in self._all:
             if variables.optimized:
                 variables.pull()
+
+    def pull_anew(self) -> None:
+        """Takes the weights of everything an optimizer changes, whatever this process has."""
+        for variables in self._all:
+            variables.forget()
+        self.pull()
 
     def reconnect(self) -> None:
         """Connects to every ps anew, waits for those that are away, and gives one without values those of this process.
@@ -188,6 +194,7 @@ class VariableGroups:
             frame_bytes=self._runtime.config.frame_bytes,
             meter=self._runtime.meter,
             is_lead=self._runtime.is_lead,
+            may_assign=self._runtime.may_assign,
             on_backward=self._on_backward,
             recover=self._recover,
             timeout_s=self._runtime.config.start_timeout_s,

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,10 @@ class Checkpoint:
 
     Under a synchronous strategy with several workers every worker calls every method; rank 0 writes and reads the
     files, everybody gets the path and the states. Buffers that differ between replicas are averaged. Under parameter
-    servers one worker is enough: whoever calls asks the chief for a consistent checkpoint of all ps, and adds what the
-    ps do not hold. Of several that save the same step the first one wins; all get its path.
+    servers one worker is enough to save: whoever calls asks the chief for a consistent checkpoint of all ps, and adds
+    what the ps do not hold. Of several that save the same step the first one wins; all get its path. Every worker
+    restores; the ps get the states once, from the lead, before anybody goes on. A worker that starts again in a running
+    job restores what only it holds; the weights and slots stay what they have become.
 
     A directory is a checkpoint once it is complete: a save that dies, or finds the disk full, leaves the earlier ones
     as they were. An existing checkpoint is never overwritten.
@@ -213,7 +216,11 @@ class Checkpoint:
 
         states = self._members.states_from_first(read)
         own = {name: item for name, item in self._objects.items() if name in states}
-        put_back(own, {name: kind_and_state(states[name]) for name in own}, self._servers)
+        values = {name: kind_and_state(states[name]) for name in own}
+        if self._servers is None:
+            put_back(own, values, None)
+        else:
+            self._servers.load_once(partial(put_back, own, values, self._servers))
         self._objects |= own
         if place["random"]:
             generators = kind_and_state(states[RANDOM])[1]

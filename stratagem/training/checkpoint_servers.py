@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class Servers:
     def push_weights(self) -> None:
         """Gives the ps the values that the lead has now; the others take them from there."""
         self._strategy.push_weights()
+
+    def load_once(self, load: Callable[[], None]) -> None:
+        """Calls ``load`` on every worker; what the lead loads reaches the ps, once in the life of the job."""
+        self._strategy.load_once(load)
 
 
 def place_of(tensor: torch.Tensor) -> Place:

@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--table", action="store_true", help="count in a table")
+    parser.add_argument("--restore", type=Path, help="go on from the newest checkpoint in there")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     strategy = sg.strategy_from_environment()
@@ -79,6 +80,8 @@ def main() -> None:
         num_workers=options.data_workers,
     )
     dataset = strategy.distribute_dataset(data)
+    if options.restore:
+        sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer).restore(options.restore)
 
     def train_step(batch: list[torch.Tensor], is_last: bool) -> None:
         model(batch[0]).backward()
