@@ -66,7 +66,6 @@ class Job:
         self.sessions = Sessions(
             num_workers=config.num_workers,
             num_ps=config.num_ps,
-            evaluator=config.evaluator,
             session_timeout_s=config.session_timeout_s,
             worker_timeout_s=config.worker_timeout_s,
             start_timeout_s=config.start_timeout_s,

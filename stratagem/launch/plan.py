@@ -19,9 +19,7 @@ from stratagem.rpc import heap
 
 _LOCAL = "127.0.0.1:0"
 _DISTRIBUTED = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OWN = tuple(
-    f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "EVALUATOR", "TLS", "TOKEN_FILE")
-)
+_OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +212,6 @@ def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: st
         flags |= {"bind": chief_address, "num-workers": job.num_workers, "num-ps": job.num_ps}
         flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
         flags |= {"checkpoint-every-s": job.checkpoint_every_s}
-        if job.evaluator:
-            flags["evaluator"] = True
     elif job.servers:
         flags |= {"chief": chief_address, "bind": _LOCAL}
     if task.type in ("ps", "evaluator"):

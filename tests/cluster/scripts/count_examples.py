@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--table", action="store_true", help="count in a table")
     parser.add_argument("--restore", type=Path, help="go on from the newest checkpoint in there")
+    parser.add_argument("--save", type=Path, help="save a checkpoint of step 7 at the end")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     strategy = sg.strategy_from_environment()
@@ -97,6 +98,8 @@ def main() -> None:
                 time.sleep(options.pause_s)
             strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
+    if options.save:
+        sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer).save(options.save, step=7)
     if options.out and strategy.is_lead:
         weights = {"table": model.table.whole_weight()} if isinstance(model, TableCounter) else model.state_dict()
         torch.save(weights, options.out)
