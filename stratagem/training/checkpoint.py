@@ -17,7 +17,7 @@ import torch
 
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy, get_strategy
-from stratagem.training.checkpoint_catalog import check, is_complete, offer, read_step, remove, scan
+from stratagem.training.checkpoint_catalog import check, offer, read_step, remove, scan
 from stratagem.training.checkpoint_files import Draft, sweep
 from stratagem.training.checkpoint_members import Members
 from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
@@ -249,7 +249,7 @@ class Checkpoint:
             states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
         chosen = self._members.from_first(lambda: _choose(folder, name, step))
         target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
-        is_there = self._servers is not None and is_complete(target)
+        is_there = self._servers is not None and self._servers.has(target)
         if writes and not is_there:
             # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
             served = None if self._servers is None else _served_draft(folder, self._servers)
