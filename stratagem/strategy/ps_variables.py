@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+from stratagem.errors import ConfigurationError, PeerUnavailableError, UnsupportedOptimizerError
 from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.worker.layout import Layout, VariableSpec
@@ -25,6 +25,8 @@ from stratagem.worker.variables import RemoteVariables
 logger = logging.getLogger(__name__)
 
 GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
+MAX_TRIES = 5
+"""To create variables, while ps go away and come back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +202,7 @@ class VariableGroups:
             timeout_s=self._runtime.config.start_timeout_s,
         )
         self._next_group += 1
-        table.create_or_attach(link)
+        self._patiently(lambda: table.create_or_attach(link))
         self._tables.append(table)
 
     def _add(
@@ -224,9 +226,22 @@ class VariableGroups:
             self._runtime.is_lead,
             self._runtime.config.start_timeout_s,
         )
-        variables.create_or_attach()
+        self._patiently(variables.create_or_attach)
         self._all.append(variables)
         return variables
+
+    def _patiently(self, create: Callable[[], None]) -> None:
+        """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
+        for _ in range(MAX_TRIES - 1):
+            try:
+                create()
+                return
+            except PeerUnavailableError as error:
+                logger.warning("%s; connecting to the ps anew", error)
+                for client in self._runtime.clients:
+                    client.connect()
+                    self.lost(client.index)
+        create()
 
     def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Names as in ``state_dict``; of several models, with the prefix "model0.", "model1.", …"""

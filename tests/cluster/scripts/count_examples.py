@@ -73,6 +73,7 @@ def main() -> None:
     with strategy.scope():
         model = TableCounter(options.examples) if options.table else Counter(options.examples)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    faults.at_step(task, -1)
     strategy.prepare(model, optimizer, gradients="sum")
     data = DataLoader(
         TensorDataset(torch.arange(options.examples)),

@@ -155,7 +155,9 @@ def start() -> Iterator[Callable[..., Job]]:
             undo.append(functools.partial(client.close, "the test is over"))
             client.connect()
         config = SimpleNamespace(frame_bytes=frame_bytes, start_timeout_s=5.0)
-        runtime: Any = SimpleNamespace(clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True)
+        runtime: Any = SimpleNamespace(
+            clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True, may_assign=lambda: True
+        )
         return Job(stores, clients, VariableGroups(runtime, None, lambda: None))
 
     yield job
