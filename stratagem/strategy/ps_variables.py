@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stratagem.errors import ConfigurationError, PeerUnavailableError, UnsupportedOptimizerError
+from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError, UnsupportedOptimizerError
 from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.worker.layout import Layout, VariableSpec
@@ -236,7 +236,7 @@ class VariableGroups:
             try:
                 create()
                 return
-            except PeerUnavailableError as error:
+            except (PeerUnavailableError, StaleStoreError) as error:
                 logger.warning("%s; connecting to the ps anew", error)
                 for client in self._runtime.clients:
                     client.connect()
