@@ -276,6 +276,7 @@ class ParameterServerStrategy(Strategy):
             self._tracker,
             self._closes,
             self._runtime.meter,
+            self._pull_all,
             self._groups.pull,
             self._begin,
             lambda: self._listener,
