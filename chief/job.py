@@ -67,7 +67,6 @@ class Job:
             num_workers=config.num_workers,
             max_workers=config.max_workers,
             num_ps=config.num_ps,
-            evaluator=config.evaluator,
             session_timeout_s=config.session_timeout_s,
             worker_timeout_s=config.worker_timeout_s,
             start_timeout_s=config.start_timeout_s,

@@ -120,7 +120,6 @@ class Sessions:
         num_workers: workers that the cluster waits for.
         max_workers: workers that it takes; those beyond num_workers may come at any time, or never.
         num_ps: parameter servers that the cluster waits for.
-        evaluator: whether an evaluator may join.
         session_timeout_s: seconds of silence after which a session is lost.
         worker_timeout_s: seconds a lost worker or ps may stay away before the job stops.
         start_timeout_s: seconds for the whole cluster to come up.
@@ -138,7 +137,6 @@ class Sessions:
         num_workers: int,
         max_workers: int = 0,
         num_ps: int,
-        evaluator: bool,
         session_timeout_s: float,
         worker_timeout_s: float,
         start_timeout_s: float,
@@ -151,9 +149,8 @@ class Sessions:
     ) -> None:
         names = [TaskId("worker", i) for i in range(num_workers)] + [TaskId("ps", i) for i in range(num_ps)]
         self.required = [str(task) for task in names]
-        if evaluator:
-            names.append(TaskId("evaluator", 0))
-        self.tasks = {str(task): Session(task) for task in names}
+        # An evaluator may join every job (TensorFlow's TF_CONFIG names it to itself alone); nobody waits for it.
+        self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
         self._max_workers = max_workers
         self.ready = ready
         self.founders: frozenset[Life] = frozenset()
@@ -171,7 +168,7 @@ class Sessions:
                 session.state = State.DONE if task in (done or {}) else State.AWAITED
                 session.incarnation, session.heard_at, session.lost_at = incarnation, now, now
         for task, session in self.tasks.items():
-            if ready and session.state is State.WAITING:
+            if ready and session.state is State.WAITING and task in self.required:
                 session.state, session.lost_at, session.incarnation = State.LOST, now, self.fenced.get(task, 0)
 
     def _session(self, task: str) -> Session | None:

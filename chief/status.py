@@ -83,6 +83,8 @@ def report(
     """
     tasks = [chief]
     for name, session in sessions.tasks.items():
+        if session.state is State.WAITING and name not in sessions.required:
+            continue  # the job has no evaluator
         waiting_on, since = waits.get(session.life, ("", now))
         tasks.append(
             TaskReport(

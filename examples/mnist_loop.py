@@ -55,8 +55,11 @@ def main() -> int:
     model, optimizer, scheduler = strategy.prepare(model, optimizer, scheduler)
     batch_size = arguments.batch_size * strategy.num_replicas_in_sync
     dataset = strategy.distribute_dataset(DataLoader(mnist.train, batch_size=batch_size, shuffle=True))
-    checkpoint = sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer, scheduler=scheduler)
+    checkpoint = sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer, scheduler=scheduler, epoch=0)
     manager = sg.CheckpointManager(checkpoint, folder / "checkpoints", max_to_keep=3)
+    found = manager.restore_or_initialize()
+    if found and sg.is_lead():
+        print(f"going on after epoch {checkpoint.epoch}, from {found}")
 
     def train_step(batch: list[torch.Tensor]) -> torch.Tensor:
         images, labels = batch
@@ -66,10 +69,11 @@ def main() -> int:
         optimizer.step()
         return loss.detach()
 
-    for epoch in range(1, arguments.epochs + 1):
+    for epoch in range(checkpoint.epoch + 1, arguments.epochs + 1):
         losses = [float(strategy.reduce_mean(strategy.run(train_step, args=(batch,)))) for batch in dataset]
         rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
+        checkpoint.epoch = epoch
         manager.save(epoch)
         if losses and sg.is_lead():
             print(f"epoch {epoch:2d}  learning rate {rate:g}  loss {mean(losses):.4f}")

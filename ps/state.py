@@ -209,10 +209,19 @@ class State:
         """The sender's lane, waited for: the stream may open a moment after the control message.
 
         Raises:
+            StaleStoreError: none is open, and the sender has not introduced itself in this life of the ps: its channel
+                found the address again by itself.
             ProtocolError: none was opened in time.
         """
+
+        def is_open() -> bool:
+            if self.senders.lane(sender) is not None:
+                return True
+            self.senders.window(sender)
+            return False
+
         with self.changed:
-            if not self.wait(lambda: self.senders.lane(sender) is not None, sender, call, self.frames_timeout_s):
+            if not self.wait(is_open, sender, call, self.frames_timeout_s):
                 raise ProtocolError(f"{sender} has no lane to send weights over; open the Transfer stream first")
             lane = self.senders.lane(sender)
             assert lane is not None

@@ -11,8 +11,13 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: the processes of one test share two cores
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # as stratagem does, before any test loads grpc
 
+import hypothesis
 import psutil
 import pytest
+
+# Machines are shared: no test asserts how long an example takes.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 _DEADLINE_S = 5.0
 _POLL_S = 0.02

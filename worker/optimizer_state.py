@@ -27,7 +27,7 @@ class OptimizerState:
         layout: where the rows of its parameters live; variable i is parameter i.
         optimizer: the optimizer.
         parameters: its parameters, in the order of the layout.
-        is_lead: only the lead's ``load_state_dict`` reaches the ps; the others load the same file.
+        may_assign: whether this worker's ``load_state_dict`` reaches the ps; others load the same file.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class OptimizerState:
         layout: Layout,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
-        is_lead: Callable[[], bool],
+        may_assign: Callable[[], bool],
     ) -> None:
         self._clients = clients
         self._layout = layout
         self._optimizer = optimizer
         self._parameters = parameters
-        self._is_lead = is_lead
+        self._may_assign = may_assign
         optimizer.register_state_dict_pre_hook(lambda _: self._fill())
         optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
         optimizer.register_load_state_dict_post_hook(lambda _: self._load())
@@ -91,7 +91,7 @@ class OptimizerState:
 
     def _load(self) -> None:
         """Sends a loaded state to the ps, and forgets it here."""
-        if not self._is_lead():
+        if not self._may_assign():
             self._empty()
             return
         for (group, ps), shards in sorted(self._layout.shards.items()):

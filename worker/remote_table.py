@@ -45,6 +45,8 @@ class TableLink:
     frame_bytes: int
     meter: StepMeter
     is_lead: Callable[[], bool]
+    may_assign: Callable[[], bool]
+    """Whether values that this worker loads reach the ps."""
     on_backward: Callable[[], None]
     """Called whenever a gradient was accumulated."""
     recover: Callable[[PsClient], None]
@@ -206,7 +208,7 @@ class RemoteTable:
             raise ConfigurationError(
                 f"table {link.name}: expected values of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
             )
-        if not link.is_lead():
+        if not link.may_assign():
             return
         at_once = max(1, ASSIGN_BYTES // self._row_bytes)
         for shard in link.placement.shards:

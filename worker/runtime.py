@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
@@ -86,6 +87,7 @@ class WorkerRuntime:
         self.chief = ChiefClient(self.session, config.peer_timeout_s)
         self.session.on_stop(_preempt)
         self._ended = False
+        self._follows = False
         _newest = self
         try:
             self._join()
@@ -117,6 +119,19 @@ class WorkerRuntime:
     def is_lead(self) -> bool:
         """Whether this is the lowest live worker."""
         return self.session.membership.lead == self.config.task
+
+    def may_assign(self) -> bool:
+        """Whether states that this process loads go to the ps: those of the lead do."""
+        return self.is_lead() and not self._follows
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Inside, what is loaded changes this process's copy only."""
+        self._follows = True
+        try:
+            yield
+        finally:
+            self._follows = False
 
     def goodbye(self, exit_code: int, message: str = "") -> None:
         """Ends this worker's part of the job. Only the first call counts."""

@@ -114,6 +114,10 @@ class RemoteVariables:
             if groups:
                 self.assign(client, groups)
 
+    def forget(self) -> None:
+        """The copies here are no version of the job's: the next pull takes all."""
+        self._have.clear()
+
     def pull(self, clients: Iterable[PsClient] | None = None, wait_s: float = 0.0) -> bool:
         """Takes weights newer than the copies here; unchanged ones cost no payload.
 

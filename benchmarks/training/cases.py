@@ -15,6 +15,8 @@ NUM_WORKERS = 2
 NUM_PS = 2
 LANES = ("shm", "tcp")
 """Of ``train``, unless it is told others."""
+FIT_SYSTEMS = ("torch loop", "strategy loop", "fit", "fit with accuracy")
+"""Of ``fit``, in the order of its job."""
 
 Measure = Callable[[], JobResult]
 
@@ -71,10 +73,15 @@ def train_cases(
 
 
 def fit_cases(workload: Workload) -> list[Case]:
-    """A plain loop of torch, the loop of a strategy, and ``Model.fit``, in one process each."""
-    case = functools.partial(_case, "fit", workload)
-    ways = {"torch loop": "loop", "strategy loop": "strategy", "fit": "fit", "fit with accuracy": "fit+metrics"}
-    return [case(system, None, 1, 0, functools.partial(jobs.run_fit, workload, how)) for system, how in ways.items()]
+    """A plain loop of torch, the loop of a strategy, and ``Model.fit``, in turns in one process."""
+
+    def measure() -> tuple[Sequence[Sample], Mapping[str, str]]:
+        results = jobs.run_fit(workload)
+        for result in results:
+            result.check(workload.timed_steps)
+        return [to_sample(result, workload) for result in results], machine.library_versions()
+
+    return [Case([_identity("fit", workload, system, None, 1, 0) for system in FIT_SYSTEMS], measure)]
 
 
 def to_sample(result: JobResult, workload: Workload) -> Sample:
@@ -92,7 +99,19 @@ def to_sample(result: JobResult, workload: Workload) -> Sample:
 def _case(
     benchmark: str, workload: Workload, system: str, lane: str | None, num_workers: int, num_ps: int, run: Measure
 ) -> Case:
-    identity: dict[str, Value] = {
+    def measure() -> tuple[Sample, Mapping[str, str]]:
+        result = run()
+        result.check(workload.timed_steps)
+        own = {} if system == "tensorflow" else machine.library_versions()
+        return to_sample(result, workload), {**own, **result.versions}
+
+    return Case.of_one_row(_identity(benchmark, workload, system, lane, num_workers, num_ps), measure)
+
+
+def _identity(
+    benchmark: str, workload: Workload, system: str, lane: str | None, num_workers: int, num_ps: int
+) -> dict[str, Value]:
+    return {
         "benchmark": benchmark,
         "system": system,
         "workload": workload.name,
@@ -100,11 +119,3 @@ def _case(
         "workers": num_workers,
         "ps": num_ps,
     }
-
-    def measure() -> tuple[Sample, Mapping[str, str]]:
-        result = run()
-        result.check(workload.timed_steps)
-        own = {} if system == "tensorflow" else machine.library_versions()
-        return to_sample(result, workload), {**own, **result.versions}
-
-    return Case.of_one_row(identity, measure)

@@ -1,11 +1,14 @@
-"""One process: ``python -m benchmarks.training.fit_job WORKLOAD WARMUP TIMED loop|strategy|fit|fit+metrics``.
+"""One process: ``python -m benchmarks.training.fit_job WORKLOAD WARMUP TIMED``.
 
-The same batches through a plain loop of torch, through the loop that a strategy asks for, and through ``Model.fit``.
+The same batches through a plain loop of torch, the loop that a strategy asks for, and ``Model.fit``. They
+take turns of a few seconds, forward and backward: what they differ by is less than what a machine drifts in a minute.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -13,30 +16,76 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import stratagem as sg
-from benchmarks.job_files import root_pid
-from benchmarks.training.result import write_result, write_steps
+from benchmarks.job_files import result_path
+from benchmarks.runner import turns
+from benchmarks.training.cases import FIT_SYSTEMS
+from benchmarks.training.result import mean_of_ends
 from benchmarks.training.torch_models import Batch, make_loader, make_model, weights_finite
 from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS
-from benchmarks.window import between, read_counters
 
+WAYS = dict(zip(FIT_SYSTEMS, ("loop", "strategy", "fit", "fit+metrics"), strict=True))
+NUM_TURNS = 4
+"""Of each way; a turn is one epoch."""
 Epoch = Callable[[DataLoader[Batch]], list[float]]
 """Trains on all batches of a loader; returns their losses."""
 
 
+class Way:
+    """One way to train a model of its own.
+
+    Args:
+        how: which.
+        model: to train.
+    """
+
+    def __init__(self, how: str, model: nn.Module) -> None:
+        self.model = model
+        self._epoch = {"loop": plain_loop, "strategy": strategy_loop}.get(how, fit_loop)(model, how)
+        self._losses: list[float] = []
+        self.elapsed_s = self.cpu_s = 0.0
+
+    def train(self, loader: DataLoader[Batch]) -> None:
+        """An epoch; its time counts."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        losses = self._epoch(loader)
+        self.elapsed_s += time.perf_counter() - wall_s
+        self.cpu_s += time.process_time() - cpu_s
+        self._losses += losses
+
+    def warm_up(self, loader: DataLoader[Batch]) -> None:
+        """An epoch whose time does not count."""
+        self._losses += self._epoch(loader)
+
+    def result(self, num_steps: int) -> dict[str, object]:
+        """The fields of a :class:`~benchmarks.training.result.JobResult`."""
+        first_loss, last_loss = mean_of_ends(self._losses)
+        return {
+            "num_steps": num_steps,
+            "elapsed_s": self.elapsed_s,
+            "cpu_s": self.cpu_s,
+            "loopback_bytes": 0,
+            "first_loss": first_loss,
+            "last_loss": last_loss,
+            "weights_finite": weights_finite(self.model),
+            "exposed_comm": 0.0,
+            "versions": {"torch": torch.__version__},
+        }
+
+
 def main() -> None:
     """Warms up, times, reports."""
-    workload, warmup_steps, timed_steps, how = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    workload, warmup_steps, timed_steps = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
-    model = make_model(workload)
-    epoch = {"loop": plain_loop, "strategy": strategy_loop}.get(how, fit_loop)(model, how)
-    first = epoch(make_loader(workload, warmup_steps))
-    loader = make_loader(workload, timed_steps)
-    begin = read_counters(root_pid())
-    timed = epoch(loader)
-    window = between(begin, read_counters(root_pid()))
-    write_steps(timed_steps)
-    write_result(window, first + timed, weights_finite(model), 0.0, {"torch": torch.__version__})
+    ways = []
+    for how in WAYS.values():
+        torch.manual_seed(SEED)
+        ways.append(Way(how, make_model(workload)))
+        ways[-1].warm_up(make_loader(workload, warmup_steps))
+    loader = make_loader(workload, timed_steps // NUM_TURNS)
+    for index in turns(len(ways), NUM_TURNS):
+        ways[index].train(loader)
+    results = [way.result(timed_steps // NUM_TURNS * NUM_TURNS) for way in ways]
+    result_path().write_text(json.dumps(results))
 
 
 def plain_loop(model: nn.Module, how: str) -> Epoch:

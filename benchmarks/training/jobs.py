@@ -6,7 +6,7 @@ import json
 
 from benchmarks.collectives.jobs import tensorflow_environments, torch_environment
 from benchmarks.jobs import Task, free_addresses, python_module, run_job, stratagem_run
-from benchmarks.training.result import JobResult, read_result
+from benchmarks.training.result import JobResult, read_result, read_results
 from benchmarks.training.workloads import Workload
 
 
@@ -15,9 +15,9 @@ def run_alone(workload: Workload) -> JobResult:
     return run_job([Task(python_module("training.alone_job", *_arguments(workload)))], read_result)
 
 
-def run_fit(workload: Workload, how: str) -> JobResult:
-    """One process that trains in one of the ways of :mod:`benchmarks.training.fit_job`."""
-    return run_job([Task(python_module("training.fit_job", *_arguments(workload), how))], read_result)
+def run_fit(workload: Workload) -> list[JobResult]:
+    """One process that trains in each of the ways of :mod:`benchmarks.training.fit_job`, in turns."""
+    return run_job([Task(python_module("training.fit_job", *_arguments(workload)))], read_results)
 
 
 def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls: bool = False) -> JobResult:

@@ -97,5 +97,10 @@ def read_result(path: Path) -> JobResult:
     return JobResult(num_steps=num_steps, num_different_weights=num_different_weights, **fields)
 
 
+def read_results(path: Path) -> list[JobResult]:
+    """The results of a job that trained in several ways."""
+    return [JobResult(**fields) for fields in json.loads(path.read_text())]
+
+
 def _steps_path(path: Path) -> Path:
     return path.with_suffix(".steps")

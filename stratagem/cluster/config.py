@@ -82,8 +82,6 @@ class ChiefConfig(ServerConfig):
     above 0 only: a ring and synchronous steps are cut for num_workers."""
     num_ps: int = pydantic.Field(default=0, ge=0)
     """Parameter servers in the cluster."""
-    evaluator: bool = False
-    """Whether an evaluator belongs to the job (it is not waited for at start)."""
     state_dir: str = ""
     """Directory of the journal; empty keeps none: then a restarted chief starts a new job."""
     checkpoint_dir: str = ""

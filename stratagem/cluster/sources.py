@@ -112,11 +112,7 @@ def cluster_layer(cluster: ClusterSpec, task: TaskId, origin: str) -> Layer:
     """What the place of a task in a cluster says about its configuration."""
     values: dict[str, Any] = {"task": str(task), "bind": cluster.bind_address(task)}
     if task.type == "chief":
-        values |= {
-            "num_workers": cluster.num_workers,
-            "num_ps": cluster.num_ps,
-            "evaluator": bool(cluster.evaluator),
-        }
+        values |= {"num_workers": cluster.num_workers, "num_ps": cluster.num_ps}
     else:
         values["chief"] = cluster.chief_address
     if task.type != "evaluator":  # nobody calls it

@@ -18,11 +18,11 @@ from stratagem.launch.tls import AUTO
 from stratagem.rpc import heap
 
 _LOCAL = "127.0.0.1:0"
-_DISTRIBUTED = ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_DISTRIBUTED += ("SLURM_STEP_NUM_TASKS",)  # makes a process one of several tasks of srun
-_OWN = tuple(
-    f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "EVALUATOR", "TLS", "TOKEN_FILE")
+_DISTRIBUTED = (
+    *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "SLURM_STEP_NUM_TASKS",  # makes a process one of several tasks of srun
 )
+_OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +215,6 @@ def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: st
         flags |= {"bind": chief_address, "num-workers": job.num_workers, "num-ps": job.num_ps}
         flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
         flags |= {"checkpoint-every-s": job.checkpoint_every_s}
-        if job.evaluator:
-            flags["evaluator"] = True
     elif job.servers:
         flags |= {"chief": chief_address, "bind": _LOCAL}
     if task.type in ("ps", "evaluator"):

@@ -3,9 +3,10 @@
 Rules: a task that dies is started again, at most ``max_restarts`` times in all. A ring takes no worker back: when one
 dies, the whole job is started again if its script goes on where it was (one restart), and else has failed. Exit codes 2
 and 42 are never retried; exit code 1 only if the task had completed a step in that life (else the script is simply
-broken). When the workers are done, ps and chief get ``shutdown_timeout_s`` to end by themselves. The first failure ends
-the job. A ps is signalled only after the chief has ended, so that the chief can take a last checkpoint and stop it; the
-chief of a ring after its workers, which may be saving.
+broken). When the workers are done, an evaluator takes as long as it needs for the last checkpoint, and ps and chief get
+``shutdown_timeout_s`` to end by themselves. The first failure ends the job. A ps is signalled only after the chief has
+ended, so that the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be
+saving.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Phase(enum.Enum):
     STARTING = "starting"
     RUNNING = "running"
     DRAINING = "draining"
-    """The workers are done; ps and chief end by themselves."""
+    """The workers are done; evaluator, ps and chief end by themselves."""
     ENDING = "ending"
     """Failed or interrupted: everyone has been told to end."""
     RENEWING = "renewing"
@@ -210,6 +211,9 @@ class Supervisor:
         if self.phase is Phase.STARTING:
             reason = f"it did not say where it listens within {self.policy.start_timeout_s:.0f} s"
             return self._fail(Failure(self.servers[0], EXIT_FAILED, reason), now)
+        if self.phase is Phase.DRAINING and any(task.type == "evaluator" for task in self.running):
+            self._deadline = now + self.policy.shutdown_timeout_s
+            return []
         if self.phase is Phase.DRAINING:
             left = ", ".join(str(task) for task in self._in_order())
             reason = f"still running {self.policy.shutdown_timeout_s:.0f} s after the workers were done: {left}"

@@ -38,7 +38,8 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
         ("grpc.http2.max_frame_size", (1 << 24) - 1),
         ("grpc.http2.lookahead_bytes", 16 << 20),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # How long one attempt may take, TLS included: a busy machine, or a link with delay, needs more than a moment.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         # Control and data must not share a connection: a channel with its own pool has its own.
         ("grpc.use_local_subchannel_pool", 1),

@@ -27,6 +27,7 @@ from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.ps_counts import SharedCounts
 from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
+from stratagem.strategy.ps_loading import load_once
 from stratagem.strategy.ps_units import LeasedUnits, UnitListener
 from stratagem.strategy.ps_variables import VariableGroups
 from stratagem.worker.close_reports import CloseReports
@@ -275,6 +276,7 @@ class ParameterServerStrategy(Strategy):
             self._tracker,
             self._closes,
             self._runtime.meter,
+            self._pull_all,
             self._groups.pull,
             self._begin,
             lambda: self._listener,
@@ -369,8 +371,12 @@ class ParameterServerStrategy(Strategy):
 
     def push_weights(self) -> None:
         """Gives the ps the values that this process has now, if it is the lead; the others take them from there."""
-        if self.is_lead:
+        if self._runtime.may_assign():
             self._groups.push()
+
+    def load_once(self, load: Callable[[], None]) -> None:
+        """See :func:`~stratagem.strategy.ps_loading.load_once`; every worker calls it."""
+        load_once(self._runtime, self.counts, self._groups, load)
 
     def save_checkpoint(self, directory: str | os.PathLike[str] = "") -> str:
         """Takes a consistent checkpoint of all ps and returns its path.

@@ -49,7 +49,8 @@ class LeasedUnits:
         tracker: matches units and steps.
         closes: tells the ps which units are complete.
         meter: counts steps and examples, times waiting.
-        pull: takes newer weights from the ps.
+        pull: takes newer weights from the ps, and waits for one that restarts.
+        catch_up: takes the weights of a step that this worker missed (staleness 0).
         on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
         listener: gives who hears of units.
     """
@@ -62,6 +63,7 @@ class LeasedUnits:
         closes: CloseReports,
         meter: StepMeter,
         pull: Callable[[], None],
+        catch_up: Callable[[], None],
         on_begin: Callable[[Grant | None, Any], None],
         listener: Callable[[], UnitListener | None],
     ) -> None:
@@ -72,6 +74,7 @@ class LeasedUnits:
         self._closes = closes
         self._meter = meter
         self._pull = pull
+        self._catch_up = catch_up
         self._on_begin = on_begin
         self._listener = listener
         self._clock = 0
@@ -105,7 +108,7 @@ class LeasedUnits:
                 self._pull()
         elif grant.refresh:
             with self._meter.exposed("weights of the step that was missed"):
-                self._pull()
+                self._catch_up()
         self._tracker.take(grant.unit)
         self._on_begin(grant, batch)
         if (listener := self._listener()) is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError, UnsupportedOptimizerError
 from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.worker.layout import Layout, VariableSpec
@@ -25,6 +25,8 @@ from stratagem.worker.variables import RemoteVariables
 logger = logging.getLogger(__name__)
 
 GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
+MAX_TRIES = 5
+"""To create variables, while ps go away and come back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ class VariableGroups:
             )
             staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward, tables)
             self._staging.append(staging)
-            OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.is_lead)
+            OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.may_assign)
             if tables:
                 TableState(optimizer, tables)
             optimized.append(OptimizedVariables(optimizer, parameters, tables, variables, staging))
@@ -125,6 +127,12 @@ class VariableGroups:
         for variables in self._all:
             if variables.optimized:
                 variables.pull()
+
+    def pull_anew(self) -> None:
+        """Takes the weights of everything an optimizer changes, whatever this process has."""
+        for variables in self._all:
+            variables.forget()
+        self.pull()
 
     def reconnect(self) -> None:
         """Connects to every ps anew, waits for those that are away, and gives one without values those of this process.
@@ -188,12 +196,13 @@ class VariableGroups:
             frame_bytes=self._runtime.config.frame_bytes,
             meter=self._runtime.meter,
             is_lead=self._runtime.is_lead,
+            may_assign=self._runtime.may_assign,
             on_backward=self._on_backward,
             recover=self._recover,
             timeout_s=self._runtime.config.start_timeout_s,
         )
         self._next_group += 1
-        table.create_or_attach(link)
+        self._patiently(lambda: table.create_or_attach(link))
         self._tables.append(table)
 
     def _add(
@@ -217,9 +226,22 @@ class VariableGroups:
             self._runtime.is_lead,
             self._runtime.config.start_timeout_s,
         )
-        variables.create_or_attach()
+        self._patiently(variables.create_or_attach)
         self._all.append(variables)
         return variables
+
+    def _patiently(self, create: Callable[[], None]) -> None:
+        """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
+        for _ in range(MAX_TRIES - 1):
+            try:
+                create()
+                return
+            except (PeerUnavailableError, StaleStoreError) as error:
+                logger.warning("%s; connecting to the ps anew", error)
+                for client in self._runtime.clients:
+                    client.connect()
+                    self.lost(client.index)
+        create()
 
     def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Names as in ``state_dict``; of several models, with the prefix "model0.", "model1.", …"""

@@ -10,13 +10,14 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy, get_strategy
-from stratagem.training.checkpoint_catalog import check, is_complete, offer, read_step, remove, scan
+from stratagem.training.checkpoint_catalog import check, offer, read_step, remove, scan
 from stratagem.training.checkpoint_files import Draft, sweep
 from stratagem.training.checkpoint_members import Members
 from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
@@ -59,8 +60,10 @@ class Checkpoint:
 
     Under a synchronous strategy with several workers every worker calls every method; rank 0 writes and reads the
     files, everybody gets the path and the states. Buffers that differ between replicas are averaged. Under parameter
-    servers one worker is enough: whoever calls asks the chief for a consistent checkpoint of all ps, and adds what the
-    ps do not hold. Of several that save the same step the first one wins; all get its path.
+    servers one worker is enough to save: whoever calls asks the chief for a consistent checkpoint of all ps, and adds
+    what the ps do not hold. Of several that save the same step the first one wins; all get its path. Every worker
+    restores; the ps get the states once, from the lead, before anybody goes on. A worker that starts again in a running
+    job restores what only it holds; the weights and slots stay what they have become.
 
     A directory is a checkpoint once it is complete: a save that dies, or finds the disk full, leaves the earlier ones
     as they were. An existing checkpoint is never overwritten.
@@ -213,7 +216,11 @@ class Checkpoint:
 
         states = self._members.states_from_first(read)
         own = {name: item for name, item in self._objects.items() if name in states}
-        put_back(own, {name: kind_and_state(states[name]) for name in own}, self._servers)
+        values = {name: kind_and_state(states[name]) for name in own}
+        if self._servers is None:
+            put_back(own, values, None)
+        else:
+            self._servers.load_once(partial(put_back, own, values, self._servers))
         self._objects |= own
         if place["random"]:
             generators = kind_and_state(states[RANDOM])[1]
@@ -242,7 +249,7 @@ class Checkpoint:
             states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
         chosen = self._members.from_first(lambda: _choose(folder, name, step))
         target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
-        is_there = self._servers is not None and is_complete(target)
+        is_there = self._servers is not None and self._servers.has(target)
         if writes and not is_there:
             # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
             served = None if self._servers is None else _served_draft(folder, self._servers)

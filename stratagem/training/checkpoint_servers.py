@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from stratagem.errors import CheckpointError
 from stratagem.ps.consolidate import consolidate
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training.checkpoint_catalog import is_complete
+
+logger = logging.getLogger(__name__)
 
 Place = tuple[int, torch.Size]
 """Address and shape of a tensor; of one without memory, which stands for a table, the object instead."""
@@ -32,6 +36,19 @@ class Servers:
         """Takes a consistent checkpoint of all ps in a directory that all of them see; returns its path."""
         return pathlib.Path(self._strategy.save_checkpoint(directory.absolute()))
 
+    def has(self, target: pathlib.Path) -> bool:
+        """Whether a checkpoint is there already: another worker of this job has saved it, or an earlier job has."""
+        is_there = is_complete(target)  # looked at first: whoever writes it says so before
+        if not is_there:
+            self._strategy.counts.settle(f"checkpoint {target}", 0, {})
+        elif self._strategy.counts.logs(f"checkpoint {target}", 0) is None:
+            logger.warning(
+                "%s is of an earlier job and stays as it is: nothing is saved. Go on from it (restore_or_initialize), "
+                "or save into another directory",
+                target,
+            )
+        return is_there
+
     def names(self) -> dict[Place, str]:
         """Names of tables and of the variables that optimizers change on the ps, by :func:`place_of` the copy in this
         process, or of what stands for a table.
@@ -44,6 +61,10 @@ class Servers:
     def push_weights(self) -> None:
         """Gives the ps the values that the lead has now; the others take them from there."""
         self._strategy.push_weights()
+
+    def load_once(self, load: Callable[[], None]) -> None:
+        """Calls ``load`` on every worker; what the lead loads reaches the ps, once in the life of the job."""
+        self._strategy.load_once(load)
 
 
 def place_of(tensor: torch.Tensor) -> Place:

@@ -59,6 +59,27 @@ def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_p
     assert ("started one at" in errors[2]) is not with_chief
 
 
+def test_an_evaluator_that_the_cluster_does_not_name(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As in TensorFlow: its TF_CONFIG has the cluster of the others, who know nothing of it.
+    addresses = free_addresses(2)
+    cluster = {"worker": addresses[:1], "ps": addresses[1:]}
+    variables = {
+        **os.environ,
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}),
+        "STRATAGEM_CHECKPOINT_DIR": str(tmp_path),
+        "PYTHONPATH": str(SCRIPTS.parents[2]),
+    }
+    command = [sys.executable, "-c", "import stratagem as sg; print([new.step for new in sg.new_checkpoints()])"]
+    tasks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    monkeypatch.setenv("STRATAGEM_CHECKPOINT_ROOTS", str(tmp_path))
+    tasks.extend(start(cluster, role, 0, "--pause-s", 0.1, "--save", tmp_path / "step") for role in ("ps", "worker"))
+    results = [task.communicate(timeout=100) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], "\n".join(errors for _, errors in results)
+    assert results[0][0] == "[7]\n"
+
+
 def test_a_port_in_use_is_said_in_one_paragraph(tasks: list[subprocess.Popen[str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from tests.cluster.scripts.count_examples import Counter
 
 Start = Callable[..., Any]
 
@@ -80,3 +81,18 @@ def test_the_lead_killed_in_mid_epoch(cluster: Start, tmp_path: Path) -> None:
     assert done.faults == ["fault-0"]
     assert done.code == 0, done.stderr
     check_counts(out, 3)
+
+
+def test_a_lead_that_starts_again_does_not_take_the_job_back(cluster: Start, tmp_path: Path) -> None:
+    # The script restores first of all. Started again in a running job, it must not give the ps the old values.
+    start = Counter(60)
+    for parameter in start.parameters():
+        parameter.data.fill_(-10.0)
+    sg.Checkpoint(model=start, optimizer=torch.optim.SGD(start.parameters(), 1.0)).save(tmp_path / "step", step=1)
+    out = tmp_path / "out.pt"
+    arguments = ("--epochs", 3, "--pause-s", 0.02, "--restore", tmp_path, "--out", out)
+    fault = {"task": "worker:0", "step": 5, "action": "kill"}
+    done = cluster(2, 2, "count_examples.py", *arguments, faults=[fault]).finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    check_counts(out, 13)

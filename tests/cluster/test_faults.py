@@ -53,6 +53,14 @@ def test_a_killed_ps_restarts_from_its_checkpoint(cluster: Start, tmp_path: Path
     assert missing == 4 * lost, (missing, lost)
 
 
+def test_a_ps_killed_before_its_variables_are_there(cluster: Start) -> None:
+    faults = [{"task": "worker:1", "step": -1, "action": "kill", "target": "ps:1"}]
+    done = cluster(2, 2, "count_examples.py", "--pause-s", 0.02, faults=faults).finish()
+    assert done.faults == ["fault-0"]
+    assert done.code == 0, done.stderr
+    assert done.summary["tasks"]["ps:1"]["exit_codes"] == [-9, 0], done.summary
+
+
 def test_a_killed_chief_restarts_from_its_journal(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     faults = [{"task": "worker:0", "step": 10, "action": "kill", "target": "chief:0"}]

@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--table", action="store_true", help="count in a table")
+    parser.add_argument("--restore", type=Path, help="go on from the newest checkpoint in there")
+    parser.add_argument("--save", type=Path, help="save a checkpoint of step 7 at the end")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     strategy = sg.strategy_from_environment()
@@ -71,6 +73,7 @@ def main() -> None:
     with strategy.scope():
         model = TableCounter(options.examples) if options.table else Counter(options.examples)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    faults.at_step(task, -1)
     strategy.prepare(model, optimizer, gradients="sum")
     data = DataLoader(
         TensorDataset(torch.arange(options.examples)),
@@ -79,6 +82,8 @@ def main() -> None:
         num_workers=options.data_workers,
     )
     dataset = strategy.distribute_dataset(data)
+    if options.restore:
+        sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer).restore(options.restore)
 
     def train_step(batch: list[torch.Tensor], is_last: bool) -> None:
         model(batch[0]).backward()
@@ -94,6 +99,8 @@ def main() -> None:
                 time.sleep(options.pause_s)
             strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
+    if options.save:
+        sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer).save(options.save, step=7)
     if options.out and strategy.is_lead:
         weights = {"table": model.table.whole_weight()} if isinstance(model, TableCounter) else model.state_dict()
         torch.save(weights, options.out)

@@ -22,6 +22,7 @@ from stratagem.errors import (
     JobStoppedError,
     NonFiniteGradientError,
     PeerUnavailableError,
+    StaleStoreError,
     UnsupportedOptimizerError,
     VariableError,
 )
@@ -29,7 +30,7 @@ from stratagem.nn.remote_rows import RemoteRows
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
-from stratagem.rpc.generated import chief_pb2, common_pb2
+from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
@@ -155,7 +156,9 @@ def start() -> Iterator[Callable[..., Job]]:
             undo.append(functools.partial(client.close, "the test is over"))
             client.connect()
         config = SimpleNamespace(frame_bytes=frame_bytes, start_timeout_s=5.0)
-        runtime: Any = SimpleNamespace(clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True)
+        runtime: Any = SimpleNamespace(
+            clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True, may_assign=lambda: True
+        )
         return Job(stores, clients, VariableGroups(runtime, None, lambda: None))
 
     yield job
@@ -286,6 +289,20 @@ def test_a_lane_that_breaks_is_opened_again(start: Callable[..., Job], transport
         job.step()
     assert broken == 4 and job.num_updates() == {6}
     check_equal(model, train_alone("SparseAdam", 6))
+
+
+def test_a_ps_that_came_back_at_its_address_is_greeted_first(start: Callable[..., Job]) -> None:
+    # The control channel is whole again by itself, as after a restart at the same address; the lane is not.
+    job = start("tcp", 1)
+    (client,), (store,) = job.clients, job.stores
+    store.state.close_lanes(JobStoppedError("this life is over", 1))
+    poll(lambda: not store.state.senders.lanes())
+    store.state.senders.forget_windows()
+    model, optimizers = build("SparseAdam", Remote())
+    with pytest.raises(StaleStoreError, match="say Hello first"):
+        client.call("PullWeights", ps_pb2.PullWeightsRequest())
+    job.prepare(model, *optimizers)
+    client.call("PullWeights", ps_pb2.PullWeightsRequest())
 
 
 def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:

@@ -13,7 +13,6 @@ from stratagem.errors import ConfigurationError, FencedError
 
 def make(num_workers: int = 2, num_ps: int = 1, **more: Any) -> Sessions:
     defaults: dict[str, Any] = {
-        "evaluator": False,
         "session_timeout_s": 6.0,
         "worker_timeout_s": 60.0,
         "start_timeout_s": 300.0,

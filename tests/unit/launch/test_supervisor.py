@@ -25,6 +25,7 @@ from stratagem.launch.supervisor import (
 )
 
 CHIEF, PS, W0, W1 = TaskId("chief", 0), TaskId("ps", 0), TaskId("worker", 0), TaskId("worker", 1)
+EVALUATOR = TaskId("evaluator", 0)
 POLICY = Policy(max_restarts=2, shutdown_timeout_s=10.0, failure_timeout_s=4.0, start_timeout_s=30.0)
 
 
@@ -49,6 +50,20 @@ def test_a_job_that_goes_well() -> None:
     assert supervisor.exited(CHIEF, 0, 7.0) == []
     assert supervisor.exited(PS, 0, 7.1) == [Finish(0)]
     assert supervisor.failure is None
+
+
+def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
+    supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
+    supervisor.begin(0.0)
+    assert supervisor.listening(CHIEF) == [Start(PS), Start(EVALUATOR), Start(W0)]
+    assert supervisor.exited(W0, 0, 5.0) == []
+    for now in (15.0, 25.0, 35.0):
+        assert supervisor.ticked(now) == []
+        assert supervisor.deadline() == now + 10.0
+    assert supervisor.exited(EVALUATOR, 0, 36.0) == []
+    # The others do not: they have until the deadline.
+    assert supervisor.ticked(45.0) == [Signal(CHIEF, signal.SIGTERM)]
+    assert supervisor.failure is not None and "ps:0" in supervisor.failure.reason
 
 
 def test_servers_may_end_before_the_last_worker_is_gone() -> None:
