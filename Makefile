@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint test conformance fuzz demo bench wheel clean
+.PHONY: install protos check-protos lint test test-containers conformance fuzz demo bench wheel clean
 
 install: $(STAMP)
 
@@ -34,6 +34,11 @@ lint: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What needs a Docker engine (DOCKER_HOST), in one process with one image; apt-get install prometheus docker-registry.
+test-containers: $(STAMP)
+	TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_image.py tests/deploy/test_compose.py \
+		tests/deploy/test_run_containers.py tests/deploy/test_metrics_prometheus.py
 
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
 conformance: $(STAMP)

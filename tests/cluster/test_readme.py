@@ -18,7 +18,13 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.split("   #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
 TRAINING = [command for command in COMMANDS if command.startswith(("stratagem run", "python examples"))]
-OTHER = [command for command in COMMANDS if command not in TRAINING]
+CLUSTER_TOOLS = ("kubectl", "helm", "srun")  # tests/deploy and tests/cluster/test_slurm.py look at these
+JOBS = [command for command in COMMANDS if command.startswith(("stratagem submit", "stratagem jobs"))]
+OTHER = [
+    command
+    for command in COMMANDS
+    if command not in (*TRAINING, *JOBS) and not command.startswith(CLUSTER_TOOLS) and "| kubectl" not in command
+]
 BIN = Path(sys.executable).parent
 
 
@@ -33,6 +39,15 @@ def test_training_commands(command: str) -> None:
     done = run(command)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert len(JOBS) == 4
+    for command in JOBS:
+        done = run(command)
+        assert done.returncode == 0, (command, done.stderr)
+        assert done.stdout
 
 
 @pytest.mark.parametrize("command", OTHER)
