@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import cmath
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ def guard(optimizer: torch.optim.Optimizer, preparation: Preparation, on_skip: C
     def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([_elements(gradient) for gradient in gradients])
-        if not bool(torch.isfinite(norm)):
+        norm: torch.Tensor | None = None
+        if preparation.clip_norm is None:
+            is_finite = _are_finite(gradients)
+        else:
+            norm = torch.nn.utils.get_total_norm([_values(gradient) for gradient in gradients])
+            is_finite = bool(torch.isfinite(norm))
+        if not is_finite:
             if preparation.nan == "error":
                 raise NonFiniteGradientError(
                     "expected finite gradients, got NaN or Inf; nothing was applied. Lower the learning rate, look at "
@@ -29,7 +35,7 @@ def guard(optimizer: torch.optim.Optimizer, preparation: Preparation, on_skip: C
             for parameter, _gradient in stash:
                 parameter.grad = None
             on_skip()
-        elif preparation.clip_norm is not None:
+        elif preparation.clip_norm is not None and norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, preparation.clip_norm, norm)
 
     def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -41,9 +47,13 @@ def guard(optimizer: torch.optim.Optimizer, preparation: Preparation, on_skip: C
     optimizer.register_step_post_hook(after)
 
 
-def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """What a gradient has that may not be zero: torch has no norm of sparse tensors."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether no element is NaN or Inf: then their sum is not either, and it is had at half the price of a norm."""
+    sums = [_values(each).sum(dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients]
+    if all(each.device.type == "cpu" for each in sums):
+        return all(cmath.isfinite(each.item()) for each in sums)
+    # One wait for the device, not one for each.
+    return bool(torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).all())
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
