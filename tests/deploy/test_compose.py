@@ -67,10 +67,10 @@ def health(job: Project, service: str, number: int = 1) -> str:
 
 def test_a_killed_worker_and_a_restarted_ps_change_nothing(project: Make) -> None:
     kept = "--export /var/lib/stratagem/digits.pt --logs /var/lib/stratagem/logs"
-    script = f"examples/digits.py --epochs 30 {kept} --min-accuracy 0.97"
+    script = f"examples/digits.py --epochs 80 {kept} --min-accuracy 0.97"
     job = project(SCRIPT=script)
     job.up("--scale", "worker=3")
-    job.wait_for("epoch  2 ")
+    job.wait_for("  loss ")
     for service in ("chief", "ps"):
         assert health(job, service) == "healthy"  # else the workers had not been started
     for service in ("chief", "ps", "worker"):

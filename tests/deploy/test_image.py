@@ -75,7 +75,7 @@ def test_sigterm_ends_it(image: str, name: str, command: list[str], words: str) 
 def test_orphans_do_not_stay_zombies(image: str, name: str, tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(
-        "import pathlib, subprocess, time\n"
+        "import pathlib, subprocess, sys, time\n"
         "for _ in range(3):\n"
         '    subprocess.run([sys.executable, \'-c\', \'import os; os.fork() or os.execlp("sleep", "sleep", "0.1")\'])\n'
         "def states():\n"
