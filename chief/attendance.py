@@ -169,7 +169,7 @@ class Attendance:
     def membership(self) -> Membership:
         """The cluster as it stands."""
         sessions = self._sessions
-        members = tuple(member_of(session) for session in sessions.tasks.values())
+        members = tuple(member_of(session) for session in sessions.known)
         return Membership(sessions.ready, members, sessions.lead, sessions.routing_epoch)
 
     def broadcast(self, event: Event) -> None:

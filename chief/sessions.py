@@ -186,6 +186,11 @@ class Sessions:
 
     # What is
 
+    @property
+    def known(self) -> list[Session]:
+        """Every task that belongs to the job: an evaluator that never came is none."""
+        return [s for name, s in self.tasks.items() if name in self.required or s.state is not State.WAITING]
+
     def live(self, task_type: str) -> list[Session]:
         """Live tasks of a type, by index."""
         return [s for s in self.tasks.values() if s.task.type == task_type and s.state is State.LIVE]

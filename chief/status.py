@@ -82,9 +82,8 @@ def report(
         now: seconds, on the clock of the heartbeats.
     """
     tasks = [chief]
-    for name, session in sessions.tasks.items():
-        if session.state is State.WAITING and name not in sessions.required:
-            continue  # the job has no evaluator
+    for session in sessions.known:
+        name = str(session.task)
         waiting_on, since = waits.get(session.life, ("", now))
         tasks.append(
             TaskReport(

@@ -40,14 +40,22 @@ class Servers:
         """Whether a checkpoint is there already: another worker of this job has saved it, or an earlier job has."""
         is_there = is_complete(target)  # looked at first: whoever writes it says so before
         if not is_there:
-            self._strategy.counts.settle(f"checkpoint {target}", 0, {})
-        elif self._strategy.counts.logs(f"checkpoint {target}", 0) is None:
+            self.announce(target)
+        elif not self.is_announced(target):
             logger.warning(
                 "%s is of an earlier job and stays as it is: nothing is saved. Go on from it (restore_or_initialize), "
                 "or save into another directory",
                 target,
             )
         return is_there
+
+    def announce(self, target: pathlib.Path) -> None:
+        """Tells the job that a worker of it is about to save there."""
+        self._strategy.counts.settle(f"checkpoint {target}", 0, {})
+
+    def is_announced(self, target: pathlib.Path) -> bool:
+        """Whether a worker of this job has said that."""
+        return self._strategy.counts.logs(f"checkpoint {target}", 0) is not None
 
     def names(self) -> dict[Place, str]:
         """Names of tables and of the variables that optimizers change on the ps, by :func:`place_of` the copy in this

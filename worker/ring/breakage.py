@@ -70,7 +70,8 @@ class Breakage:
             self._explaining = False
             self._changed.notify_all()
         if first:
-            self._peers.abort(f"{self._reason} [{self._session.task} was at {position}]", ASK_S)
+            # Until they have heard of it: one that only saw our lanes close would blame this rank, which may end now.
+            self._peers.abort(f"{self._reason} [{self._session.task} was at {position}]", BLAME_S)
         return CollectiveError(f"aborted at {position}: {self._reason}", error.rank)
 
     def _find_cause(self, error: CollectiveError) -> str:
@@ -85,6 +86,8 @@ class Breakage:
             try:
                 reply = self._peers.position(suspect, ASK_S)
             except PeerUnavailableError:
+                if self._reason:
+                    return self._reason
                 return self._from_chief() or f"{task} is gone or does not answer ({error})"
             if reply.broken:
                 return reply.broken

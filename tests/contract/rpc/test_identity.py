@@ -137,7 +137,7 @@ def test_another_tasks_certificate_cannot_join_in_its_name(folder: Path) -> None
 def test_a_workers_certificate_is_no_operators(folder: Path) -> None:
     with chief(with_tls(folder, "chief:0")) as (_, address):
         assert fetch_status(address, 10, with_tls(folder, "operator")).chief_epoch == 7
-        with pytest.raises(ForbiddenError, match="ps:0 may not call GetStatus: it is for operator, worker"):
+        with pytest.raises(ForbiddenError, match="ps:0 may not call GetStatus: it is for evaluator, operator, worker"):
             fetch_status(address, 10, with_tls(folder, "ps:0"))
         with pytest.raises(IdentityError, match="is chief:0 by its certificate, and worker:1 was expected"):
             raise_explained(address, "worker:1", with_tls(folder, "operator"))

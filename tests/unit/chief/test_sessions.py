@@ -237,7 +237,7 @@ def test_workers_beyond_those_waited_for_come_and_go() -> None:
         join(sessions, "worker:4", 9)
     assert Announce() in join(sessions, "worker:3", 4)
     join(sessions, "worker:2", 5)
-    assert list(sessions.tasks) == ["worker:0", "worker:1", "worker:2", "worker:3", "ps:0"]
+    assert [str(each.task) for each in sessions.known] == ["worker:0", "worker:1", "worker:2", "worker:3", "ps:0"]
     assert [str(session.task) for session in sessions.live("worker")] == [f"worker:{i}" for i in range(4)]
     for stream, worker in ((1, "worker:0"), (2, "worker:1"), (5, "worker:2")):
         assert sessions.goodbye(worker, stream, 0, "", now=1.0)
