@@ -28,7 +28,20 @@ def test_a_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
     (tmp_path / "test_leak.py").write_text(f"KEEP = []\nSHM = {str(shared)!r}\n\ndef test_leak():\n{body}\n")
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "."],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:kmock",
+                "-c",
+                "/dev/null",
+                "--rootdir",
+                ".",
+                ".",
+            ],
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -12,10 +12,16 @@ from stratagem.rpc.session import SessionClient
 from stratagem.worker.ring.communicator import Position
 from stratagem.worker.ring.peers import Peers
 
-BLAME_S = 3.0
+BLAME_S = 6.0
 """Seconds that finding out may take; a killed process is known at once, a stopped one when it has not answered."""
-ASK_S = 1.0
-"""Seconds to wait for one peer's answer."""
+ASK_S = 2.5
+"""Seconds to wait for one peer's answer: on a busy machine one that lives may need more than one."""
+ANSWER_S = 0.5
+"""Seconds that an answer may wait for what this rank is just finding out; less than the other waits for it."""
+CHIEF_S = 1.0
+"""Seconds by which the chief may hear of a loss later than the peers do."""
+TELL_S = 3.0
+"""Seconds to wait until the other ranks have heard of a breakage."""
 
 
 class Breakage:
@@ -34,6 +40,8 @@ class Breakage:
         self._changed = threading.Condition()
         self._reason = ""
         self._explaining = False
+        self.suspect: int | None = None
+        """The rank on which this one waited when a collective failed here."""
 
     @property
     def generation(self) -> int:
@@ -63,6 +71,7 @@ class Breakage:
         """Finds out what is behind an error of the group, tells every rank, and returns the error to raise."""
         with self._changed:
             self._explaining = True
+            self.suspect = error.rank
         cause = self._find_cause(error)
         with self._changed:
             first = not self._reason
@@ -71,7 +80,7 @@ class Breakage:
             self._changed.notify_all()
         if first:
             # Until they have heard of it: one that only saw our lanes close would blame this rank, which may end now.
-            self._peers.abort(f"{self._reason} [{self._session.task} was at {position}]", BLAME_S)
+            self._peers.abort(f"{self._reason} [{self._session.task} was at {position}]", TELL_S)
         return CollectiveError(f"aborted at {position}: {self._reason}", error.rank)
 
     def _find_cause(self, error: CollectiveError) -> str:
@@ -86,9 +95,7 @@ class Breakage:
             try:
                 reply = self._peers.position(suspect, ASK_S)
             except PeerUnavailableError:
-                if self._reason:
-                    return self._reason
-                return self._from_chief() or f"{task} is gone or does not answer ({error})"
+                return self.reason() or self._from_chief() or f"{task} is gone or does not answer ({error})"
             if reply.broken:
                 return reply.broken
             if not reply.has_rank:
@@ -101,7 +108,7 @@ class Breakage:
     def _from_chief(self) -> str:
         """What the chief knows; it may hear of a loss a moment later than the peers do."""
         members = self._peers.members
-        if self._session.wait_membership(lambda now: bool(members.lost(now)), ASK_S):
+        if self._session.wait_membership(lambda now: bool(members.lost(now)), CHIEF_S):
             return self._lost(members.lost(self._session.membership))
         return ""
 

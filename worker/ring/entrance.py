@@ -17,7 +17,7 @@ from stratagem.rpc.grpc_lane import ServedGrpcLane, Stream
 from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.security import OPEN, Security
-from stratagem.worker.ring.breakage import BLAME_S, Breakage
+from stratagem.worker.ring.breakage import ANSWER_S, Breakage
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.meeting import MeetingRoom
 from stratagem.worker.ring.members import members_of
@@ -152,8 +152,10 @@ class Entrance:
         reply = worker_pb2.GetPositionReply(
             position=str(self.communicator.position),
             ordinal=self.communicator.position.ordinal,
-            broken=self.breakage.reason(BLAME_S),
+            broken=self.breakage.reason(ANSWER_S),
         )
+        if waiting_on is None and not reply.broken:
+            waiting_on = self.breakage.suspect  # whoever asks goes on there, while this rank waits for an answer itself
         if waiting_on is not None:
             reply.waiting_on, reply.has_rank = waiting_on, True
         return reply
