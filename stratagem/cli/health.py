@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.cli.options import cluster_option, read_cluster_file
@@ -25,11 +24,9 @@ from stratagem.cluster.sources import (
 from stratagem.cluster.spec import ClusterSpec, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ClusterSpecError, ConfigurationError, IdentityError, PeerUnavailableError
+from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.replica import own_environment
-from stratagem.rpc.channels import connect
-from stratagem.rpc.errors import error_from_rpc
-from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.asking import asking
 from stratagem.rpc.security import Security, security_of
 
 EXIT_HEALTHY, EXIT_UNHEALTHY = 0, 1
@@ -103,18 +100,10 @@ def ask(address: str, task: str, service: str, timeout_s: float, security: Secur
         IdentityError: TLS does not come about.
         PeerUnavailableError: nobody answers within ``timeout_s`` seconds.
     """
-    channel = connect(address, task, security)
-    try:
+    with asking(address, task, security, f"{task} at {address}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # the stubs lack its methods
         reply = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
-    except grpc.RpcError as error:
-        found = error_from_rpc(error, f"{task} at {address}")
-        if isinstance(found, PeerUnavailableError) and (reason := explain_refusal(address, task, security)):
-            raise IdentityError(reason) from None
-        raise found from None
-    finally:
-        channel.close()
 
 
 @click.command("health")

@@ -7,11 +7,10 @@ import dataclasses
 import grpc
 
 from stratagem.cluster.identity import CHIEF
-from stratagem.errors import IdentityError, PeerUnavailableError
+from stratagem.rpc.asking import asking
 from stratagem.rpc.channels import connect
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, worker_pb2, worker_pb2_grpc
-from stratagem.rpc.handshake import explain_refusal
 from stratagem.rpc.security import OPEN, Security
 
 
@@ -134,17 +133,9 @@ def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> J
         IdentityError: TLS does not come about, or the chief does not know us.
         PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
     """
-    channel = connect(address, CHIEF, security)
-    try:
+    with asking(address, CHIEF, security, f"the chief at {address}") as channel:
         stub = chief_pb2_grpc.ChiefStub(channel)
         return from_reply(stub.GetStatus(chief_pb2.GetStatusRequest(), timeout=timeout_s))
-    except grpc.RpcError as error:
-        found = error_from_rpc(error, f"the chief at {address}")
-        if isinstance(found, PeerUnavailableError) and (reason := explain_refusal(address, CHIEF, security)):
-            raise IdentityError(reason) from None
-        raise found from None
-    finally:
-        channel.close()
 
 
 def fetch_stack(address: str, task: str, timeout_s: float, security: Security = OPEN) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from stratagem.errors import LimitError, ProtocolError
-from stratagem.rpc.authorization import replaced
+from stratagem.rpc.handlers import behaviour_of, replaced, streaming_like
 from stratagem.rpc.limits import CallCounter, CountedCall, ServerLimits, check_ids
 
 if TYPE_CHECKING:  # generic in the stubs only
@@ -93,7 +92,7 @@ class AdmissionInterceptor(_Interceptor):
         if handler is None:
             return None
         gate = _Gate(handler_call_details.method, self._limits, self._counter)
-        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        inner = behaviour_of(handler)
 
         def requests_of(call: CountedCall, requests: Iterator[Any]) -> Any:
             if handler.request_streaming:
@@ -129,7 +128,7 @@ class AioAdmissionInterceptor(_AioInterceptor):
         if handler is None:
             return None
         gate = _Gate(handler_call_details.method, self._limits, self._counter)
-        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        inner = behaviour_of(handler)
 
         async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
             async for request in requests:
@@ -156,9 +155,7 @@ class AioAdmissionInterceptor(_AioInterceptor):
                 async for reply in inner(await requests_of(call, requests), context):
                     yield reply
 
-        # A streaming servicer may also be a coroutine that writes to the context, as health's Watch is.
-        streaming = answering if inspect.iscoroutinefunction(inner) else generating
-        return _taking_streams(handler, answering, streaming)
+        return _taking_streams(handler, answering, streaming_like(inner, answering, generating))
 
 
 def _this_task() -> asyncio.Task[Any]:

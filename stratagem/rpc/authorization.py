@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from google.protobuf.message import Message
 
 from stratagem.errors import IdentityError
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.handlers import behaviour_of, replaced, streaming_like
 from stratagem.rpc.permissions import OPEN_METHODS, authorize
 from stratagem.rpc.security import Security
 
@@ -91,7 +91,7 @@ class AuthorizationInterceptor(_Interceptor):
         if handler is None:
             return None
         guard = _Guard(self._security, handler_call_details.method)
-        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        inner = behaviour_of(handler)
 
         def checked(identity: str, requests: Iterator[Any]) -> Iterator[Any]:
             for request in requests:
@@ -126,7 +126,7 @@ class AioAuthorizationInterceptor(_AioInterceptor):
         if handler is None:
             return None
         guard = _Guard(self._security, handler_call_details.method)
-        inner = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        inner = behaviour_of(handler)
 
         async def checked(identity: str, requests: Any) -> AsyncIterator[Any]:
             async for request in requests:
@@ -147,14 +147,4 @@ class AioAuthorizationInterceptor(_AioInterceptor):
             async for reply in admitted(request, context):
                 yield reply
 
-        # A streaming servicer may also be a coroutine that writes to the context, as health's Watch is.
-        streaming = awaiting if inspect.iscoroutinefunction(inner) else generating
-        return replaced(handler, awaiting, streaming)
-
-
-def replaced(handler: Any, unary: Callable[..., Any], streaming: Callable[..., Any]) -> Any:
-    """A handler that calls one of these instead, whichever its replies ask for."""
-    kind = ("stream" if handler.request_streaming else "unary") + (
-        "_stream" if handler.response_streaming else "_unary"
-    )
-    return handler._replace(**{kind: streaming if handler.response_streaming else unary})
+        return replaced(handler, awaiting, streaming_like(inner, awaiting, generating))

@@ -5,7 +5,6 @@ The reason travels as ``ErrorInfo`` (``grpcio-status``), so that a client sees t
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from stratagem import errors
+from stratagem.rpc.handlers import behaviour_of, replaced, streaming_like
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
@@ -150,14 +150,8 @@ class ErrorInterceptor(_Interceptor):
                     _log_failure(method, error)
                 raise
 
-        inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
-        if handler.unary_unary:
-            return handler._replace(unary_unary=unary)  # type: ignore[no-any-return]
-        if handler.stream_unary:
-            return handler._replace(stream_unary=unary)  # type: ignore[no-any-return]
-        if handler.unary_stream:
-            return handler._replace(unary_stream=streaming)  # type: ignore[no-any-return]
-        return handler._replace(stream_stream=streaming)  # type: ignore[no-any-return]
+        inner = behaviour_of(handler)
+        return replaced(handler, unary, streaming)  # type: ignore[no-any-return]
 
 
 class AioErrorInterceptor(_AioInterceptor):
@@ -196,16 +190,8 @@ class AioErrorInterceptor(_AioInterceptor):
                     _log_failure(method, error)
                 raise
 
-        inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
-        if handler.unary_unary:
-            return handler._replace(unary_unary=unary)
-        if handler.stream_unary:
-            return handler._replace(stream_unary=unary)
-        # A servicer may also be a coroutine that writes to the context, as health's Watch is.
-        streaming = unary if inspect.iscoroutinefunction(inner) else generating
-        if handler.unary_stream:
-            return handler._replace(unary_stream=streaming)
-        return handler._replace(stream_stream=streaming)
+        inner = behaviour_of(handler)
+        return replaced(handler, unary, streaming_like(inner, unary, generating))
 
 
 async def _abort(context: Any, error: errors.StratagemError) -> None:
