@@ -144,3 +144,13 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     yield start
     for one in started:
         one.close()
+
+
+@pytest.fixture
+def tasks() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test starts by hand and puts in here; they end with the test."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()

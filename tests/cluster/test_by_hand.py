@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,6 @@ def free_addresses(count: int) -> list[str]:
     for one in sockets:
         one.close()
     return addresses
-
-
-@pytest.fixture
-def tasks() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def start(cluster: dict[str, list[str]], task_type: str, index: int, *arguments: object) -> subprocess.Popen[str]:

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,6 @@ def test_two_optimizers_equal_one_process(cluster: Start, tmp_path: Path) -> Non
     done = job.finish()
     assert done.code == 0, done.stderr
     check_equal(expected, out)
-
-
-@pytest.fixture
-def tasks() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def start_ring(

@@ -25,15 +25,6 @@ def hosts() -> Iterator[list[Host]]:
         yield made
 
 
-@pytest.fixture
-def tasks() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
 def start(
     tasks: list[subprocess.Popen[str]], hosts: Sequence[Host], per_host: int, script: str, *arguments: object
 ) -> None:

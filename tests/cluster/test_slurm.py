@@ -6,25 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from stratagem.cluster.resolvers import SlurmClusterResolver
 from stratagem.cluster.spec import split_address
 from tests.cluster.test_exactly_once import check_counts
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@pytest.fixture
-def tasks() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def step(rank: int, job: int) -> dict[str, str]:

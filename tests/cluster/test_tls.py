@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +145,6 @@ def test_a_token_keeps_others_out_and_is_printed_nowhere(cluster: Start, tmp_pat
     assert "with a token" in done.stderr
     written = [path for path in running.job.folder.rglob("*") if path.is_file()]
     assert len(written) > 3 and not [path for path in written if secret.encode() in path.read_bytes()]
-
-
-@pytest.fixture
-def tasks() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def test_by_hand_and_without_a_chief_of_its_own(tasks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
