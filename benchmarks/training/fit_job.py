@@ -6,10 +6,11 @@ take turns of a few seconds, forward and backward: what they differ by is less t
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -23,7 +24,6 @@ from benchmarks.training.result import mean_of_ends
 from benchmarks.training.torch_models import Batch, make_loader, make_model, weights_finite
 from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS
 
-WAYS = dict(zip(FIT_SYSTEMS, ("loop", "strategy", "fit", "fit+metrics"), strict=True))
 NUM_TURNS = 4
 """Of each way; a turn is one epoch."""
 Epoch = Callable[[DataLoader[Batch]], list[float]]
@@ -34,13 +34,13 @@ class Way:
     """One way to train a model of its own.
 
     Args:
-        how: which.
+        make_epoch: the way.
         model: to train.
     """
 
-    def __init__(self, how: str, model: nn.Module) -> None:
+    def __init__(self, make_epoch: Callable[[nn.Module], Epoch], model: nn.Module) -> None:
         self.model = model
-        self._epoch = {"loop": plain_loop, "strategy": strategy_loop}.get(how, fit_loop)(model, how)
+        self._epoch = make_epoch(model)
         self._losses: list[float] = []
         self.elapsed_s = self.cpu_s = 0.0
 
@@ -77,9 +77,9 @@ def main() -> None:
     workload, warmup_steps, timed_steps = WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     ways = []
-    for how in WAYS.values():
+    for system in FIT_SYSTEMS:
         torch.manual_seed(SEED)
-        ways.append(Way(how, make_model(workload)))
+        ways.append(Way(WAYS[system], make_model(workload)))
         ways[-1].warm_up(make_loader(workload, warmup_steps))
     loader = make_loader(workload, timed_steps // NUM_TURNS)
     for index in turns(len(ways), NUM_TURNS):
@@ -88,7 +88,7 @@ def main() -> None:
     result_path().write_text(json.dumps(results))
 
 
-def plain_loop(model: nn.Module, how: str) -> Epoch:
+def plain_loop(model: nn.Module) -> Epoch:
     """What people write with torch alone; the loss is looked at once in 50 steps, as a progress bar does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
@@ -106,7 +106,7 @@ def plain_loop(model: nn.Module, how: str) -> Epoch:
     return epoch
 
 
-def strategy_loop(model: nn.Module, how: str) -> Epoch:
+def strategy_loop(model: nn.Module) -> Epoch:
     """The same loop under OneDeviceStrategy."""
     strategy = sg.OneDeviceStrategy("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -130,11 +130,10 @@ def strategy_loop(model: nn.Module, how: str) -> Epoch:
     return epoch
 
 
-def fit_loop(module: nn.Module, how: str) -> Epoch:
+def fit_loop(module: nn.Module, metrics: list[str] | None = None) -> Epoch:
     """``Model.fit`` under OneDeviceStrategy, its progress in plain lines."""
     with sg.OneDeviceStrategy("cpu").scope():
         model = sg.Model(module)
-        metrics = ["accuracy"] if how == "fit+metrics" else None
         model.compile(lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE), "cross_entropy", metrics)
 
     def epoch(loader: DataLoader[Batch]) -> list[float]:
@@ -142,6 +141,14 @@ def fit_loop(module: nn.Module, how: str) -> Epoch:
         return losses
 
     return epoch
+
+
+WAYS: Mapping[str, Callable[[nn.Module], Epoch]] = {
+    "torch loop": plain_loop,
+    "strategy loop": strategy_loop,
+    "fit": fit_loop,
+    "fit with accuracy": functools.partial(fit_loop, metrics=["accuracy"]),
+}
 
 
 if __name__ == "__main__":

@@ -237,10 +237,8 @@ class VariableGroups:
                 create()
                 return
             except (PeerUnavailableError, StaleStoreError) as error:
-                logger.warning("%s; connecting to the ps anew", error)
-                for client in self._runtime.clients:
-                    client.connect()
-                    self.lost(client.index)
+                logger.warning("%s", error)
+                self.reconnect()
         create()
 
     def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:

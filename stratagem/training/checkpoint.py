@@ -249,7 +249,7 @@ class Checkpoint:
             states[RANDOM] = EncodedState({"kind": "random", "state": encoded.tree}, encoded.tensors)
         chosen = self._members.from_first(lambda: _choose(folder, name, step))
         target, number = pathlib.Path(chosen["path"]), int(chosen["step"])
-        is_there = self._servers is not None and self._servers.has(target)
+        is_there = self._servers is not None and not self._servers.claim(target)
         if writes and not is_there:
             # What goes wrong in the thread is raised by all members; parameter servers' workers are no members.
             served = None if self._servers is None else _served_draft(folder, self._servers)

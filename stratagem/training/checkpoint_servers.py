@@ -36,18 +36,18 @@ class Servers:
         """Takes a consistent checkpoint of all ps in a directory that all of them see; returns its path."""
         return pathlib.Path(self._strategy.save_checkpoint(directory.absolute()))
 
-    def has(self, target: pathlib.Path) -> bool:
-        """Whether a checkpoint is there already: another worker of this job has saved it, or an earlier job has."""
-        is_there = is_complete(target)  # looked at first: whoever writes it says so before
-        if not is_there:
+    def claim(self, target: pathlib.Path) -> bool:
+        """Says that this worker saves there. False when another worker, or an earlier job, has done so."""
+        if not is_complete(target):  # looked at first: whoever writes it says so before
             self.announce(target)
-        elif not self.is_announced(target):
+            return True
+        if not self.is_announced(target):
             logger.warning(
                 "%s is of an earlier job and stays as it is: nothing is saved. Go on from it (restore_or_initialize), "
                 "or save into another directory",
                 target,
             )
-        return is_there
+        return False
 
     def announce(self, target: pathlib.Path) -> None:
         """Tells the job that a worker of it is about to save there."""
