@@ -295,6 +295,7 @@ def test_a_ps_that_came_back_at_its_address_is_greeted_first(start: Callable[...
     # The control channel is whole again by itself, as after a restart at the same address; the lane is not.
     job = start("tcp", 1)
     (client,), (store,) = job.clients, job.stores
+    poll(lambda: bool(store.state.senders.lanes()))  # the ps accepts in a thread of its own
     store.state.close_lanes(JobStoppedError("this life is over", 1))
     poll(lambda: not store.state.senders.lanes())
     store.state.senders.forget_windows()
