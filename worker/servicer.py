@@ -33,9 +33,12 @@ def thread_stacks() -> list[str]:
         finally:
             if collects:
                 gc.enable()
-    return [
-        f"{names.get(ident, 'thread')}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items()
-    ]
+    try:
+        return [
+            f"{names.get(ident, 'thread')}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items()
+        ]
+    finally:
+        frames.clear()  # this frame is among them: all would live, with their calls, until garbage is collected
 
 
 class WorkerServicer:

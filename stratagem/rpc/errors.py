@@ -172,28 +172,32 @@ class AioErrorInterceptor(_AioInterceptor):
                 return await inner(request, context)
             except errors.StratagemError as error:
                 _log(method, error)
-                await _abort(context, error)
+                status = status_of(error)
             except Exception as error:
                 if not context.done():
                     _log_failure(method, error)
                 raise
+            await _abort(context, status)
 
         async def generating(request: Any, context: Any) -> Any:
             try:
                 async for response in inner(request, context):
                     yield response
+                return
             except errors.StratagemError as error:
                 _log(method, error)
-                await _abort(context, error)
+                status = status_of(error)
             except Exception as error:
                 if not context.done():
                     _log_failure(method, error)
                 raise
+            await _abort(context, status)
 
         inner = behaviour_of(handler)
         return replaced(handler, unary, streaming_like(inner, unary, generating))
 
 
-async def _abort(context: Any, error: errors.StratagemError) -> None:
-    status = status_of(error)
+async def _abort(context: Any, status: grpc.Status) -> None:
+    """Not while an error is handled: gRPC keeps what it raises here with the call, and the error would keep the frames
+    that keep the call, until garbage is collected."""
     await context.abort(status.code, status.details, status.trailing_metadata)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import logging
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -279,3 +282,39 @@ def is_refused(channel: grpc.Channel) -> bool:
         assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         return True
     return False
+
+
+def test_a_refused_call_keeps_nothing_until_garbage_is_collected(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Calls that are kept count as streams of their connection, which refuses all others in the end.
+    monkeypatch.setattr(logging.getLogger("stratagem.rpc.errors"), "disabled", True)  # pytest keeps what is logged
+    raised: list[weakref.ref[StratagemError]] = []
+
+    def refuse() -> None:
+        error = ProtocolError("a refusal of the test")
+        raised.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    class Refusing(Waiting):
+        def NextUnits(self, request: Any, context: Any) -> Any:
+            refuse()
+
+    class AioRefusing(AioWaiting):
+        async def NextUnits(self, request: Any, context: Any) -> Any:
+            refuse()
+
+    servicer = AioRefusing if kind is KINDS["aio"] else Refusing
+    gc.disable()
+    try:
+        with served((servicer, kind[1])) as (_, address), stub(address) as chief:
+            refused = [status_of(lambda: chief.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)) for _ in range(5)]
+            deadline = time.monotonic() + 10
+            while any(error() is not None for error in raised) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            left = [error for error in raised if error() is not None]
+    finally:
+        gc.enable()
+    assert refused == 5 * [grpc.StatusCode.INVALID_ARGUMENT] and len(raised) == 5
+    assert not left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 from stratagem.worker.servicer import thread_stacks
 
@@ -37,3 +38,19 @@ def test_many_may_ask_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_what_is_shown_is_let_go_of_without_a_collection() -> None:
+    class Local:
+        pass
+
+    def show() -> weakref.ref[Local]:
+        local = Local()
+        thread_stacks()
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert show()() is None
+    finally:
+        gc.enable()
