@@ -77,6 +77,7 @@ class Estimator:
         self._function = ModelFunction(model_fn, self.params, self.config)
         self._training: Training | None = None
         self._restored: dict[ModeKeys, Restored] = {}
+        self._evaluations: dict[str | None, Summaries] = {}
 
     def train(
         self,
@@ -148,13 +149,9 @@ class Estimator:
         restored, path = self._restored_in(ModeKeys.EVAL), self._checkpoint(checkpoint_path)
         results = evaluation.evaluate(restored, given, path, steps)
         if restored.strategy.is_lead:
-            summaries = Summaries(self.model_dir / (f"eval_{name}" if name else "eval"))
-            try:
-                step = int(results["global_step"])
-                summaries.write({key: value for key, value in results.items() if key != "global_step"}, step)
-                logger.info("evaluated step %d: %s", step, ", ".join(f"{k} {v:.6g}" for k, v in results.items()))
-            finally:
-                summaries.close()
+            step = int(results["global_step"])
+            self._summaries_of(name).write({key: results[key] for key in results if key != "global_step"}, step)
+            logger.info("evaluated step %d: %s", step, ", ".join(f"{k} {v:.6g}" for k, v in results.items()))
         return results
 
     def predict(self, input_fn: InputFunction, checkpoint_path: str | os.PathLike[str] | None = None) -> Iterator[Any]:
@@ -211,6 +208,12 @@ class Estimator:
             device = default_device() if self._training is None else self._training.strategy.local_devices[0]
             self._restored[mode] = Restored(self._function, mode, strategy, device)
         return self._restored[mode]
+
+    def _summaries_of(self, name: str | None) -> Summaries:
+        # One file for all evaluations of a process: readers order files by the second of their name.
+        if name not in self._evaluations:
+            self._evaluations[name] = Summaries(self.model_dir / (f"eval_{name}" if name else "eval"))
+        return self._evaluations[name]
 
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
         chosen = self.latest_checkpoint() if path is None else path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ _told: set[str] = set()
 
 
 class Summaries:
-    """Writes into one folder. Without TensorBoard it says so once, and writes nothing.
+    """Writes one file in a folder, until it is closed or collected. Without TensorBoard says so once, writes nothing.
 
     Args:
         folder: made with the first scalar.
@@ -37,6 +38,7 @@ class Summaries:
                     logger.warning("TensorBoard is not installed: no summaries. pip install 'stratagem[tensorboard]'")
                 return
             self._writer = SummaryWriter(self._folder)
+            self._end = weakref.finalize(self, self._writer.close)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -44,5 +46,5 @@ class Summaries:
     def close(self) -> None:
         """Ends the file."""
         if self._writer is not None:
-            self._writer.close()
+            self._end()
             self._writer = None

@@ -78,6 +78,7 @@ def test_alone_each_checkpoint_is_evaluated_and_training_does_not_notice(tmp_pat
     assert [step for step, _ in scalars(estimator.model_dir, "global_step/sec")] == [5, 10]
     evaluated = scalars(estimator.model_dir / "eval", "loss")
     assert [step for step, _ in evaluated] == [4, 8, 11]
+    assert len([*(estimator.model_dir / "eval").glob("events.*")]) == 1
     assert evaluated[-1][1] == pytest.approx(found.results["loss"])
     assert scalars(estimator.model_dir / "eval", "accuracy")[-1][1] == pytest.approx(found.results["accuracy"])
 
