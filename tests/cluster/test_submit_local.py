@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.notebooks import EXECUTE, notebook_of
+
 DEADLINE_S = 100.0
 ROOT = Path(__file__).parents[2]
 TRAIN = """
@@ -226,18 +228,8 @@ def test_what_cannot_work_is_refused_with_exit_code_2(desk: Desk, options: list[
     assert desk.jobs() == []
 
 
-EXECUTE = """
-import sys
-import nbclient
-import nbformat
-notebook = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(notebook, timeout=90).execute()
-print("".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())))
-"""
-
-
 def test_from_a_cell_of_a_running_kernel(desk: Desk) -> None:
-    executed = desk.run(sys.executable, "-c", EXECUTE, str(ROOT / "examples" / "submit.ipynb"))
+    executed = desk.run(sys.executable, "-c", EXECUTE, str(ROOT / "examples" / "submit.ipynb"), "90")
     assert executed.returncode == 0, executed.stderr
     assert "took the 4 cells that this kernel has executed so far" in executed.stdout
     assert "accuracy" not in executed.stdout  # nothing was trained in the kernel
@@ -254,7 +246,6 @@ def test_from_a_cell_of_a_running_kernel(desk: Desk) -> None:
 
 def test_a_notebook_file_with_modules_beside_it(desk: Desk) -> None:
     desk.write("beside.py", "WORD = 'beside'\n")
-    cell = {"cell_type": "code", "source": ["import beside\n", "print('found', beside.WORD)"]}
-    desk.write("work.ipynb", json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    desk.write("work.ipynb", notebook_of("import beside\nprint('found', beside.WORD)"))
     done = desk.run(*STRATAGEM, "submit", "--stream-logs", "work.ipynb")
     assert done.returncode == 0 and "found beside" in done.stdout, done.stdout + done.stderr

@@ -23,7 +23,8 @@ from stratagem.launch.manifests.workload import Workload
 from stratagem.launch.submit.build_context import read_context
 from stratagem.launch.submit.dockerignore import IgnoreRules
 from stratagem.launch.submit.request import COORDINATOR, machine_of
-from tests.deploy.containers import ROOT, need_engine, run, wait_for
+from tests.deploy.containers import DEADLINE_S, ROOT, need_engine, run, wait_for
+from tests.notebooks import EXECUTE, notebook_of
 from tests.unit.launch.submit.api_server import api_server
 
 pytestmark = pytest.mark.timeout(600)
@@ -80,6 +81,12 @@ class Desk:
             [sys.executable, "-m", "stratagem.cli", *arguments], folder=self.folder, environ=self.environ, code=code
         )
 
+    def execute(self, *cells: str) -> str:
+        """What these cells print in a kernel; the project is its folder."""
+        (self.folder / "work.ipynb").write_text(notebook_of(*cells))
+        command = [sys.executable, "-c", EXECUTE, "work.ipynb", str(DEADLINE_S)]
+        return run(command, folder=self.folder, environ=self.environ).stdout
+
     def jobs(self) -> list[dict[str, Any]]:
         """What `stratagem jobs list` knows."""
         return [json.loads(line) for line in self.stratagem("jobs", "list", "--json").stdout.splitlines()]
@@ -125,6 +132,19 @@ def test_a_script_runs_as_a_compose_project(desk: Desk, image: str) -> None:
     desk.stratagem("jobs", "remove", job["id"])
     assert [of_job(kind, job["id"]) for kind in ("container", "volume", "network")] == [[], [], []]
     assert run(["docker", "image", "ls", "--quiet", job["image"]]).stdout == ""
+
+
+CELLS = ("!echo a command of a cell", "import stratagem as sg", "if sg.remote(): print('cells in', sg.run().id)")
+
+
+def test_cells_of_a_kernel_run_as_a_compose_project(desk: Desk, image: str) -> None:
+    options = f"worker_count=2, ps_count=1, docker_base_image={image!r}, docker_build_network='host'"
+    printed = desk.execute(*CELLS, f"job = sg.run(target='compose', {options})", "print('submitted', job.id)")
+    (job,) = desk.jobs()
+    assert f"submitted {job['id']}" in printed and "cells in" not in printed
+    followed = desk.stratagem("jobs", "logs", "--follow", job["id"])
+    assert followed.stdout.count("a command of a cell") == followed.stdout.count(f"cells in {job['id']}") == 2
+    assert (desk.jobs()[0]["state"]["phase"], len(of_job("container", job["id"]))) == ("succeeded", 4)
 
 
 def test_cancel_stops_the_containers_and_keeps_the_logs(desk: Desk, image: str) -> None:
@@ -234,6 +254,25 @@ def test_what_kubernetes_gets_is_what_render_shows_of_the_pushed_image(
         desk.stratagem("jobs", "remove", job_id)
         assert server.names == set() and desk.jobs() == []
     assert run(["docker", "image", "ls", "--quiet", f"{registry}/team/{job_id}"]).stdout == ""
+
+
+def test_cells_of_a_kernel_reach_kubernetes_in_an_image(
+    desk: Desk, light_image: str, registry: str, tmp_path: Path
+) -> None:
+    with api_server(tmp_path) as server:
+        desk.environ["KUBECONFIG"] = str(server.kubeconfig)
+        options = f"docker_base_image={light_image!r}, docker_build_network='host', worker_count=2"
+        run_cell = f"job = sg.run(target='kubernetes', docker_image_bucket_name='{registry}/team', {options})"
+        printed = desk.execute(*CELLS, run_cell, "print('submitted', job.id)")
+        (job,) = desk.jobs()
+        assert f"submitted {job['id']}" in printed
+        workers = [one for one in server.posted if one["metadata"]["name"].startswith(f"{job['id']}-worker")]
+        (container,) = workers[1]["spec"]["template"]["spec"]["containers"]
+        assert (len(workers), container["image"]) == (2, job["image"])
+        assert container["command"][-1] == "notebook_cells.py", container
+        script = run(["docker", "run", "--rm", "--network=none", job["image"], "cat", "notebook_cells.py"]).stdout
+        assert "cells in" in script and "a command of a cell" in script and "%" not in script
+        desk.stratagem("jobs", "remove", job["id"], code=None)
 
 
 TREE = (
