@@ -60,7 +60,7 @@ def test_workers_with_different_models(cluster: Start, tmp_path: Path) -> None:
     check_words(done.stderr, "VariableError", "weight", "[1, 3]", "[1, 2]")
 
 
-@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize("policy", ["error", pytest.param("skip", marks=pytest.mark.thorough)])
 def test_non_finite_gradients(cluster: Start, tmp_path: Path, policy: str) -> None:
     arguments = ["--poison-step", 3, "--nan", policy, "--epochs", 2]
     done = cluster(1, 2, "train_small.py", *arguments, flags=["--max-restarts", "0"]).finish()
@@ -73,6 +73,7 @@ def test_non_finite_gradients(cluster: Start, tmp_path: Path, policy: str) -> No
         check_words(done.stderr, "skipped an update", "1 so far")
 
 
+@pytest.mark.thorough
 def test_synchronous_nan_is_skipped_by_all(cluster: Start, tmp_path: Path) -> None:
     arguments = ["--poison-step", 3, "--nan", "skip", "--epochs", 2]
     done = cluster(2, 2, "train_small.py", *arguments, flags=["--staleness", "0"]).finish()
@@ -87,7 +88,7 @@ def test_a_missing_script(cluster: Start, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_interrupted_jobs_leave_no_process(cluster: Start, number: signal.Signals) -> None:
     job = cluster(2, 2, "count_examples.py", "--epochs", 1000, "--pause-s", 0.01)
     job.wait_for(lambda: "/15" in job.stderr, "training to begin")  # "units 7/15": an epoch has 15

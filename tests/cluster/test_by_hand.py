@@ -36,7 +36,7 @@ def start(cluster: dict[str, list[str]], task_type: str, index: int, *arguments:
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("with_chief", [False, True])
+@pytest.mark.parametrize("with_chief", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_path: Path, with_chief: bool) -> None:
     addresses = free_addresses(4)
     cluster = {"worker": addresses[:2], "ps": addresses[2:3]} | ({"chief": addresses[3:]} if with_chief else {})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from stratagem.training.checkpoint import Checkpoint
@@ -30,6 +31,7 @@ def check_equal(found: list[Any], net: torch.nn.Module, adam: torch.optim.Optimi
     torch.testing.assert_close(found[1]["state"], adam.state_dict()["state"], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_a_ring_goes_on_with_the_same_bits(cluster: Start, tmp_path: Path) -> None:
     # Step 7 is in the middle of an epoch of 5; every worker has dropout of its own.
     whole, half = tmp_path / "whole.pt", tmp_path / "half.pt"

@@ -76,6 +76,7 @@ def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, 
     torch.testing.assert_close(*both, **TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
     cluster: Start, tmp_path: Path, alone: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
     check_alike(folder, alone)
 
 
+@pytest.mark.thorough
 def test_max_steps_is_exact_on_parameter_servers_whatever_dies(cluster: Start, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     arguments = ["--count", "--model-dir", folder]
@@ -115,6 +117,7 @@ def test_max_steps_is_exact_on_parameter_servers_whatever_dies(cluster: Start, t
     assert counts.max() - counts.min() == 1
 
 
+@pytest.mark.thorough
 def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
     cluster: Start, tmp_path: Path, alone: Path
 ) -> None:

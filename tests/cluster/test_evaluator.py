@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Start = Callable[..., Any]
 DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
+@pytest.mark.thorough
 def test_digits_with_an_evaluator(cluster: Start) -> None:
     job = cluster(2, 2, DIGITS, "--epochs", 8, flags=["--evaluator", "--checkpoint-every-s", "1"])
     done = job.finish()

@@ -21,7 +21,7 @@ def check_counts(saved: Path | dict[str, torch.Tensor], epochs: int) -> None:
         assert torch.equal(value, torch.full_like(value, -epochs)), f"{name}: {value.tolist()}"
 
 
-@pytest.mark.parametrize("data_workers", [0, 2])
+@pytest.mark.parametrize("data_workers", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_two_workers_two_ps(cluster: Start, tmp_path: Path, data_workers: int) -> None:
     out = tmp_path / "out.pt"
     job = cluster(2, 2, "count_examples.py", "--epochs", 3, "--data-workers", data_workers, "--out", out)
@@ -38,7 +38,7 @@ def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     check_counts(out, 2)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_worker_killed_in_mid_epoch(cluster: Start, ahead: int) -> None:
     # Long epochs: what a script holds ahead of time counts as seen when the loop ends, so the kill must come before.
     job = cluster(
@@ -63,6 +63,7 @@ def test_worker_killed_in_mid_epoch(cluster: Start, ahead: int) -> None:
     check_counts(sg.load_checkpoint(done.summary["checkpoint"]), 2)
 
 
+@pytest.mark.thorough
 def test_the_lead_killed_in_mid_epoch(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     job = cluster(

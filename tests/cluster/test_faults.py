@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.cluster.test_exactly_once import check_counts
@@ -53,6 +54,7 @@ def test_a_killed_ps_restarts_from_its_checkpoint(cluster: Start, tmp_path: Path
     assert missing == 4 * lost, (missing, lost)
 
 
+@pytest.mark.thorough
 def test_a_ps_killed_before_its_variables_are_there(cluster: Start) -> None:
     faults = [{"task": "worker:1", "step": -1, "action": "kill", "target": "ps:1"}]
     done = cluster(2, 2, "count_examples.py", "--pause-s", 0.02, faults=faults).finish()

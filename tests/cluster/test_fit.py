@@ -84,6 +84,7 @@ def test_a_killed_ring_goes_on_at_its_step_and_one_worker_stops_all(
         check_equal(alone[0], ring)
 
 
+@pytest.mark.thorough
 def test_parameter_servers_train_and_their_checkpoint_evaluates_elsewhere(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "ps"
     arguments = ["--out", out, "--epochs", 8, "--checkpoints", tmp_path / "checkpoints"]

@@ -74,7 +74,7 @@ def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: 
     check(out, num_epochs=3)
 
 
-@pytest.mark.parametrize("killed", ["chief:0", "ps:1"])
+@pytest.mark.parametrize("killed", [pytest.param("chief:0", marks=pytest.mark.thorough), "ps:1"])
 def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, killed: str) -> None:
     out = tmp_path / "out"
     faults = [{"task": "worker:1 evaluates", "step": 5, "action": "kill", "target": killed}]
@@ -85,6 +85,7 @@ def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, kil
     check(out, num_epochs=3)
 
 
+@pytest.mark.thorough
 def test_epochs_of_a_number_of_steps_wait_for_nobody(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--epochs", 2, "--steps-per-epoch", 5, "--pause-s", 0.002]
@@ -98,7 +99,7 @@ def test_epochs_of_a_number_of_steps_wait_for_nobody(cluster: Start, tmp_path: P
     assert news[0]["evaluation"] == news[1]["evaluation"]
 
 
-@pytest.mark.parametrize("staleness", ["0", "inf"])
+@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.thorough), "inf"])
 def test_the_last_update_of_an_epoch_may_have_fewer_batches(cluster: Start, tmp_path: Path, staleness: str) -> None:
     out = tmp_path / "out.pt"
     done = cluster(2, 2, "fit_accumulated.py", "--out", out, flags=["--staleness", staleness]).finish()

@@ -55,7 +55,7 @@ def alone(script: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["digits", pytest.param("charlm", marks=pytest.mark.thorough)])
 def test_one_script_every_mode(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, script: str, strategy: str
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 Start = Callable[..., Any]
@@ -55,6 +56,7 @@ def test_a_ring_interrupted_three_times_ends_with_the_weights_of_one_that_was_no
     check_same(tmp_path / "parts.pt", tmp_path / "whole.pt")
 
 
+@pytest.mark.thorough
 def test_a_ring_that_fits_is_told_and_killed_and_ends_with_the_same_weights(cluster: Start, tmp_path: Path) -> None:
     done = train(cluster, tmp_path / "whole", "fit")
     assert done.code == 0, done.stderr

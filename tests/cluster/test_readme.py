@@ -18,6 +18,13 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line.split("   #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
 TRAINING = [command for command in COMMANDS if command.startswith(("stratagem run", "python examples"))]
+# One for each way to start; `make demo`, a step of `.ci/run`, is a cluster.
+BRIEF = [
+    "stratagem run --workers 2 examples/digits.py",
+    "python examples/digits.py --epochs 3 --strategy mirrored --devices cpu:0,cpu:1",
+    "stratagem run --workers 2 --tls auto examples/mnist.py --no-download --epochs 2",
+    "python examples/mnist_loop.py --no-download --epochs 1",
+]
 CLUSTER_TOOLS = ("kubectl", "helm", "srun")  # tests/deploy and tests/cluster/test_slurm.py look at these
 JOBS = [command for command in COMMANDS if command.startswith(("stratagem submit", "stratagem jobs"))]
 OTHER = [
@@ -34,11 +41,17 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
 
 
-@pytest.mark.parametrize("command", TRAINING)
+@pytest.mark.parametrize(
+    "command", [c if c in BRIEF else pytest.param(c, marks=pytest.mark.thorough) for c in TRAINING]
+)
 def test_training_commands(command: str) -> None:
     done = run(command)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_brief_commands_are_in_the_readme() -> None:
+    assert set(BRIEF) <= set(TRAINING)
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -38,7 +38,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return news
 
 
-@pytest.mark.parametrize(("workers", "transport"), [(2, "shm"), (3, "tcp"), (4, "grpc")])
+@pytest.mark.parametrize(
+    ("workers", "transport"),
+    [
+        (2, "shm"),
+        pytest.param(3, "tcp", marks=pytest.mark.thorough),
+        pytest.param(4, "grpc", marks=pytest.mark.thorough),
+    ],
+)
 def test_digits_and_charlm_equal_one_process(
     cluster: Start, tmp_path: Path, alone: dict[str, Any], workers: int, transport: str
 ) -> None:
@@ -103,7 +110,10 @@ def start_ring(
         tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("shm", marks=pytest.mark.thorough), "tcp", pytest.param("grpc", marks=pytest.mark.thorough)],
+)
 def test_a_peer_killed_in_the_middle_of_an_all_reduce_is_named_by_all(
     tasks: list[subprocess.Popen[str]], tmp_path: Path, transport: str
 ) -> None:
@@ -141,7 +151,10 @@ def test_ranks_that_part_are_both_named(cluster: Start, tmp_path: Path) -> None:
     assert "barrier" in text and "worker:1" in text
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(
+    "transport",
+    ["shm", pytest.param("tcp", marks=pytest.mark.thorough), pytest.param("grpc", marks=pytest.mark.thorough)],
+)
 def test_many_all_reduces_leave_nothing_behind(cluster: Start, tmp_path: Path, transport: str) -> None:
     num = int(os.environ.get("TEST_SOAK", "1000"))
     out = tmp_path / "news"

@@ -45,6 +45,7 @@ def start(
         tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
 
 
+@pytest.mark.thorough
 def test_two_hosts_with_two_workers_each_equal_one_process(
     hosts: list[Host], tasks: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:

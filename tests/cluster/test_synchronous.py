@@ -36,7 +36,15 @@ def check_equal(expected: dict[str, torch.Tensor], path: Path) -> None:
         assert torch.allclose(state[name], value, rtol=TOLERANCE, atol=TOLERANCE), f"{name} differs by {difference}"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("sgd", marks=pytest.mark.thorough),
+        pytest.param("momentum", marks=pytest.mark.thorough),
+        pytest.param("adam", marks=pytest.mark.thorough),
+        "adamw",
+    ],
+)
 def test_three_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, optimizer: str) -> None:
     # 50 examples in batches of 12: slices of 4, and a last batch of 2 that only two workers share.
     out = tmp_path / "ps.pt"
@@ -47,6 +55,7 @@ def test_three_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, 
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_clipping_schedule_and_shards(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "ps.pt"
     arguments = ["--clip-norm", 0.05, "--decay", "--optimizer", "momentum"]

@@ -20,7 +20,14 @@ Start = Callable[..., Any]
 SCRIPT = "train_tables.py"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param("sgd", marks=pytest.mark.thorough),
+        "adagrad",
+        pytest.param("sparse_adam", marks=pytest.mark.thorough),
+    ],
+)
 def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, optimizer: str) -> None:
     # 50 examples in batches of 12, and a last one of 2: a row may be in one slice, in both, or in none.
     out = tmp_path / "ps.pt"
@@ -31,6 +38,7 @@ def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, op
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_clipping_accumulation_and_shards(cluster: Start, tmp_path: Path) -> None:
     # 48 examples in batches of 12: even slices, two batches an update. Five shards on two ps.
     out = tmp_path / "ps.pt"
@@ -42,6 +50,7 @@ def test_clipping_accumulation_and_shards(cluster: Start, tmp_path: Path) -> Non
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_goes_to_other_ps_and_to_one_process(cluster: Start, tmp_path: Path) -> None:
     common = ["--optimizer", "sparse_adam", "--epochs", 2]
     saved, out = tmp_path / "saved" / "step", tmp_path / "ps.pt"
@@ -58,7 +67,7 @@ def test_a_checkpoint_goes_to_other_ps_and_to_one_process(cluster: Start, tmp_pa
     check_equal(expected, out)
 
 
-@pytest.mark.parametrize("target", ["worker:1", "ps:1"])
+@pytest.mark.parametrize("target", [pytest.param("worker:1", marks=pytest.mark.thorough), "ps:1"])
 def test_every_example_counts_once_whatever_dies(cluster: Start, tmp_path: Path, target: str) -> None:
     fault: dict[str, Any] = {"task": "worker:0" if target == "ps:1" else target, "step": 5, "action": "kill"}
     arguments = ["--table", "--examples", 800, "--epochs", 2, "--pause-s", 0.01]

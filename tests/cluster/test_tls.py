@@ -30,7 +30,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TASKS = ("chief:0", "ps:0", "worker:0", "worker:1", "operator")
 
 
-@pytest.mark.parametrize("num_ps", [0, 1])
+@pytest.mark.parametrize("num_ps", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_one_flag_encrypts_everything_and_the_numbers_are_the_same(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     out = tmp_path / "out.pt"
     flags = ["--tls", "auto", "--transport", "tcp", *(["--staleness", "0"] if num_ps else [])]
@@ -147,6 +147,7 @@ def test_a_token_keeps_others_out_and_is_printed_nowhere(cluster: Start, tmp_pat
     assert len(written) > 3 and not [path for path in written if secret.encode() in path.read_bytes()]
 
 
+@pytest.mark.thorough
 def test_by_hand_and_without_a_chief_of_its_own(tasks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     folder = make_certificates(tmp_path / "certificates", *TASKS)
     (tmp_path / "until").touch()
