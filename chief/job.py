@@ -33,6 +33,7 @@ from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
 from stratagem.chief.tallies import Delta
 from stratagem.chief.waits import Waits
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.confinement import AllowedFolders
@@ -147,11 +148,17 @@ class Job:
         """Registers a plan, or checks it against the one that stands; returns that.
 
         Raises:
-            ConfigurationError: another plan stands; names each difference.
+            ConfigurationError: another plan stands; names each difference. Or the worker was added to a job whose
+                batches are cut for those it started with.
         """
         await self._admit(life)
         if dataset < 1:
             raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
+        if plan.staleness == 0 and TaskId.parse(life.task).index >= self.config.num_workers:
+            raise ConfigurationError(
+                f"{life.task} cannot be added at staleness 0: every batch is cut for the {self.config.num_workers} "
+                "workers that the job started with (num_workers)"
+            )
         is_new = dataset not in self.lending.plans
         known = self.lending.open_dataset(dataset, plan)
         if is_new:

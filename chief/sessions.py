@@ -118,7 +118,8 @@ class Sessions:
 
     Args:
         num_workers: workers that the cluster waits for.
-        max_workers: workers that it takes; those beyond num_workers may come at any time, or never.
+        max_workers: workers that it takes; those beyond num_workers may come at any time, or never. Without parameter
+            servers none may: a ring is made of num_workers.
         num_ps: parameter servers that the cluster waits for.
         session_timeout_s: seconds of silence after which a session is lost.
         worker_timeout_s: seconds a lost worker or ps may stay away before the job stops.
@@ -151,7 +152,7 @@ class Sessions:
         self.required = [str(task) for task in names]
         # An evaluator may join every job (TensorFlow's TF_CONFIG names it to itself alone); nobody waits for it.
         self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
-        self._max_workers = max_workers
+        self._max_workers = max_workers if num_ps else 0
         self.ready = ready
         self.founders: frozenset[Life] = frozenset()
         self.stopping: StopJob | None = None
@@ -271,7 +272,8 @@ class Sessions:
         session = self._session(task)
         if session is None:
             known = ", ".join(self.tasks)
-            raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}")
+            fixed = "" if "ps:0" in self.tasks else ". A ring is as large as it started: no worker is added to it"
+            raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}{fixed}")
         life = Life(task, resume_incarnation)
         actions: list[Action] = []
         if resume_incarnation:
@@ -315,10 +317,11 @@ class Sessions:
             session.state = State.DONE
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
-        if exit_code and self.stopping is None and not self.first_failure:
+        was_added = session.task.type == "worker" and task not in self.required  # the job goes on without it
+        if exit_code and self.stopping is None and not self.first_failure and not was_added:
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why)
-        if exit_code in HOPELESS:
+        if exit_code in HOPELESS and not was_added:
             actions += self._stop(1, f"{task} failed and a restart would not help: {message or why}")
         return actions
 

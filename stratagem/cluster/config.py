@@ -79,7 +79,7 @@ class ChiefConfig(ServerConfig):
     """Workers in the cluster; the job starts when they are there."""
     max_workers: int = pydantic.Field(default=0, ge=0)
     """Workers that may join in all, also while the job runs; 0: num_workers. For parameter servers with a staleness
-    above 0 only: a ring and synchronous steps are cut for num_workers."""
+    above 0 only: a ring and synchronous steps are cut for num_workers, and refuse those who come in addition."""
     num_ps: int = pydantic.Field(default=0, ge=0)
     """Parameter servers in the cluster."""
     state_dir: str = ""

@@ -99,6 +99,24 @@ def test_datasets_that_disagree_are_refused_with_each_difference() -> None:
     run(scenario)
 
 
+def test_a_worker_added_at_staleness_0_is_refused_and_the_job_goes_on() -> None:
+    async def scenario() -> None:
+        async with cluster(max_workers=3) as (running, workers, _):
+            for worker in workers:
+                await worker.open(num_slices=2, staleness=0.0)
+            added = Task(running.address, "worker:2")
+            await added.welcomed()
+            error = await refused(added.open(num_slices=2, staleness=0.0))
+            assert isinstance(error, ConfigurationError)
+            assert "worker:2 cannot be added at staleness 0" in str(error)
+            added.goodbye(2, "ConfigurationError")
+            await until(lambda: not running.job.sessions.tasks["worker:2"].open)
+            assert running.job.sessions.stopping is None
+            await added.die()
+
+    run(scenario)
+
+
 def test_unknown_and_wrong_callers_are_refused() -> None:
     async def scenario() -> None:
         async with cluster(num_ps=0) as (running, workers, _):

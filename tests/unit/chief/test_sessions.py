@@ -268,6 +268,20 @@ def test_an_additional_worker_that_is_gone_for_long_is_not_missed() -> None:
     assert end_of(again) is None, "it is back, and has work to do"
 
 
+def test_no_worker_is_added_to_a_ring() -> None:
+    sessions = make(num_ps=0, max_workers=4)
+    with pytest.raises(ConfigurationError, match="no worker is added to it"):
+        join(sessions, "worker:2", 1)
+
+
+def test_an_added_worker_that_cannot_work_does_not_end_the_job() -> None:
+    sessions = ready(max_workers=3)
+    join(sessions, "worker:2", 4)
+    sessions.goodbye("worker:2", 4, 2, "ConfigurationError: added at staleness 0", now=1.0)
+    assert end_of(sessions) is None
+    assert any(isinstance(each, StopJob) for each in sessions.goodbye("worker:1", 2, 2, "ConfigurationError", now=2.0))
+
+
 def test_a_restarted_chief_knows_its_additional_workers() -> None:
     sessions = make(max_workers=3, awaited={"worker:2": 7, "worker:0": 5}, done={"worker:1": 6}, ready=True)
     assert sessions.tasks["worker:2"].state is State.AWAITED
