@@ -40,6 +40,7 @@ from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
 
+LATE_S = 20.0  # for tasks that have not joined yet when the job is over already
 RETRY_S = 0.25  # between two looks whether all ps are back for the first checkpoint
 
 
@@ -328,8 +329,12 @@ class Job:
                 logger.error("No last checkpoint: %s", error)
         self.journal.write("stopped", reason=stop.reason)
         self.attendance.broadcast(Stop(stop.exit_code, stop.reason))
-        deadline = self._clock() + self.config.session_timeout_s
-        while not self.sessions.deserted and (left_s := deadline - self._clock()) > 0:
+        # Scripts may end before every task of their cluster has started: those that come late are to hear of it.
+        late = stop.exit_code == 0 and self.sessions.never_came
+        deadline = self._clock() + (LATE_S if late else self.config.session_timeout_s)
+        while (not self.sessions.deserted or (late and self.sessions.never_came)) and (
+            left_s := deadline - self._clock()
+        ) > 0:
             try:
                 await asyncio.wait_for(self.bell.heard(), left_s)
             except TimeoutError:

@@ -207,6 +207,11 @@ class Sessions:
         return [task for task in self.required if self.tasks[task].state not in (State.LIVE, State.DONE)]
 
     @property
+    def never_came(self) -> bool:
+        """Whether a task that the cluster cannot start without has not joined in this life of the chief."""
+        return any(self.tasks[task].state is State.WAITING for task in self.required)
+
+    @property
     def settled(self) -> bool:
         """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
         return not any(

@@ -12,9 +12,11 @@ import torch
 
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.sources import gather
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.security import security_of
+from stratagem.rpc.session import SessionClient
 from stratagem.worker import interrupts
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
@@ -22,6 +24,9 @@ from stratagem.worker.step_meter import active_meter
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
 """Environment variable of `stratagem run`: the file for this worker's report."""
+
+CHIEF_TIMEOUT_S = 10.0
+"""Seconds in which a chief must answer a script that has ended."""
 
 
 def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence[str]) -> int:
@@ -48,7 +53,27 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     _write_report()
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message)
+    elif isinstance(config, WorkerConfig) and config.chief:
+        _end_without_strategy(config, outcome)
     return outcome.exit_code
+
+
+def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
+    """Tells the chief, if there is one: the script has never joined its cluster, which would wait for it."""
+    if outcome.exit_code == 0:
+        print(
+            f"{config.task}: the script has ended without making a strategy: it took no part in its cluster's work. "
+            "`strategy = sg.strategy_from_environment()` makes the one that the cluster was started for",
+            file=sys.stderr,
+        )
+    session = SessionClient(config.chief, config.task, "", security=security_of(config))
+    try:
+        session.start(CHIEF_TIMEOUT_S)
+        session.goodbye(outcome.exit_code, outcome.message)
+    except StratagemError:
+        pass  # nobody waits: it is over already, or there is no chief beside the workers
+    finally:
+        session.close()
 
 
 def _write_report() -> None:

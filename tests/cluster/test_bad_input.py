@@ -40,6 +40,16 @@ def test_a_script_that_raises(cluster: Start, tmp_path: Path) -> None:
     assert done.stderr.index("Traceback") < done.stderr.index("failed first")
 
 
+def test_a_script_without_a_strategy_is_told_and_keeps_nobody_waiting(cluster: Start, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("print('only this')\n")
+    done = cluster(1, 1, path).finish()
+    assert done.code == 0, done.stderr
+    check_words(
+        done.stderr, "ended without making a strategy", "sg.strategy_from_environment()", "every worker has fin"
+    )
+
+
 def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> None:
     body = "optimizer = torch.optim.LBFGS(model.parameters())\nstrategy.prepare(model, optimizer)\n"
     done = cluster(1, 1, script(tmp_path, body)).finish()

@@ -12,7 +12,7 @@ import pytest
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
-from tests.contract.chief.fakes import Task, cluster, indices, refused, run, until
+from tests.contract.chief.fakes import Task, chief, cluster, indices, refused, run, until
 
 
 def test_everybody_hears_when_the_cluster_is_ready() -> None:
@@ -235,6 +235,26 @@ def test_the_job_ends_well_when_all_workers_are_done() -> None:
             for session in sessions:
                 session.goodbye()
             assert await running.exit_code() == 0
+
+    run(scenario)
+
+
+def test_a_ps_that_starts_after_the_end_hears_of_it() -> None:
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=1) as running:
+            worker = Task(running.address, "worker:0")
+            await worker.welcomed()
+            worker.goodbye(0)
+            await until(lambda: running.job.sessions.stopping is not None)
+            assert not running.job.finished.done(), "it waits for ps:0"
+            late = Task(running.address, "ps:0")
+            await until(lambda: late.ended("stop"))
+            assert late.ended("stop").exit_code == 0
+            late.goodbye(0)
+            await until(running.job.finished.done)
+            assert running.job.finished.result() == 0
+            await worker.die()
+            await late.die()
 
     run(scenario)
 
