@@ -42,7 +42,8 @@ test-all: $(STAMP)
 # What needs a Docker engine (DOCKER_HOST), in one process with one image; apt-get install prometheus docker-registry.
 test-containers: $(STAMP)
 	TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_image.py tests/deploy/test_compose.py \
-		tests/deploy/test_run_containers.py tests/deploy/test_metrics_prometheus.py $(if $(ONLY),-k "$(ONLY)")
+		tests/deploy/test_compose_readme.py tests/deploy/test_run_containers.py \
+		tests/deploy/test_metrics_prometheus.py $(if $(ONLY),-k "$(ONLY)")
 
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
 conformance: $(STAMP)

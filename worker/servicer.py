@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import sys
+import faulthandler
+import linecache
+import re
+import tempfile
 import threading
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,28 +18,35 @@ from stratagem.worker.ring.entrance import Entrance
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 
 
-_LOOKING = threading.Lock()
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in ')
 
 
 def thread_stacks() -> list[str]:
-    """One text per Python thread of this process: its name and frames, innermost last."""
+    """One text per Python thread of this process: its name and frames, innermost last.
+
+    Not from ``sys._current_frames``: walking the frames of threads that run goes wrong now and then (Python 3.11.7,
+    found by fuzzing: it stood still for good, or met what is no frame), and a dict of frames with one's own keeps all
+    of them, and their calls, until garbage is collected.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with _LOOKING:
-        # Python (3.11.7, found by fuzzing) stops for good when it collects garbage inside of this call, which holds a
-        # lock of the interpreter, and a finalizer lets another thread run that makes the same call.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            frames = sys._current_frames()
-        finally:
-            if collects:
-                gc.enable()
-    try:
-        return [
-            f"{names.get(ident, 'thread')}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames.items()
-        ]
-    finally:
-        frames.clear()  # this frame is among them: all would live, with their calls, until garbage is collected
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        dump = file.read().decode(errors="replace")
+    stacks = []
+    for block in dump.split("\n\n"):
+        head, *frames = block.splitlines()
+        found = _THREAD.match(head)
+        name = names.get(int(found[1], 16), "thread") if found else head
+        stacks.append("\n".join([name, *(_with_source(frame) for frame in reversed(frames))]) + "\n")
+    return stacks
+
+
+def _with_source(frame: str) -> str:
+    found = _FRAME.match(frame)
+    source = linecache.getline(found[1], int(found[2])).strip() if found else ""
+    return f"{frame}\n    {source}" if source else frame
 
 
 class WorkerServicer:

@@ -18,7 +18,7 @@ def test_a_job_goes_on_amid_a_hostile_crowd(tmp_path: Path) -> None:
     job = Job(tmp_path)
     try:
         ps = psutil.Process(job.cluster.pid_of("ps:0"))
-        with crowd(job.addresses(), NUM_CONNECTIONS) as acts:
+        with crowd(job.addresses(), NUM_CONNECTIONS) as (_, acts):
             before = job.step()
             job.cluster.wait_for(lambda: job.step() > before + 100, "a hundred steps amid the crowd")
             num_threads = ps.num_threads()

@@ -9,22 +9,29 @@ import weakref
 from stratagem.worker.servicer import thread_stacks
 
 
-def test_every_thread_is_shown_and_garbage_is_collected_as_before() -> None:
+def wait_here(over: threading.Event) -> None:
+    over.wait()
+
+
+def test_every_thread_is_shown_with_its_frames() -> None:
     over = threading.Event()
-    thread = threading.Thread(target=over.wait, name="somebody")
-    thread.start()
+    threads = [threading.Thread(target=wait_here, args=(over,), name=f"somebody-{i}") for i in range(3)]
+    for thread in threads:
+        thread.start()
     try:
-        assert any(text.startswith("somebody\n") for text in thread_stacks())
-        assert gc.isenabled()
-        gc.disable()
-        try:
-            thread_stacks()
-            assert not gc.isenabled()
-        finally:
-            gc.enable()
+        stacks = thread_stacks()
+        assert len(stacks) == threading.active_count()
+        for thread in threads:
+            (stack,) = (text for text in stacks if text.startswith(f"{thread.name}\n"))
+            _, *frames = stack.splitlines()
+            assert frames[0].endswith(" in _bootstrap"), "the outermost frame first"
+            assert frames[frames.index("    over.wait()") - 1].endswith(" in wait_here")
+        (own,) = (text for text in stacks if text.startswith("MainThread\n"))
+        assert own.splitlines()[-2].endswith(" in thread_stacks")
     finally:
         over.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
 def test_many_may_ask_at_once() -> None:
