@@ -22,8 +22,14 @@ hypothesis.settings.load_profile("shared machine")
 
 _DEADLINE_S = 5.0
 _POLL_S = 0.02
-# pytest says which test runs; the others are set once for the process by libraries as they load.
-_ENVIRONMENT_OF_OTHERS = {"PYTEST_CURRENT_TEST", "KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest says which test runs; the others are set once for the process, by libraries as they load or with our log.
+_ENVIRONMENT_OF_OTHERS = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "GRPC_VERBOSITY",
+}
 
 
 def _threads() -> dict[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from typing import Literal
 
@@ -57,3 +58,5 @@ def configure_logging(task: str, log_format: Literal["text", "json"] = "text") -
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+    # Else gRPC writes a line of its own ("Got goaway") for each connection that an idle or ending server closes.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
