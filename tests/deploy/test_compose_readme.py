@@ -47,20 +47,20 @@ class Shell:
     """
 
     def __init__(self, folder: Path, environ: dict[str, str]) -> None:
-        self._folder = folder
+        self.folder = folder
         self.environ = {**os.environ, **environ}
 
     def run(self, command: str) -> str:
         """Waits for its end; what it printed."""
-        return run(shlex.split(command), folder=self._folder, environ=self.environ).stdout
+        return run(shlex.split(command), folder=self.folder, environ=self.environ).stdout
 
     @contextlib.contextmanager
     def started(self, command: str) -> Iterator[Callable[[], str]]:
         """Runs it during the block, then presses Ctrl-C; gives what it printed so far."""
-        log = self._folder / "up.log"
+        log = self.folder / "up.log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                shlex.split(command), cwd=self._folder, env=self.environ, stdout=output, stderr=output, process_group=0
+                shlex.split(command), cwd=self.folder, env=self.environ, stdout=output, stderr=output, process_group=0
             )
         try:
             yield log.read_text
@@ -73,7 +73,7 @@ class Shell:
 
     def address(self, service: str, port: int, compose: str = "docker compose") -> str:
         """Where a service's port is published; empty while it is not."""
-        done = run([*compose.split(), "port", service, str(port)], folder=self._folder, environ=self.environ, code=None)
+        done = run([*compose.split(), "port", service, str(port)], folder=self.folder, environ=self.environ, code=None)
         return done.stdout.strip()
 
     def train(self, command: str) -> None:
@@ -126,6 +126,34 @@ def test_encrypted(shell: Shell) -> None:
     shell.run(COMMANDS[-1])
     shell.run(COMMANDS[4])
     shell.train(COMMANDS[5])
+
+
+OWN = """
+import sys, torch, stratagem as sg
+
+strategy = sg.strategy_from_environment()
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+optimizer.zero_grad()
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print("own script with", type(strategy).__name__, sys.argv[1:])
+"""
+
+
+def test_a_script_of_ones_own(shell: Shell, image: str, tmp_path: Path) -> None:
+    shell.run(COMMANDS[-1])
+    (tmp_path / "train.py").write_text(OWN)
+    (tmp_path / "Dockerfile").write_text(f"FROM {image}\nCOPY train.py .\n")
+    run(["docker", "build", "--quiet", "--tag", f"{image}-mine", str(tmp_path)])
+    mine = Shell(shell.folder, {**shell.environ, "IMAGE": f"{image}-mine", "SCRIPT": "train.py --epochs 3"})
+    try:
+        printed = mine.run(f"{COMMANDS[0]} --exit-code-from chief")
+        assert printed.count("own script with ParameterServerStrategy ['--epochs', '3']") == 2, printed
+        mine.run(COMMANDS[-1])
+    finally:
+        run(["docker", "image", "rm", "--force", f"{image}-mine"])
 
 
 @pytest.fixture(scope="module")
