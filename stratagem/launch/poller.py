@@ -27,8 +27,8 @@ class StatusPoller:
         self.interval_s = interval_s
         self.latest: JobStatus | None = None
         self._timeout_s = timeout_s
-        self._channel = connect(address, CHIEF, security)
-        self._stub = chief_pb2_grpc.ChiefStub(self._channel)
+        self._address, self._security = address, security
+        self._connect()
         self._call: grpc.CallFuture[chief_pb2.GetStatusReply] | None = None
         self._asked_at = float("-inf")
 
@@ -51,8 +51,16 @@ class StatusPoller:
         try:
             self.latest = from_reply(call.result())
         except grpc.RpcError:
+            if self._security.certificates() != self._certificates:  # a channel keeps the one it was made with
+                self._channel.close()
+                self._connect()
             return False
         return True
+
+    def _connect(self) -> None:
+        self._certificates = self._security.certificates()
+        self._channel = connect(self._address, CHIEF, self._security)
+        self._stub = chief_pb2_grpc.ChiefStub(self._channel)
 
     def close(self) -> None:
         """Drops the connection."""

@@ -64,10 +64,10 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
 
 
 @contextlib.contextmanager
-def chief(security: Security) -> Iterator[tuple[Welcoming, str]]:
+def chief(security: Security, bind: str = "127.0.0.1:0") -> Iterator[tuple[Welcoming, str]]:
     servicer = Welcoming()  # type: ignore[abstract]  # the others are not called
     running = serve(
-        "127.0.0.1:0",
+        bind,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server),
         services=["stratagem.Chief"],
         limits=ServerLimits(max_message_bytes=1 << 20),
@@ -324,6 +324,17 @@ def test_a_poller_of_the_launcher_has_an_identity(folder: Path) -> None:
             poller = StatusPoller(address, security=security)
             assert poller.ask(10) is answers
             poller.close()
+
+
+def test_a_poller_comes_back_with_a_renewed_certificate(folder: Path, tmp_path: Path) -> None:
+    with chief(with_tls(folder, "chief:0")) as (_, address):
+        poller = StatusPoller(address, security=with_tls(folder, "operator"))
+        assert poller.ask(10)
+    for path in make_certificates(tmp_path / "strangers", *TASKS).iterdir():
+        path.replace(folder / path.name)
+    with chief(with_tls(folder, "chief:0"), address):
+        eventually(lambda: poller.ask(1))
+        poller.close()
 
 
 def test_a_token_stays_on_this_machine_unless_told_otherwise(folder: Path) -> None:
