@@ -26,6 +26,8 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import ATTACKERS, path_of, request_of, unary_methods
 
 PACE_S = 1.0
+NUM_UNREAD = 50
+"""Replies that a reader who does not read asks for at once: more than connections hold."""
 STACK_BYTES = 256 << 10
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
@@ -145,7 +147,9 @@ class Crowd:
         yield from ()
 
     def _many(self, request: bytes) -> Iterator[bytes]:
-        while not self._over.wait(PACE_S / 20):
+        for _ in range(NUM_UNREAD):
+            yield request
+        while not self._over.wait(PACE_S):
             yield request
 
 
@@ -157,7 +161,7 @@ def main() -> None:
     threading.stack_size(STACK_BYTES)
     told = json.loads(sys.argv[1])
     crowd = Crowd(told["addresses"], told["number"])
-    while sum(crowd.acts.values()) < told["number"] or len(crowd.acts) < min(told["number"], 6):
+    while sum(crowd.acts.values()) < 2 * told["number"] or len(crowd.acts) < min(told["number"], 6):
         threading.Event().wait(0.05)
     print("all are there", flush=True)
     sys.stdin.read()
