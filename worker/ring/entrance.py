@@ -122,7 +122,12 @@ class Entrance:
             lane = ServedGrpcLane(visitor[0], self._meter)
             self._lanes[visitor] = lane
             self._changed.notify_all()
-        lane.serve(messages, stream)
+        try:
+            lane.serve(messages, stream)
+        finally:
+            with self._changed:  # nobody took it: it would keep its call
+                if self._lanes.get(visitor) is lane:
+                    del self._lanes[visitor]
 
     def wait_grpc(self, visitor: Visitor, deadline: float) -> ServedGrpcLane:
         """The lane of a visitor, once its stream is there.
