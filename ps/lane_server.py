@@ -124,5 +124,6 @@ def _read(store: Store, sender: Sender, messages: Iterator[bytes], lane: QueueLa
     except StratagemError as error:
         THROTTLE.log(logger, logging.WARNING, error.reason, "Transfer from %s refused: %s", sender, error)
         lane.close(error)
-    except Exception:  # grpc ends a broken stream by a bare Exception in the iterator
+    except Exception as error:  # grpc ends a broken stream by a bare Exception in the iterator
+        error.__traceback__ = None  # grpc keeps it with the call, whose frames would keep the call
         lane.close()

@@ -166,7 +166,8 @@ class ServedGrpcLane:
             self._inbox.fail(PeerUnavailableError(f"{self._peer} closed the lane"))
         except StratagemError as error:
             self._inbox.fail(error)
-        except Exception:  # grpc ends a broken stream by a bare Exception in the iterator
+        except Exception as error:  # grpc ends a broken stream by a bare Exception in the iterator
+            error.__traceback__ = None  # grpc keeps it with the call, whose frames would keep the call
             self._inbox.fail(PeerUnavailableError(f"the lane from {self._peer} broke"))
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -59,10 +60,14 @@ def test_streams_that_nobody_took_leave_their_places(address: str) -> None:
     channel = connect(address)
     stub = worker_pb2_grpc.WorkerStub(channel)
     exchange: Any = channel.stream_stream("/stratagem.Worker/Exchange", None, None)
-    for number in range(4 * LIMITS.max_calls_per_peer):
-        over = threading.Event()
-        metadata = (("stratagem-token-bin", token_for(stub, str(number))),)
-        stream = exchange(iter(over.wait, True), metadata=metadata)
-        over.set()
-        stream.cancel()
-    channel.close()
+    gc.disable()  # nor may they wait for a collection
+    try:
+        for number in range(4 * LIMITS.max_calls_per_peer):
+            over = threading.Event()
+            metadata = (("stratagem-token-bin", token_for(stub, str(number))),)
+            stream = exchange(iter(over.wait, True), metadata=metadata)
+            over.set()
+            stream.cancel()
+    finally:
+        gc.enable()
+        channel.close()
