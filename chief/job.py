@@ -33,7 +33,6 @@ from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
 from stratagem.chief.tallies import Delta
 from stratagem.chief.waits import Waits
 from stratagem.cluster.config import ChiefConfig
-from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.confinement import AllowedFolders
@@ -155,7 +154,7 @@ class Job:
         await self._admit(life)
         if dataset < 1:
             raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
-        if plan.staleness == 0 and TaskId.parse(life.task).index >= self.config.num_workers:
+        if plan.staleness == 0 and self.sessions.was_added(life.task):
             raise ConfigurationError(
                 f"{life.task} cannot be added at staleness 0: every batch is cut for the {self.config.num_workers} "
                 "workers that the job started with (num_workers)"

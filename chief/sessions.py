@@ -242,6 +242,10 @@ class Sessions:
         """Lives that some ps has not refused yet."""
         return frozenset(self._pending)
 
+    def was_added(self, task: str) -> bool:
+        """Whether this is a worker beyond those that the cluster started with."""
+        return task not in self.required and self.tasks[task].task.type == "worker"
+
     def check(self, life: Life) -> None:
         """Whether ``life`` may speak.
 
@@ -322,7 +326,7 @@ class Sessions:
             session.state = State.DONE
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
-        was_added = session.task.type == "worker" and task not in self.required  # the job goes on without it
+        was_added = self.was_added(task)  # the job goes on without it
         if exit_code and self.stopping is None and not self.first_failure and not was_added:
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why)
@@ -361,7 +365,7 @@ class Sessions:
                 actions += self._give_up(session, now)
         for task, session in self.tasks.items():
             away = session.state is State.LOST and now - session.lost_at > self._worker_timeout_s
-            if away and not session.given_up and session.task.type == "worker" and task not in self.required:
+            if away and not session.given_up and self.was_added(task):
                 session.given_up = True
                 actions += self._end_of_work()
         return actions
