@@ -12,17 +12,17 @@ import yaml
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
+from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, TASK_MACHINES, MachineConfig
 from stratagem.launch.manifests import jobset, kubernetes, trainjob
 from stratagem.launch.manifests.pod import Object
-from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 
 RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
     "kubernetes": kubernetes.render,
     "jobset": jobset.render,
     "trainjob": trainjob.render,
 }
-_MACHINES = ("chief", "worker", "ps")
+_DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, one in TASK_MACHINES.items())
 
 
 def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
@@ -38,8 +38,8 @@ def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
 def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
     machines = {}
     for role, name in _pairs("--machine", texts).items():
-        if role not in _MACHINES:
-            raise ConfigurationError(f"unknown role {role!r} in --machine; {nearest(role, _MACHINES)}")
+        if role not in TASK_MACHINES:
+            raise ConfigurationError(f"unknown role {role!r} in --machine; {nearest(role, tuple(TASK_MACHINES))}")
         machines[role] = _machine(name)
     return machines
 
@@ -68,11 +68,24 @@ def _machine(text: str) -> MachineConfig:
 @click.option("--strategy", type=click.Choice(STRATEGIES), default="auto", help="As of `stratagem run`.")
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
 @click.option("--checkpoint-every-s", default=0.0, help="Seconds between checkpoints that the chief takes; 0: none.")
-@click.option("--machine", "machines", multiple=True, help="ROLE=CORES:GIB[:GPUS], or ROLE=NAME (worker=T4_1X).")
+@click.option(
+    "--machine",
+    "machines",
+    multiple=True,
+    help=f"ROLE=CORES:GIB[:GPUS], or ROLE=NAME (worker=T4_1X). Else {_DEFAULTS}: cores kept free, GiB at most.",
+)
 @click.option("--env", "environment", multiple=True, help="NAME=VALUE for every task.")
 @click.option("--label", "labels", multiple=True, help="NAME=VALUE for every object.")
 @click.option("--tls-secret", default="", help="Secret with ca.crt and every task's certificate and key.")
 @click.option("--token-secret", default="", help="Secret whose key 'token' is the job's token.")
+@click.option("--volume-gib", default=Workload.volume_gib, help="Size of the job's volume.")
+@click.option(
+    "--access-mode",
+    type=click.Choice(ACCESS_MODES),
+    default=ACCESS_MODES[0],
+    help="Of the volume. On one node (kind, minikube, k3s): ReadWriteOnce.",
+)
+@click.option("--storage-class", default="", help="Of the volume; else the cluster's default.")
 @click.option("--port", default=Workload.port, help="Where every task serves.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

@@ -48,4 +48,12 @@ COMMON_MACHINE_CONFIGS: Mapping[str, MachineConfig] = {
     "H100_1X": MachineConfig(26, 234, "nvidia-h100-80gb", 1),
     "H100_8X": MachineConfig(208, 1872, "nvidia-h100-80gb", 8),
 }
-"""Machines by the names people use. "auto" is ``"CPU"``, and for a chief beside workers one core and 2 GiB."""
+"""Machines by the names people use. "auto" is ``"CPU"``, and for a chief beside workers that of ``TASK_MACHINES``."""
+
+TASK_MACHINES: Mapping[str, MachineConfig] = {
+    "chief": MachineConfig(cpu_cores=0.1, memory_gib=0.5),
+    "ps": MachineConfig(cpu_cores=0.2, memory_gib=1),
+    "worker": MachineConfig(cpu_cores=0.4, memory_gib=1),
+}
+"""What a task asks for where nobody says, in the manifests of deploy/ as in `stratagem render`: two workers and two
+parameter servers fit on a node of two cores. Cores are what is kept free for a task; it may use what others leave."""

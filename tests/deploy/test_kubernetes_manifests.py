@@ -29,9 +29,6 @@ DIGITS = Workload(
     num_workers=2,
     num_ps=2,
     checkpoint_every_s=30,
-    chief=MachineConfig(0.1, 0.5),
-    ps=MachineConfig(0.2, 1),
-    worker=MachineConfig(0.4, 1),
 )
 RING = dataclasses.replace(DIGITS, num_ps=0, num_workers=3, evaluator=True, environment={"A": "1", "HOME": "/work"})
 ALONE = dataclasses.replace(DIGITS, num_ps=0, num_workers=1, worker=MachineConfig(8, 30, "nvidia-tesla-t4", 4))
@@ -85,9 +82,24 @@ def test_gpus(tools: Tools) -> None:
     [
         (
             dataclasses.replace(
-                DIGITS, token_secret="t", staleness=0.0, labels={"team": "a"}, port=4000, num_workers=1
+                DIGITS,
+                token_secret="t",
+                staleness=0.0,
+                labels={"team": "a"},
+                port=4000,
+                num_workers=1,
+                volume_gib=2,
+                access_mode="ReadWriteOnce",
+                storage_class="fast",
             ),
-            {"tokenSecret": "t", "staleness": 0, "labels": {"team": "a"}, "port": 4000, "worker": {"count": 1}},
+            {
+                "tokenSecret": "t",
+                "staleness": 0,
+                "labels": {"team": "a"},
+                "port": 4000,
+                "worker": {"count": 1},
+                "volume": {"sizeGib": 2, "accessMode": "ReadWriteOnce", "storageClassName": "fast"},
+            },
         ),
         (
             RING,

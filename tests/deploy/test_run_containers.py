@@ -22,7 +22,7 @@ from stratagem.launch.manifests.kubernetes import render
 from stratagem.launch.manifests.workload import Workload
 from stratagem.launch.submit.build_context import read_context
 from stratagem.launch.submit.dockerignore import IgnoreRules
-from stratagem.launch.submit.request import COORDINATOR, machine_of
+from stratagem.launch.submit.request import machine_of
 from tests.deploy.containers import DEADLINE_S, ROOT, need_engine, run, wait_for
 from tests.notebooks import EXECUTE, notebook_of
 from tests.unit.launch.submit.api_server import api_server
@@ -236,7 +236,6 @@ def test_what_kubernetes_gets_is_what_render_shows_of_the_pushed_image(
             num_workers=2,
             num_ps=1,
             strategy="ps",
-            chief=COORDINATOR,
             worker=machine_of("auto", ""),
             ps=machine_of("auto", ""),
             environment={

@@ -70,7 +70,8 @@ def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_
 
 
 def _resources(machine: MachineConfig, num_cores: float | None) -> Object:
-    cores = machine.cpu_cores if num_cores is None else min(machine.cpu_cores, num_cores)
+    cores = max(machine.cpu_cores, 1)  # Docker reserves no cores, it only limits them
+    cores = cores if num_cores is None else min(cores, num_cores)
     limits = {"cpus": f"{cores:g}", "memory": f"{machine.memory_gib * 1024:.0f}m"}
     if not machine.accelerator_count:
         return {"limits": limits}

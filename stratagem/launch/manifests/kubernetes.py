@@ -15,7 +15,6 @@ from stratagem.cluster.task import TaskId
 from stratagem.launch.manifests.pod import Object, labels_of, pod_template, selector_of, settings_of
 from stratagem.launch.manifests.workload import Workload
 
-VOLUME_GIB = 10
 RESTARTS = 20
 """Restarts of one task before its Job has failed: spot nodes go often."""
 
@@ -94,8 +93,9 @@ def _volume(workload: Workload) -> Object:
         "kind": "PersistentVolumeClaim",
         "metadata": _metadata(workload, workload.name),
         "spec": {
-            "accessModes": ["ReadWriteMany"],
-            "resources": {"requests": {"storage": f"{VOLUME_GIB}Gi"}},
+            "accessModes": [workload.access_mode],
+            **({"storageClassName": workload.storage_class} if workload.storage_class else {}),
+            "resources": {"requests": {"storage": f"{workload.volume_gib}Gi"}},
         },
     }
 

@@ -8,10 +8,12 @@ import re
 from collections.abc import Mapping
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
+from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.launch.machines import MachineConfig
+from stratagem.launch.machines import TASK_MACHINES, MachineConfig
 
-_ANY_MACHINE = MachineConfig()
+ACCESS_MODES = ("ReadWriteMany", "ReadWriteOnce")
+"""Of a volume on Kubernetes: for pods on several nodes, or for pods that are all on one."""
 _NAME_CHARACTERS = 40
 _NAME = re.compile(rf"(?=.{{1,{_NAME_CHARACTERS}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", re.ASCII)
 
@@ -38,9 +40,9 @@ class Workload:
     strategy: str = "auto"
     staleness: float = math.inf
     """Staleness bound, for parameter servers."""
-    chief: MachineConfig = _ANY_MACHINE
-    worker: MachineConfig = _ANY_MACHINE
-    ps: MachineConfig = _ANY_MACHINE
+    chief: MachineConfig = TASK_MACHINES["chief"]
+    worker: MachineConfig = TASK_MACHINES["worker"]
+    ps: MachineConfig = TASK_MACHINES["ps"]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For every task."""
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -52,6 +54,12 @@ class Workload:
     """Kubernetes Secret whose key "token" is the token of the job; empty: none."""
     port: int = 2222
     """Of every task; each has an address of its own."""
+    volume_gib: int = 10
+    """Size of the job's volume on Kubernetes."""
+    access_mode: str = ACCESS_MODES[0]
+    """Of the volume: one of ``ACCESS_MODES``."""
+    storage_class: str = ""
+    """Of the volume; empty: the cluster's default."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -64,6 +72,12 @@ class Workload:
                 f"expected at least one worker and no negative count, got {self.num_workers} workers and "
                 f"{self.num_ps} ps"
             )
+        if self.access_mode not in ACCESS_MODES:
+            raise ConfigurationError(
+                f"unknown access mode {self.access_mode!r}; {nearest(self.access_mode, ACCESS_MODES)}"
+            )
+        if self.volume_gib < 1:
+            raise ConfigurationError(f"expected a volume of at least 1 GiB, got {self.volume_gib}")
         if self.chosen_strategy in ONE_PROCESS and self.evaluator:
             raise ConfigurationError(
                 "an evaluator stands beside a cluster, and this job is one process: take two workers, or a ps"

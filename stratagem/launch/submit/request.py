@@ -11,12 +11,10 @@ from pathlib import Path
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
+from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, TASK_MACHINES, MachineConfig
 from stratagem.launch.submit.labels import check_labels
 
 TARGETS = ("local", "compose", "kubernetes")
-COORDINATOR = MachineConfig(cpu_cores=1, memory_gib=2)
-"""Machine of a chief that only coordinates."""
 
 _REGISTRY = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 _IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/:@-]*")
@@ -115,7 +113,7 @@ class JobRequest:
     def chief(self) -> MachineConfig:
         """Machine of the chief beside workers: it computes no gradient, so its accelerators are not asked for."""
         if self.chief_config == "auto":
-            return COORDINATOR
+            return TASK_MACHINES["chief"]
         machine = machine_of(self.chief_config, "chief_config")
         return dataclasses.replace(machine, accelerator_type="", accelerator_count=0)
 

@@ -38,11 +38,15 @@ def test_options_become_a_workload() -> None:
         tls_secret="certs",
         token_secret="token",
         port=4000,
+        volume_gib=2,
+        access_mode="ReadWriteOnce",
+        storage_class="fast",
     )
     options = shlex.split(
         "--name digits --image image:2 --workers 2 --ps 1 --evaluator --staleness 4 --checkpoint-every-s 30 "
         "--machine chief=0.5:1 --machine worker=4:16:2 --machine ps=CPU --env A=b=c --label team=x --tls-secret certs "
-        "--token-secret token --port 4000 train.py --epochs 3"
+        "--token-secret token --port 4000 --volume-gib 2 --access-mode ReadWriteOnce --storage-class fast "
+        "train.py --epochs 3"
     )
     result = render(*options)
     assert list(yaml.safe_load_all(result.output)) == kubernetes.render(workload)
@@ -58,6 +62,7 @@ def test_options_become_a_workload() -> None:
         ("--machine work=CPU t.py", "unknown role 'work' in --machine; did you mean 'worker'"),
         ("--env A t.py", "expected --env NAME=VALUE, got 'A'"),
         ("--name A t.py", "got 'A'"),
+        ("--volume-gib 0 t.py", "a volume of at least 1 GiB, got 0"),
         ("--strategy ring --ps 1 t.py", "without parameter servers"),
     ],
 )

@@ -86,6 +86,14 @@ def test_one_process_has_no_cluster() -> None:
     assert "livenessProbe" not in pod["containers"][0]  # it serves nobody
 
 
+def test_a_small_job_fits_on_a_node_of_two_cores() -> None:
+    small = dataclasses.replace(JOB, num_ps=2, evaluator=False)
+    requests = [pod["containers"][0]["resources"]["requests"] for pod in pods_of(small).values()]
+    assert len(requests) == 5
+    assert sum(int(each["cpu"].removesuffix("m")) for each in requests) <= 1500  # what the cluster's own pods leave
+    assert sum(int(each["memory"].removesuffix("Mi")) for each in requests) <= 6 * 1024
+
+
 def test_the_user_s_environment_and_labels() -> None:
     job = dataclasses.replace(
         JOB, environment={"STRATAGEM_LOG_FORMAT": "text"}, labels={"team": "a", "app.kubernetes.io/name": "mine"}

@@ -47,6 +47,15 @@ def test_dollars_stay_and_limits_fit_the_machine() -> None:
     assert service["deploy"]["resources"] == {"limits": {"cpus": "2", "memory": "1536m"}}
 
 
+def test_a_part_of_a_core_is_no_limit_below_a_core() -> None:
+    limits = {
+        name: service["deploy"]["resources"]["limits"]
+        for name, service in render(Workload(name="j", image="i", script="t.py", num_workers=2))["services"].items()
+    }
+    assert limits["chief-0"] == {"cpus": "1", "memory": "512m"}
+    assert limits["worker-0"] == {"cpus": "1", "memory": "1024m"}
+
+
 def test_accelerators_are_reserved() -> None:
     workload = Workload(name="j", image="i", script="t.py", worker=COMMON_MACHINE_CONFIGS["T4_4X"])
     resources = render(workload)["services"]["worker-0"]["deploy"]["resources"]

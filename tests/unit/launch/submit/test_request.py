@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
-from stratagem.launch.submit.request import COORDINATOR, JobRequest
+from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, TASK_MACHINES, MachineConfig
+from stratagem.launch.submit.request import JobRequest
 
 REGISTRY = {"target": "kubernetes", "docker_image_bucket_name": "registry.example:5000/team"}
 
@@ -48,7 +48,7 @@ def test_the_chief_trains_alone_and_coordinates_beside_workers() -> None:
     assert beside.trainer == COMMON_MACHINE_CONFIGS["CPU"]
     assert (beside.chief.cpu_cores, beside.chief.accelerator_count) == (8, 0)
     assert "1 accelerators are not asked" in beside.warnings()[0]
-    assert JobRequest(worker_count=2).chief == COORDINATOR
+    assert JobRequest(worker_count=2).chief == TASK_MACHINES["chief"]
     assert JobRequest(worker_count=2).warnings() == []
 
 
