@@ -87,7 +87,7 @@ class WorkerRuntime:
         self.chief = ChiefClient(self.session, config.peer_timeout_s)
         self.session.on_stop(_preempt)
         self._ended = False
-        self._follows = False
+        self._assigns: bool | None = None
         _newest = self
         try:
             self._join()
@@ -121,17 +121,17 @@ class WorkerRuntime:
         return self.session.membership.lead == self.config.task
 
     def may_assign(self) -> bool:
-        """Whether states that this process loads go to the ps: those of the lead do."""
-        return self.is_lead() and not self._follows
+        """Whether states that this process loads go to the ps: those of the lead do, unless it was settled."""
+        return self.is_lead() if self._assigns is None else self._assigns
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Inside, what is loaded changes this process's copy only."""
-        self._follows = True
+    def assigning(self, does: bool) -> Iterator[None]:
+        """Inside, what is loaded goes to the ps, or changes this process's copy only, whoever becomes the lead."""
+        self._assigns = does
         try:
             yield
         finally:
-            self._follows = False
+            self._assigns = None
 
     def goodbye(self, exit_code: int, message: str = "") -> None:
         """Ends this worker's part of the job. Only the first call counts."""

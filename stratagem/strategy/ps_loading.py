@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -20,6 +21,8 @@ def load_once(runtime: WorkerRuntime, counts: SharedCounts, groups: VariableGrou
     Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later finds
     that it is done: its own copy follows what the job has by now.
 
+    Workers leave by what they agreed on, never by what one of them sees: that may be new to one and old to another.
+
     Args:
         runtime: of this worker.
         counts: where the workers agree.
@@ -29,25 +32,26 @@ def load_once(runtime: WorkerRuntime, counts: SharedCounts, groups: VariableGrou
     Raises:
         ClusterTimeoutError: the lead does not load, and nobody takes its place.
     """
-    group, attempt = counts.new_group("load"), 0
+    group = counts.new_group("load")
     has_loaded = False
-    counts.agree(group, attempt, 0)
+    counts.agree(group, 0, 0)  # all are here: none of them has an update under way
     deadline = time.monotonic() + runtime.config.start_timeout_s
-    while counts.logs(group, 0) is None:
-        if runtime.is_lead():
-            load()
+    for attempt in itertools.count(1):
+        is_done = counts.logs(group, 0) is not None
+        if not is_done and runtime.is_lead():
+            with runtime.assigning(True):
+                load()
             counts.settle(group, 0, {})
-            has_loaded = True
-        elif attempt and time.monotonic() > deadline:
+            is_done = has_loaded = True
+        if counts.agree(group, attempt, int(is_done)):
+            break
+        if time.monotonic() > deadline:
             raise ClusterTimeoutError(
                 f"{runtime.session.membership.lead} has not loaded what this worker loads: let every worker restore, "
                 "at the same place of the script"
             )
-        elif attempt:
-            time.sleep(RETRY_S)
-        attempt += 1
-        counts.agree(group, attempt, 0)
+        time.sleep(RETRY_S)
     if not has_loaded:
-        with runtime.following():
+        with runtime.assigning(False):
             load()
         groups.pull_anew()

@@ -1,0 +1,31 @@
+"""Going back to a checkpoint under parameter servers, whoever is slower than the others, and whenever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]
+
+
+def restore(start: Start, folder: Path, staleness: str, restores: int, *arguments: object) -> None:
+    job = start(
+        *(2, 1, "restore_often.py", "--folder", folder, "--restores", restores, *arguments),
+        flags=["--staleness", staleness],
+    )
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    assert f"restored {restores} times" in done.stdout
+
+
+def test_workers_linger_in_turn_after_each_agreement(cluster: Start, tmp_path: Path) -> None:
+    restore(cluster, tmp_path, "0", 4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("staleness", "stopped"), [("0", "worker:1"), ("0", "worker:0"), ("inf", "worker:1")])
+def test_a_worker_is_stopped_now_and_then(cluster: Start, tmp_path: Path, staleness: str, stopped: str) -> None:
+    restore(cluster, tmp_path, staleness, 20, "--stopped", stopped)
