@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Literal
 
+from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
 
-class ReduceOp(enum.Enum):
+class ReduceOp(NamedEnum):
     """How values of replicas are reduced. TensorFlow has SUM and MEAN."""
 
     SUM = "sum"
@@ -19,7 +19,7 @@ class ReduceOp(enum.Enum):
     PRODUCT = "product"
 
 
-class CommunicationImplementation(enum.Enum):
+class CommunicationImplementation(NamedEnum):
     """Which implementation carries collectives, by TensorFlow's names."""
 
     AUTO = "auto"
@@ -59,6 +59,7 @@ class CommunicationOptions:
     """Parallel connections to each peer (grpc lane)."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "implementation", CommunicationImplementation(self.implementation))
         if self.bytes_per_pack < 0 or self.chunk_bytes < 0 or self.stripes < 1:
             raise ConfigurationError(
                 "expected bytes_per_pack and chunk_bytes of at least 0 and stripes of at least 1, got "

@@ -20,12 +20,7 @@ from stratagem.errors import ConfigurationError
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """``batch`` with every leaf changed. A leaf is what is no container; a list or tuple of plain values is one."""
     if is_mapping(batch):
-        items = {key: map_leaves(value, change) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return items
-        clone = copy.copy(batch)
-        clone.update(items)
-        return clone
+        return with_items(batch, {key: map_leaves(value, change) for key, value in batch.items()})
     if is_named_tuple(batch):
         return type(batch)(*(map_leaves(item, change) for item in batch))
     if is_record(batch):
@@ -34,6 +29,16 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     if is_sequence(batch):
         return type(batch)(map_leaves(item, change) for item in batch)
     return change(batch)
+
+
+def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """``items`` in a mapping like ``mapping`` (a defaultdict keeps its factory); a dict, where that cannot change."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    clone = copy.copy(mapping)
+    for key, item in items.items():  # a Counter's update would add
+        clone[key] = item
+    return clone
 
 
 def is_mapping(batch: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Literal
 
+from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
 
-class AutoShardPolicy(enum.Enum):
+class AutoShardPolicy(NamedEnum):
     """Which part of a source each worker gets."""
 
     AUTO = "auto"
@@ -41,10 +41,7 @@ class DistributeOptions:
     worker, and so are its examples."""
 
     def __post_init__(self) -> None:
-        policy: object = self.auto_shard_policy
-        if not isinstance(policy, AutoShardPolicy):
-            names = ", ".join(f"AutoShardPolicy.{one.name}" for one in AutoShardPolicy)
-            raise ConfigurationError(f"expected one of {names}, got {policy!r}")
+        object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
         if self.prefetch is not None and self.prefetch < 0:
             raise ConfigurationError(f"expected prefetch of at least 0 or None, got {self.prefetch}")
         if self.on_empty not in ("call", "skip"):

@@ -235,20 +235,20 @@ class Strategy:
         """Around what runs outside of replicas in the middle of :meth:`run` (``merge_call`` sees to it)."""
         yield
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces a value over all replicas in sync; with ``axis=0`` over the batch as well. Every worker must call it.
 
         Under parameter servers it covers this worker's replica.
 
         Args:
-            op: MEAN with an axis divides by the number of elements along it, over all replicas.
+            op: the member or its name; MEAN with an axis divides by the number of elements along it, over all replicas.
             value: a :class:`PerReplica` of tensors, numbers, or dicts, lists and tuples of them.
             axis: None or 0.
 
         Returns:
             a tensor, or a structure of them. The mean of integers is of torch's default dtype.
         """
-        return self._cross_replica.reduce(op, value, axis)
+        return self._cross_replica.reduce(ReduceOp(op), value, axis)
 
     def reduce_mean(self, value: Any) -> Any:
         """The mean of per-replica means, weighted by the replicas' shares, detached: the loss to print.

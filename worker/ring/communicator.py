@@ -87,7 +87,7 @@ class Communicator:
             return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
 
     def all_reduce(
-        self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, out: torch.Tensor | None = None
+        self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The reduction of all ranks' tensors, on every rank, bit-identical.
 
@@ -99,6 +99,7 @@ class Communicator:
         Raises:
             CollectiveError: a rank is gone, stands still, or is somewhere else; see :class:`Position`.
         """
+        op = ReduceOp(op)
         if op is ReduceOp.MEAN and not tensor.is_floating_point():
             raise ConfigurationError(f"the mean of {tensor.dtype} is not of that dtype: reduce with SUM and divide")
         flat, result = _flat(tensor), _result(tensor, out)
@@ -112,9 +113,9 @@ class Communicator:
             result.copy_(target.view(result.shape))
         return result
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
+    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor:
         """This rank's slice of the flattened reduction: contiguous, the first ranks have one element more."""
-        flat = _flat(tensor)
+        op, flat = ReduceOp(op), _flat(tensor)
         start, stop = cut(flat.numel(), self.size)[self.rank]
         out = torch.empty(stop - start, dtype=flat.dtype)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op

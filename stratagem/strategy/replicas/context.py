@@ -113,7 +113,7 @@ class ReplicaContext:
         with _in(self, self._strategy):
             yield
 
-    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """The reduction of all replicas' values, on every replica, as tensors.
 
         Gradients pass through SUM and MEAN, which are reduced the same way: in the backward of each replica they are
@@ -123,7 +123,7 @@ class ReplicaContext:
             ConfigurationError: values that cannot be reduced, or of different shapes.
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        value = map_leaves(_as_tensor, value)
+        op, value = ReduceOp(op), map_leaves(_as_tensor, value)
         if self._is_alone:
             return value
         what = f"all_reduce {op.value} of {outline(value)}"

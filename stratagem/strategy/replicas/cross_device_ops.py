@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,13 @@ _NCCL_DTYPES = (
     torch.int32,
     torch.int64,
 )
+_COMBINE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MEAN: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
 # The numbers of ncclRedOp_t.
 _NCCL_OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 
@@ -46,21 +53,25 @@ class CrossDeviceOps(abc.ABC):
         ConfigurationError: the replicas' tensors differ in shape or dtype, or ``op`` does not fit them.
     """
 
-    def all_reduce(self, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_reduce(self, op: ReduceOp | str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The reduction of one tensor a replica, on the device of each."""
         return self.all_reduce_many(op, [tensors])[0]
 
-    def all_reduce_many(self, op: ReduceOp, per_tensor: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    def all_reduce_many(
+        self, op: ReduceOp | str, per_tensor: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[torch.Tensor]]:
         """As :meth:`all_reduce` for several tensors at once, which may be packed; first index the tensor, then the
         replica."""
+        op = ReduceOp(op)
         for tensors in per_tensor:
             _check(op, tensors)
         return self._all_reduce_many(op, per_tensor)
 
     def reduce(
-        self, op: ReduceOp, tensors: Sequence[torch.Tensor], destinations: Device | Sequence[Device]
+        self, op: ReduceOp | str, tensors: Sequence[torch.Tensor], destinations: Device | Sequence[Device]
     ) -> list[torch.Tensor]:
         """The reduction of one tensor a replica, on each of the destinations, in their order."""
+        op = ReduceOp(op)
         _check(op, tensors)
         names = _as_list(destinations)
         if not names:
@@ -267,14 +278,7 @@ def _accumulate(op: ReduceOp, tensors: Sequence[torch.Tensor], device: torch.dev
     wide = _wide(tensors[0].dtype)
     total = tensors[0].detach().to(device, wide, copy=True, memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
-        here = tensor.detach().to(device)
-        if op in (ReduceOp.SUM, ReduceOp.MEAN):
-            total.add_(here)
-        elif op is ReduceOp.PRODUCT:
-            total.mul_(here)
-        else:
-            combine = torch.minimum if op is ReduceOp.MIN else torch.maximum
-            combine(total, here.to(wide), out=total)
+        _COMBINE[op](total, tensor.detach().to(device), out=total)
     return total
 
 

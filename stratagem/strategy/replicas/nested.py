@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from stratagem.data.nested import with_items
+
 
 def leaves(value: Any) -> list[Any]:
     """What is not a dict, list or tuple, in order of appearance."""
@@ -16,8 +18,7 @@ def leaves(value: Any) -> list[Any]:
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """The same structure with ``change(leaf)`` in the place of every leaf; types of containers are kept."""
     if isinstance(value, dict):
-        items = {key: map_leaves(change, item) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)
+        return with_items(value, {key: map_leaves(change, item) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(change, item) for item in value))
     if isinstance(value, list | tuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError, VariableError
 from stratagem.strategy.base import Strategy, get_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
@@ -19,7 +19,7 @@ from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.strategy.values import PerReplica, ReduceOp
 
 
-class VariableAggregation(enum.Enum):
+class VariableAggregation(NamedEnum):
     """How the values of several replicas become one."""
 
     NONE = "none"
@@ -31,7 +31,7 @@ class VariableAggregation(enum.Enum):
     """That of replica 0 counts: for step counters."""
 
 
-class VariableSynchronization(enum.Enum):
+class VariableSynchronization(NamedEnum):
     """When the values of several replicas become one."""
 
     ON_WRITE = "on_write"
@@ -71,11 +71,12 @@ class Variable(TensorOperators):
     def __init__(
         self,
         initial_value: Any,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
-        synchronization: VariableSynchronization = VariableSynchronization.ON_WRITE,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | str = VariableSynchronization.ON_WRITE,
         name: str = "Variable",
         trainable: bool = False,
     ) -> None:
+        aggregation, synchronization = VariableAggregation(aggregation), VariableSynchronization(synchronization)
         context = get_replica_context()
         if context is not None and context.num_replicas_in_sync > 1:
             raise ConfigurationError(
@@ -251,10 +252,10 @@ class Variable(TensorOperators):
         if self._strategy.num_replicas_in_sync == 1:
             return values.values[0]
         self._check_aggregation(doing)
-        if self.aggregation in _OPS:
-            total: torch.Tensor = self._strategy.reduce(_OPS[self.aggregation], values)
-            return total.to(self.dtype)
-        return self._of_the_lead(values.values[0])
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._of_the_lead(values.values[0])
+        total: torch.Tensor = self._strategy.reduce(_OPS[self.aggregation], values)
+        return total.to(self.dtype)
 
     def _of_the_lead(self, tensor: torch.Tensor) -> torch.Tensor:
         """The lead's ``tensor``, on every worker."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torchmetrics
 
+from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 from stratagem.training.metrics import Metric
 
@@ -19,7 +20,7 @@ MetricValue = torch.Tensor | tuple[MetricKind, Any, Any]
 """What is averaged (one number an example, or a scalar), or a metric with a batch's outputs and targets."""
 
 
-class ModeKeys(enum.StrEnum):
+class ModeKeys(NamedEnum, enum.StrEnum):
     """What a ``model_fn`` is called for."""
 
     TRAIN = "train"
@@ -35,7 +36,7 @@ class EstimatorSpec:
         ConfigurationError: something is missing that the mode asks for.
     """
 
-    mode: str
+    mode: ModeKeys | str
     """As ``model_fn`` was told."""
     predictions: Any = None
     """PREDICT: a tensor whose first dimension is the batch, or dicts, lists and tuples of such."""
@@ -50,8 +51,7 @@ class EstimatorSpec:
     first call count."""
 
     def __post_init__(self) -> None:
-        if self.mode not in tuple(ModeKeys):
-            raise ConfigurationError(f"expected a mode of {', '.join(ModeKeys)}, got {self.mode!r}")
+        object.__setattr__(self, "mode", ModeKeys(self.mode))
         if self.mode == ModeKeys.PREDICT:
             if self.predictions is None:
                 raise ConfigurationError("in mode PREDICT an EstimatorSpec needs predictions")

@@ -225,8 +225,8 @@ def test_sources_that_cannot_be_shared_out() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match=r"AutoShardPolicy\.FILE"):
-        DistributeOptions(auto_shard_policy="file")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected AutoShardPolicy of AUTO, FILE, DATA, OFF, LEASE"):
+        DistributeOptions(auto_shard_policy="files")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="prefetch"):
         DistributeOptions(prefetch=-1)
     with pytest.raises(ConfigurationError, match="on_empty"):

@@ -53,9 +53,9 @@ class CrewStrategy(Strategy):
         work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]
         return PerReplica(tuple(self.crew.run(work)))
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         self.num_reduced += 1
-        return CrossReplica(len(self._devices), self._ops, self.communicator).reduce(op, value, axis)
+        return CrossReplica(len(self._devices), self._ops, self.communicator).reduce(ReduceOp(op), value, axis)
 
 
 def replica_id() -> int:

@@ -429,7 +429,7 @@ def test_specs_that_lack_what_their_mode_needs() -> None:
         EstimatorSpec(ModeKeys.EVAL, loss=torch.ones(2))
     with pytest.raises(ConfigurationError, match="needs predictions"):
         EstimatorSpec(ModeKeys.PREDICT, loss=loss)
-    with pytest.raises(ConfigurationError, match="expected a mode of train, eval, infer"):
+    with pytest.raises(ConfigurationError, match="expected ModeKeys of TRAIN, EVAL, PREDICT"):
         EstimatorSpec("test", loss=loss)
     assert EstimatorSpec("eval", loss=loss).mode == ModeKeys.EVAL
 

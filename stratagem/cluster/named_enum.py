@@ -1,0 +1,25 @@
+"""Enums that take the member or its name, and nothing else. Pure, no I/O."""
+
+from __future__ import annotations
+
+import enum
+
+from stratagem.errors import ConfigurationError
+
+
+class NamedEnum(enum.Enum):
+    """Base of the enums of the public API: ``Kind(given)`` is where everything that a caller gives goes through.
+
+    ``Kind(Kind.SUM)``, ``Kind("SUM")`` and ``Kind("sum")`` are ``Kind.SUM``; the text of a value counts as a name.
+
+    Raises:
+        ConfigurationError: anything else.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> NamedEnum:
+        for member in cls:
+            if isinstance(value, str) and value.lower() in (member.name.lower(), member.value):
+                return member
+        choices = ", ".join(member.name for member in cls)
+        raise ConfigurationError(f"expected {cls.__name__} of {choices} (the member or its name), got {value!r}")

@@ -1,0 +1,51 @@
+"""What is inside of containers changes; the containers stay what they are."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.strategy.replicas.nested import map_leaves
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (collections.defaultdict(int, {"a": 1}), collections.defaultdict(int, {"a": 2})),
+        (collections.OrderedDict(b=1, a=2), collections.OrderedDict(b=2, a=3)),
+        (collections.Counter({"a": 1}), collections.Counter({"a": 2})),
+        ({"a": [1, (2,)]}, {"a": [2, (3,)]}),
+        (Pair(1, 2), Pair(2, 3)),
+    ],
+)
+def test_containers_keep_their_type(value: Any, expected: Any) -> None:
+    before = repr(value)
+    changed = map_leaves(lambda leaf: leaf + 1, value)
+    assert changed == expected and type(changed) is type(expected)
+    assert repr(value) == before
+    if isinstance(value, collections.defaultdict):
+        assert changed.default_factory is int
+
+
+def test_a_step_may_take_and_return_a_defaultdict() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sums: dict[str, torch.Tensor] = collections.defaultdict(lambda: torch.zeros(()))
+        sums["loss"] += losses["loss"]
+        return sums
+
+    given: dict[str, Any] = collections.defaultdict(
+        float, {"loss": sg.PerReplica((torch.tensor(1.0), torch.tensor(2.0)))}
+    )
+    assert strategy.reduce("sum", strategy.run(step, (given,)))["loss"] == 3.0
+    strategy.close()
