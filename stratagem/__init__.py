@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
     from stratagem.launch.submit.api import run
     from stratagem.launch.submit.environment import Job, remote
-    from stratagem.strategy.base import Strategy, get_strategy, has_strategy, is_evaluator, is_lead
+    from stratagem.strategy.base import Strategy, get_strategy, has_strategy, is_evaluator, is_lead, set_strategy
     from stratagem.strategy.central_storage import CentralStorageStrategy
     from stratagem.strategy.environment import strategy_from_environment
     from stratagem.strategy.loss_scaling import compute_average_loss, scale_regularization_loss
@@ -150,6 +150,7 @@ _HOMES = {
     "remote": "stratagem.launch.submit.environment",
     "run": "stratagem.launch.submit.api",
     "scale_regularization_loss": "stratagem.strategy.loss_scaling",
+    "set_strategy": "stratagem.strategy.base",
     "strategy_from_environment": "stratagem.strategy.environment",
     "train_and_evaluate": "stratagem.training.estimator.cluster_run",
 }
@@ -235,6 +236,7 @@ __all__ = [
     "remote",
     "run",
     "scale_regularization_loss",
+    "set_strategy",
     "strategy_from_environment",
     "train_and_evaluate",
 ]

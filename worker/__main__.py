@@ -12,12 +12,13 @@ import torch
 
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.sources import gather
+from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
-from stratagem.worker import interrupts
+from stratagem.worker import interrupts, job_script
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
 from stratagem.worker.step_meter import active_meter
@@ -38,7 +39,12 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     interrupts.install()
+    num_replicas = _num_replicas(config) if isinstance(config, WorkerConfig) else 1
+    if isinstance(config, WorkerConfig):
+        job_script.begin(num_replicas)
     outcome = run_script(script, arguments)
+    if outcome.exit_code == 0 and num_replicas > 1 and job_script.awaits_strategy():
+        outcome = Outcome(EXIT_USAGE, job_script.trains_alone(num_replicas, "and has ended"))
     runtime = active_runtime()
     reason = runtime.stop_reason() if runtime is not None else None
     if outcome.exit_code == EXIT_SCRIPT_FAILED and reason is not None and str(reason) not in outcome.message:
@@ -56,6 +62,17 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     elif isinstance(config, WorkerConfig) and config.chief:
         _end_without_strategy(config, outcome)
     return outcome.exit_code
+
+
+def _num_replicas(config: WorkerConfig) -> int:
+    """Replicas that the job was started for: one a worker, or where the strategy has several of them one a device."""
+    placement = placement_from_environment(os.environ)
+    num_workers = 1 if placement is None else placement.cluster.num_workers
+    if config.strategy not in ("mirrored", "central", "ring"):
+        return num_workers
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = config.devices.count(",") + 1 if config.devices else torch.cuda.device_count() // on_host
+    return num_workers * max(1, own)
 
 
 def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows
-from stratagem.strategy.base import get_strategy
+from stratagem.strategy.base import current_strategy
 
 
 class Embedding(nn.Embedding):
@@ -37,7 +37,7 @@ class Embedding(nn.Embedding):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Embedding:
         is_built = bool(args or kwargs)  # copy and pickle make an empty one
-        remote = cls is Embedding and is_built and get_strategy().holds_tables
+        remote = cls is Embedding and is_built and current_strategy().holds_tables
         return super().__new__(RemoteEmbedding if remote else cls)
 
     def __init__(

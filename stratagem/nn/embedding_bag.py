@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.nn.embedding import checked_padding
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows
-from stratagem.strategy.base import get_strategy
+from stratagem.strategy.base import current_strategy
 
 Mode = Literal["sum", "mean"]
 
@@ -35,7 +35,7 @@ class EmbeddingBag(nn.EmbeddingBag):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EmbeddingBag:
         is_built = bool(args or kwargs)  # copy and pickle make an empty one
-        remote = cls is EmbeddingBag and is_built and get_strategy().holds_tables
+        remote = cls is EmbeddingBag and is_built and current_strategy().holds_tables
         return super().__new__(RemoteEmbeddingBag if remote else cls)
 
     def __init__(

@@ -19,6 +19,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values, part_of_replica
+from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import StepMeter
@@ -322,17 +323,48 @@ class Strategy:
         return 0.0 if self._meter is None else self._meter.exposed_fraction
 
 
-_default = Strategy()
+_pass_through = Strategy()
+_default = _pass_through
 
 
-def get_strategy() -> Strategy:
-    """The strategy of the open scope; outside any scope the pass-through."""
+def current_strategy() -> Strategy:
+    """The strategy of the open scope; outside any scope what :func:`set_strategy` was given, or the pass-through."""
     return _current.get() or _default
 
 
+def get_strategy() -> Strategy:
+    """The strategy of the open scope; outside any scope the default: what :func:`set_strategy` was given, or, in a task
+    of a job whose script has made none so far, the strategy of the job, made here. Elsewhere the pass-through."""
+    if current_strategy() is _pass_through and awaits_strategy():
+        from stratagem.strategy.environment import strategy_from_environment
+
+        set_strategy(strategy_from_environment())
+    return current_strategy()
+
+
 def has_strategy() -> bool:
-    """Whether a scope is open."""
-    return _current.get() is not None
+    """Whether a scope is open, or there is a default; see :func:`get_strategy`."""
+    return get_strategy() is not _pass_through
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy the default: the current one wherever no scope is open, in every thread of this process.
+
+    Args:
+        strategy: None: the pass-through again.
+
+    Raises:
+        ConfigurationError: a scope is open, or it is no strategy.
+    """
+    global _default
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")
+    if (outer := _current.get()) is not None:
+        raise ConfigurationError(
+            f"set_strategy chooses what counts outside of scopes, and the scope of {type(outer).__name__} is open: "
+            "leave it first"
+        )
+    _default = strategy or _pass_through
 
 
 def is_evaluator() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import get_strategy
+from stratagem.strategy.base import current_strategy
 
 
 def compute_average_loss(
@@ -29,7 +29,7 @@ def compute_average_loss(
     if global_batch_size is None:
         if not per_example_loss.dim():
             raise ConfigurationError("compute_average_loss expects a loss for each example, got a number")
-        global_batch_size = per_example_loss.shape[0] * get_strategy().num_replicas_in_sync
+        global_batch_size = per_example_loss.shape[0] * current_strategy().num_replicas_in_sync
     if global_batch_size <= 0:
         raise ConfigurationError(f"expected a global batch size above 0, got {global_batch_size!r}")
     return per_example_loss.sum() / global_batch_size
@@ -41,4 +41,4 @@ def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor
     Args:
         regularization_loss: a scalar, or several, which are added up.
     """
-    return regularization_loss.sum() / get_strategy().num_replicas_in_sync
+    return regularization_loss.sum() / current_strategy().num_replicas_in_sync

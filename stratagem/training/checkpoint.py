@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import CheckpointError, ConfigurationError
-from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.base import Strategy, current_strategy
 from stratagem.training.checkpoint_catalog import check, offer, read_step, remove, scan
 from stratagem.training.checkpoint_files import Draft, sweep
 from stratagem.training.checkpoint_members import Members
@@ -89,7 +89,7 @@ class Checkpoint:
     ) -> None:
         for name, item in objects.items():
             _check_name(name, item)
-        chosen = strategy or get_strategy()
+        chosen = strategy or current_strategy()
         if type(chosen) is Strategy and active_runtime() is not None:
             raise ConfigurationError(
                 "this worker belongs to a cluster: build the Checkpoint inside `with strategy.scope():`, or pass "

@@ -16,7 +16,7 @@ from torch import nn
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.base import Strategy, current_strategy, get_strategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training import fit_loop
 from stratagem.training.callbacks.base import Callback
@@ -46,13 +46,16 @@ from stratagem.training.model_state import ModelState
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
 from stratagem.training.tally import Tally
+from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
 
 
 class Model(ModelState):
     """A plain ``nn.Module``, trained, evaluated and asked as in Keras.
 
-    It belongs to the strategy of the scope that it is built in; outside of any scope it trains where the module is.
+    It belongs to the strategy of the scope that it is built in; outside of any scope to the default that
+    ``sg.set_strategy`` was given, or that ``compile`` finds (:func:`~stratagem.get_strategy`): in a job whose script
+    makes no strategy that is the job's. Without any it trains where the module is.
 
     Every worker calls ``compile``, ``fit`` and ``evaluate`` alike, and where workers run in step ``save`` and
     ``save_weights`` too; ``predict`` is each worker's own.
@@ -67,7 +70,7 @@ class Model(ModelState):
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigurationError(f"expected an nn.Module, got {type(module).__name__}")
-        super().__init__(get_strategy(), module)
+        super().__init__(current_strategy(), module)
         self._original = module
         self._is_prepared = False
         self._loss: Loss | None = None
@@ -118,6 +121,8 @@ class Model(ModelState):
             raise ConfigurationError(f"expected mixed_precision None or 'bf16', got {mixed_precision!r}")
         if accumulate_steps < 1:
             raise ConfigurationError(f"expected accumulate_steps of at least 1, got {accumulate_steps}")
+        if type(self.strategy) is Strategy and awaits_strategy():
+            self.strategy = get_strategy()
         if optimizer is not None and type(self.strategy) is Strategy and active_runtime() is not None:
             raise ConfigurationError(
                 "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, or it would be "
@@ -384,7 +389,7 @@ class Model(ModelState):
         return next((parameter.device for parameter in self._original.parameters()), torch.device("cpu"))
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if get_strategy() is self.strategy else self.strategy.scope()
+        return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()
 
     def _steps(self, loss: Loss | None) -> Steps:
         return Steps(

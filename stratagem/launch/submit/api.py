@@ -42,7 +42,9 @@ def run(
 
     The model is ``run()`` of TensorFlow Cloud, and so are the names of the arguments. Three things differ: the chief
     only coordinates, so ``worker_count`` is the number of workers that train; nothing is wrapped around the script,
-    which asks ``strategy_from_environment()`` for the strategy; and the default machine has no accelerator.
+    which asks ``strategy_from_environment()`` for the strategy (``sg.Model`` and ``get_strategy()`` do it for a script
+    that makes none; one that trains without any in a job of several replicas is an error); and the default machine has
+    no accelerator.
 
     A script may call this on itself (``entry_point=None``). In the job the call returns at once and the script goes
     on; where it was called, **the rest of the script does not run**: after submitting the call ends the process with

@@ -41,14 +41,13 @@ def get_replica_context() -> ReplicaContext | None:
     Cross-replica context is inside ``strategy.scope()``, outside ``strategy.run``, and inside the function of
     ``merge_call``.
     """
-    from stratagem.strategy.base import get_strategy, has_strategy
+    from stratagem.strategy.base import Strategy, current_strategy
 
     here = _here.get()
     if isinstance(here, ReplicaContext):
         return here
-    if here is _Here.CROSS_REPLICA or has_strategy():
-        return None
-    return ReplicaContext(get_strategy())
+    strategy = current_strategy()
+    return ReplicaContext(strategy) if here is _Here.OUTSIDE and type(strategy) is Strategy else None
 
 
 def in_cross_replica_context() -> bool:
@@ -308,10 +307,10 @@ class _AllGather(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _in(here: ReplicaContext | _Here, strategy: Strategy) -> Iterator[None]:
-    from stratagem.strategy.base import get_strategy
+    from stratagem.strategy.base import current_strategy
 
     with contextlib.ExitStack() as stack:
-        if get_strategy() is not strategy:
+        if current_strategy() is not strategy:
             stack.enter_context(strategy.scope())
         token = _here.set(here)
         stack.callback(_here.reset, token)

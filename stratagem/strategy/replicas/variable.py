@@ -13,7 +13,7 @@ from torch import nn
 
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError, VariableError
-from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.base import Strategy, current_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.strategy.values import PerReplica, ReduceOp
@@ -94,7 +94,7 @@ class Variable(TensorOperators):
         self.aggregation = aggregation
         self.synchronization = synchronization
         self.trainable = trainable
-        self._strategy = get_strategy()
+        self._strategy = current_strategy()
         self._strategy.check_variable(name, trainable)
         self._devices = self._strategy.local_devices
         self._workers = self._strategy.communicator

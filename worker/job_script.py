@@ -1,0 +1,43 @@
+"""Whether the script of a task takes part in its job: one that makes no strategy trains alone, in each task."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stratagem.errors import ConfigurationError
+from stratagem.worker.step_meter import active_meter
+
+_process: int | None = None
+
+
+def begin(num_replicas: int) -> None:
+    """A task's script is about to run in this process.
+
+    In a job of several replicas the first step of an optimizer is an error as long as there is no strategy.
+    """
+    global _process
+    _process = os.getpid()
+    if num_replicas > 1:
+
+        def check(*_: Any) -> None:
+            if awaits_strategy():
+                raise ConfigurationError(trains_alone(num_replicas, "and trains"))
+
+        register_optimizer_step_pre_hook(check)
+
+
+def awaits_strategy() -> bool:
+    """Whether this process runs the script of a task, and there has been no strategy in it so far."""
+    return _process == os.getpid() and active_meter() is None
+
+
+def trains_alone(num_replicas: int, what: str) -> str:
+    """What a script is told that has made no strategy in a job of several replicas."""
+    return (
+        f"this job has {num_replicas} replicas, but its script has made no strategy {what}: each task would train a "
+        "model of its own. Write `strategy = sg.strategy_from_environment()`, `strategy.prepare(model, optimizer)` and "
+        "`strategy.run(step, args=(batch,))`, or train with sg.Model, which finds the job's strategy by itself"
+    )
