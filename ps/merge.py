@@ -27,17 +27,15 @@ class SliceGradient:
     present: Sequence[bool]
 
 
-def coefficients(
-    merge: Merge, weights: Sequence[float], num_examples: Sequence[int], num_planned_examples: int
-) -> list[float]:
+def coefficients(merge: Merge, weights: Sequence[float]) -> list[float]:
     """Factors of the slices that are included, in slice order.
 
-    MEAN gives weight_i / sum of weights; SUM gives planned / included examples to each. A slice of weight 0 has
-    factor 0: its gradient is left out, never multiplied (0 · NaN is NaN).
+    MEAN gives weight_i / sum of the included weights, so the others make up for a slice that was left out. SUM adds
+    slices as they are: what was left out comes in a later step, and each example counts once. A slice of weight 0 has
+    factor 0 in a mean: its gradient is left out, never multiplied (0 · NaN is NaN).
     """
     if merge is Merge.SUM:
-        included = sum(num_examples)
-        return [num_planned_examples / included if included else 0.0] * len(num_examples)
+        return [1.0] * len(weights)
     total = math.fsum(weights)
     return [weight / total if total else 0.0 for weight in weights]
 

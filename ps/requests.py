@@ -74,9 +74,9 @@ class Merge(enum.Enum):
     """How the slices of a synchronous step are summed."""
 
     MEAN = "mean"
-    """Mean weighted by the slices' weights."""
+    """Mean weighted by the weights of the slices that are included."""
     SUM = "sum"
-    """Plain sum, times planned / included examples."""
+    """Plain sum of the slices that are included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,6 @@ class StepSlice:
     units: tuple[Unit, ...]
     """Units of the planned slices, in slice order."""
     weight: float
-    num_examples: int
     merge: Merge
 
 

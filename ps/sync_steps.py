@@ -56,8 +56,6 @@ class Contribution:
 class _Step:
     planned: tuple[Unit, ...]
     contributions: dict[Unit, Contribution] = dataclasses.field(default_factory=dict)
-    num_examples: dict[Unit, int] = dataclasses.field(default_factory=dict)
-    """Of every slice that was ever here."""
     claimed: bool = False
     error: StratagemError | None = None
 
@@ -94,7 +92,6 @@ class SyncSteps:
         for other in step.contributions.values():
             if other.unit != contribution.unit:
                 _check_agreement(key, other, contribution)
-        step.num_examples[contribution.unit] = contribution.slice.num_examples
         mine = step.contributions.get(contribution.unit)
         if mine is None or not mine.committed:
             step.contributions[contribution.unit] = contribution
@@ -193,25 +190,12 @@ class SyncSteps:
         return [step.contributions[unit] for unit in self.included(key) if unit in step.contributions]
 
     def coefficients(self, key: StepKey) -> list[float]:
-        """Factor of each of :meth:`contributions`; 0 for one that adds nothing.
-
-        Under SUM, a planned slice whose gradient never came here counts with the most examples a slice of the step has:
-        all slices but the last of a batch are equal.
-        """
+        """Factor of each of :meth:`contributions`; 0 for one that adds nothing."""
         every = self.contributions(key)
         adding = [one for one in every if one.contributes]
         if not adding:
             return [0.0] * len(every)
-        known = self._open[key].num_examples
-        planned = sum(known.get(unit, max(known.values())) for unit in self._open[key].planned)
-        factors = iter(
-            coefficients(
-                adding[0].slice.merge,
-                [one.slice.weight for one in adding],
-                [one.slice.num_examples for one in adding],
-                planned,
-            )
-        )
+        factors = iter(coefficients(adding[0].slice.merge, [one.slice.weight for one in adding]))
         return [next(factors) if one.contributes else 0.0 for one in every]
 
     def finish(self, key: StepKey) -> None:

@@ -257,7 +257,7 @@ def _slice(message: ps_pb2.StepSlice) -> StepSlice:
     units = tuple(unit_from(unit) for unit in message.units)
     if message.merge not in _MERGES:
         raise ProtocolError(f"expected merge MEAN or SUM, got {message.merge}")
-    return StepSlice(message.step, units, message.weight, message.num_examples, _MERGES[message.merge])
+    return StepSlice(message.step, units, message.weight, _MERGES[message.merge])
 
 
 def _plain_value(value: struct_pb2.Value) -> Any:

@@ -49,7 +49,6 @@ class StepSlice:
     step: int
     units: tuple[Unit, ...]
     weight: float
-    num_examples: int
 
 
 class RolledBack(Exception):
@@ -346,7 +345,6 @@ class GradientPush:
             step=step_slice.step,
             units=[unit_proto(unit) for unit in step_slice.units],
             weight=step_slice.weight,
-            num_examples=step_slice.num_examples,
             merge=ps_pb2.MEAN if self._policy.gradients == "mean" else ps_pb2.SUM,
         )
 

@@ -144,7 +144,9 @@ class Strategy:
         Args:
             objects: ``nn.Module``, ``torch.optim.Optimizer`` and scheduler objects.
             gradients: "mean": each loss is a mean over the examples of its batch; replicas are weighted by their share
-                of the global batch. "sum": losses are divided by the global batch already; gradients are added.
+                of the global batch. "sum": losses are divided by the global batch already; gradients are added. When a
+                worker under parameter servers at staleness 0 dies in a step, its examples come in a later step: a mean
+                is over the others, a sum adds the others as they are.
             clip_norm: largest global norm of an optimizer's gradient, over all replicas and ps; None: no clipping.
             nan: "error": a NaN or Inf in a gradient raises ``NonFiniteGradientError``; "skip": the update is skipped
                 and counted.

@@ -206,7 +206,7 @@ class ParameterServerStrategy(Strategy):
         held = {unit: grant.num_examples for grant in self._grants for unit in (grant.unit,)}
         num_examples = sum(held.get(unit, 0) for unit in self._tracker.open_units)
         weight = float(num_examples) if self._weight is None else self._weight
-        return StepSlice(newest.step, newest.step_units, weight, num_examples)
+        return StepSlice(newest.step, newest.step_units, weight)
 
     def _begin(self, grant: Grant | None, batch: Any) -> None:
         self._weight = None

@@ -53,17 +53,17 @@ class _Merge:
 class _MergeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Merge.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MEAN: _Merge.ValueType  # 0
-    """Mean weighted by GroupCommit weight: the losses were means over examples."""
+    """Mean weighted by the weights of the slices that are included: the losses were means over examples."""
     SUM: _Merge.ValueType  # 1
-    """Plain sum, times planned / included examples: the losses were divided by the global batch."""
+    """Plain sum of the slices that are included: the losses were divided by the global batch."""
 
 class Merge(_Merge, metaclass=_MergeEnumTypeWrapper):
     """How the slices of a synchronous step are summed."""
 
 MEAN: Merge.ValueType  # 0
-"""Mean weighted by GroupCommit weight: the losses were means over examples."""
+"""Mean weighted by the weights of the slices that are included: the losses were means over examples."""
 SUM: Merge.ValueType  # 1
-"""Plain sum, times planned / included examples: the losses were divided by the global batch."""
+"""Plain sum of the slices that are included: the losses were divided by the global batch."""
 Global___Merge: _TypeAlias = Merge  # noqa: Y015
 
 @_typing.final
@@ -497,14 +497,11 @@ class StepSlice(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     UNITS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
-    NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step number, starting at 1."""
     weight: _builtins.float
     """Weight of the sender's slice: its examples, or what set_weight said."""
-    num_examples: _builtins.int
-    """Examples in the sender's slice."""
     merge: Global___Merge.ValueType
     @_builtins.property
     def units(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Unit]:
@@ -516,12 +513,11 @@ class StepSlice(_message.Message):
         step: _builtins.int = ...,
         units: _abc.Iterable[_common_pb2.Unit] | None = ...,
         weight: _builtins.float = ...,
-        num_examples: _builtins.int = ...,
         merge: Global___Merge.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["merge", b"merge", "num_examples", b"num_examples", "step", b"step", "units", b"units", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["merge", b"merge", "step", b"step", "units", b"units", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

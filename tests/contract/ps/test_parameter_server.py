@@ -128,7 +128,7 @@ def test_two_workers_at_staleness_0(store: Store, connect: Callable[..., RawClie
     units = [common_pb2.Unit(dataset=1, epoch=0, index=index) for index in range(2)]
     calls = []
     for index, (worker, weight) in enumerate(zip(workers, (3.0, 1.0), strict=True)):
-        part = ps_pb2.StepSlice(step=1, units=units, weight=weight, num_examples=int(weight), merge=ps_pb2.MEAN)
+        part = ps_pb2.StepSlice(step=1, units=units, weight=weight, merge=ps_pb2.MEAN)
         ref = worker.stage(2, torch.full((SIZE,), float(index)))
         request = worker.commit_request(2, ref, index, slice=part)
         prepare = ps_pb2.PrepareUpdateRequest(
@@ -146,7 +146,7 @@ def test_chief_closes_a_step_and_fences(store: Store, connect: Callable[..., Raw
     worker, dead = connect("worker:0"), connect("worker:1")
     worker.create(torch.zeros(SIZE))
     units = [common_pb2.Unit(dataset=1, epoch=0, index=index) for index in range(2)]
-    part = ps_pb2.StepSlice(step=1, units=units, weight=1, num_examples=1)
+    part = ps_pb2.StepSlice(step=1, units=units, weight=1)
     call = worker.stub.CommitUpdate.future(
         worker.commit_request(2, worker.stage(2, torch.ones(SIZE)), 0, slice=part), timeout=TIMEOUT_S
     )

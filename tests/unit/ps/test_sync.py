@@ -34,7 +34,7 @@ def units_of(step: int, num_slices: int) -> tuple[Unit, ...]:
 
 
 def part_of(step: int, units: tuple[Unit, ...], weight: float, merge: Merge = Merge.MEAN) -> StepSlice:
-    return StepSlice(step, units, weight, int(weight), merge)
+    return StepSlice(step, units, weight, merge)
 
 
 def commit(worker: DirectWorker, gradient: torch.Tensor, unit: Unit, part: StepSlice, **fields: Any) -> Background:
@@ -116,15 +116,19 @@ def test_dead_worker_without_a_commit_is_left_out() -> None:
     assert not store.state.units.is_applied(units[1], 0)
 
 
-def test_sum_is_rescaled_when_a_slice_is_left_out() -> None:
+def test_a_sum_stays_as_it_is_when_a_slice_is_left_out() -> None:
+    """Its examples come in a later step: over the epoch each counts once."""
     store, (one, two) = started(2)
     units = units_of(1, 2)
-    first = commit(one, torch.full((SIZE,), 0.75), units[0], part_of(1, units, 3, Merge.SUM))
+    first = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 3, Merge.SUM))
     two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 1, Merge.SUM))
     store.fence(CHIEF, "worker:1", 1, CALL)
     store.commits.sync.close_step(CHIEF, 1, [units[0]], [], CALL)
     assert first.result().applied
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
+    later = (units[1],)
+    assert commit(one, torch.full((SIZE,), 0.5), units[1], part_of(2, later, 1, Merge.SUM)).result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
 
 
 def test_dead_worker_that_committed_elsewhere_counts_with_its_prepared_slice() -> None:

@@ -177,7 +177,7 @@ def test_a_synchronous_step_is_one_update_of_the_union(merge: Merge) -> None:
         optimizer.step()
 
     def part(at: int) -> StepSlice:
-        return StepSlice(1, units, weights[at], int(weights[at]), merge)
+        return StepSlice(1, units, weights[at], merge)
 
     waiting = in_thread(lambda: one.commit_rows([1, 4], first, units[0], slice=part(0)))
     poll(lambda: store.state.steps.is_prepared((1, 0), units[0]))
@@ -193,7 +193,7 @@ def test_facts_of_a_synchronous_step_are_those_of_the_sum() -> None:
     one.create_table()
     two = TableWorker(store, "worker:1", one.spec)
     units = (UNIT, Unit(1, 0, 1))
-    parts = [StepSlice(1, units, 1.0, 1, Merge.MEAN)] * 2
+    parts = [StepSlice(1, units, 1.0, Merge.MEAN)] * 2
     ref = one.stage_rows([4], torch.full((1, WIDTH), 2.0))
     waiting = in_thread(lambda: one.prepare(ref, units[0], parts[0], want_facts=True))
     facts = two.prepare(two.stage_rows([4], torch.full((1, WIDTH), 4.0)), units[1], parts[1], want_facts=True)
