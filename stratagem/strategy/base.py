@@ -346,7 +346,12 @@ def get_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Whether a scope is open, or there is a default; see :func:`get_strategy`."""
-    return get_strategy() is not _pass_through
+    return has_current_strategy() or get_strategy() is not _pass_through
+
+
+def has_current_strategy() -> bool:
+    """As :func:`has_strategy`, but makes none."""
+    return _current.get() is not None or _default is not _pass_through
 
 
 def set_strategy(strategy: Strategy | None) -> None:

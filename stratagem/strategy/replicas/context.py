@@ -41,13 +41,14 @@ def get_replica_context() -> ReplicaContext | None:
     Cross-replica context is inside ``strategy.scope()``, outside ``strategy.run``, and inside the function of
     ``merge_call``.
     """
-    from stratagem.strategy.base import Strategy, current_strategy
+    from stratagem.strategy.base import current_strategy, has_current_strategy
 
     here = _here.get()
     if isinstance(here, ReplicaContext):
         return here
-    strategy = current_strategy()
-    return ReplicaContext(strategy) if here is _Here.OUTSIDE and type(strategy) is Strategy else None
+    if here is _Here.CROSS_REPLICA or has_current_strategy():
+        return None
+    return ReplicaContext(current_strategy())
 
 
 def in_cross_replica_context() -> bool:
