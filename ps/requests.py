@@ -142,6 +142,8 @@ class GroupVersion:
     group: int
     version: Version
     num_frames: int
+    num_updates: int = 0
+    """Applied to the group so far, whoever sent them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,10 +62,11 @@ class Shelf:
         """
         with self.lock:
             version = self.version
-            if have == version or self.spec.is_table:
-                return GroupVersion(self.spec.group, version, 0)
-            self.publisher.send(version, self.group.weights, lane, transfer)
-            return GroupVersion(self.spec.group, version, num_frames(self.spec.num_elements, self.spec.dtype))
+            frames = 0
+            if have != version and not self.spec.is_table:
+                self.publisher.send(version, self.group.weights, lane, transfer)
+                frames = num_frames(self.spec.num_elements, self.spec.dtype)
+            return GroupVersion(self.spec.group, version, frames, self.group.num_updates)
 
     def make_rows(self) -> None:
         """Gives the rows of a table their initial values, unless they have values."""

@@ -193,6 +193,7 @@ def versions_to(versions: Iterable[GroupVersion]) -> list[ps_pb2.GroupVersion]:
             group=one.group,
             version=ps_pb2.Version(store_epoch=one.version.store_epoch, counter=one.version.counter),
             num_frames=one.num_frames,
+            num_updates=one.num_updates,
         )
         for one in versions
     ]

@@ -97,6 +97,10 @@ class GradientPush:
         self._servers = tuple(sorted({*self._layout.servers_of(self._layout.groups), *of_tables}))
         self._hyper: tuple[list[dict[str, Any]], list[struct_pb2.Struct]] = [], []
         self._store_epochs: dict[int, int] = {}
+        self._applied: dict[int, tuple[int, int]] = {}
+        """Of each ps: updates by its count, and how many it has forgotten."""
+        self.num_pushed = 0
+        """Updates of this worker."""
         self.reattached()
 
     def push(self, update: Update, step_slice: StepSlice | None) -> bool:
@@ -122,11 +126,17 @@ class GradientPush:
                 scale, action = self._prepare(update, step_slice, references, scale, action)
             self._commit(update, step_slice, references, scale, action)
         self._staging.reset()
+        self.num_pushed += 1
         self._closes.pushed(update.units, self._servers)
         if action == ps_pb2.SKIP:
             self._meter.skipped += 1
             logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)
         return True
+
+    @property
+    def num_applied(self) -> int:
+        """Updates that the job has applied to what the optimizer changes, whoever sent them, as of the last reply."""
+        return max((count + forgotten for count, forgotten in self._applied.values()), default=0)
 
     def reattached(self) -> None:
         """The variables are those of the ps as they are now."""
@@ -242,10 +252,15 @@ class GradientPush:
             if reply.left_out:
                 raise RolledBack
             self._variables.take(self._clients[ps], reply_transfers[ps], reply.versions)
+            self._count(ps, max((version.num_updates for version in reply.versions), default=0))
             self._closes.acknowledged(ps, num_closes[ps])
 
         self._on_all("CommitUpdate", request, references, step_slice, finish)
         self._variables.targets.finish()
+
+    def _count(self, ps: int, num_updates: int) -> None:
+        before, forgotten = self._applied.get(ps, (0, 0))
+        self._applied[ps] = num_updates, forgotten + max(0, before - num_updates)
 
     def _on_all(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.resolvers import ClusterResolver
@@ -28,6 +29,7 @@ from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.ps_counts import SharedCounts
 from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
 from stratagem.strategy.ps_loading import load_once
+from stratagem.strategy.ps_schedules import follow
 from stratagem.strategy.ps_units import LeasedUnits, UnitListener
 from stratagem.strategy.ps_variables import VariableGroups
 from stratagem.worker.close_reports import CloseReports
@@ -45,6 +47,10 @@ class ParameterServerStrategy(Strategy):
 
     The constructor starts this task's server, joins the cluster and returns when the cluster is complete. In a process
     whose task type is chief or ps it serves until the job ends and then ends the process.
+
+    A prepared scheduler that is stepped with every update follows the updates of the whole job, as TensorFlow's
+    schedules follow ``optimizer.iterations``, although each worker makes a part of them; one that is stepped with every
+    epoch goes on by one.
 
     Args:
         cluster_resolver: knows the cluster and this task; None: the environment (TF_CONFIG, torchrun's variables).
@@ -156,7 +162,20 @@ class ParameterServerStrategy(Strategy):
             )
             self._pushes.append(push)
             self._attach(push, [*member.parameters, *(table.handle for table in member.tables)])
+        for item in objects:
+            if isinstance(item, LRScheduler):
+                self._pace(item)
         return objects
+
+    def _pace(self, scheduler: LRScheduler) -> None:
+        pushes = [push for push in self._pushes if push.optimizer is scheduler.optimizer]
+        if not pushes:
+            raise ConfigurationError(
+                f"{type(scheduler).__name__} moves the settings of an optimizer that is not prepared; prepare the "
+                "optimizer with it or before it"
+            )
+        if self.staleness > 0:
+            follow(scheduler, pushes[0], lambda: not self._units or any(units.is_read for units in self._units))
 
     def _attach(self, push: GradientPush, parameters: Sequence[torch.nn.Parameter]) -> None:
         stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []

@@ -79,8 +79,11 @@ class LeasedUnits:
         self._listener = listener
         self._clock = 0
         self._uncounted: Unit | None = None
+        self.is_read = False
+        """Whether the script goes through an epoch."""
 
     def start_epoch(self, epoch: int) -> None:
+        self.is_read = True
         self._lease.start_epoch(epoch)
         self._tracker.start_epoch()
         self._meter.epoch = epoch
@@ -134,6 +137,7 @@ class LeasedUnits:
         self._meter.step_done(grant.num_examples)
 
     def end_epoch(self, complete: bool) -> None:
+        self.is_read = False
         self._on_begin(None, None)
         if complete:
             self._pull()  # evaluation after the epoch sees every update of the epoch

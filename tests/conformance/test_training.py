@@ -194,6 +194,18 @@ def test_scheduled(column: Column, results: list[dict[str, Any]]) -> None:
         assert one["rates"] == pytest.approx(expected["rates"], rel=1e-12)
 
 
+@law("schedulers stepped with every update follow those of the whole job", training.paced)
+def test_paced(column: Column, results: list[dict[str, Any]]) -> None:
+    own = [one["own"] for one in results]
+    shares = column is PS_ASYNC
+    assert (sum(own) if shares else max(own)) == 40 and min(own) >= 2
+    newest = max(results, key=lambda one: one["places"][0])
+    assert newest["places"] == [40, 2]
+    assert newest["rates"] == pytest.approx([0.1 / 25 / 1e4, 0.05 / 4], rel=1e-6)
+    assert all(one["places"][0] >= one["own"] and one["places"][1] == 2 for one in results)
+    assert not shares or max(own) < 40
+
+
 @law(
     '`gradients="sum"` with `compute_average_loss` and `scale_regularization_loss`',
     training.gradients_sum,

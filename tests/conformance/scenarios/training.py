@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.conformance.scenarios.refusals import said
-from tests.conformance.scenarios.workload import Batch, Step, Workload, filled, integers, normal, train
+from tests.conformance.scenarios.workload import Batch, Step, Workload, filled, integers, normal, rates_of, train
 
 News = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], tuple[torch.Tensor, float]]
@@ -314,6 +315,36 @@ def scheduled_workload() -> Workload:
 
 def scheduled(strategy: sg.Strategy) -> News:
     return train(strategy, scheduled_workload())
+
+
+def paced(strategy: sg.Strategy) -> dict[str, Any]:
+    """Schedulers stepped with every update and with every epoch; every worker takes part in each epoch."""
+    one, two = net(), net()
+    sgd, momentum = OPTIMIZERS["sgd"](one.parameters()), OPTIMIZERS["momentum"](two.parameters())
+    cycle = torch.optim.lr_scheduler.OneCycleLR(sgd, 0.1, total_steps=41, cycle_momentum=False)
+    halves = torch.optim.lr_scheduler.ExponentialLR(momentum, 0.5)
+    pairs = [strategy.prepare(one, sgd), strategy.prepare(two, momentum)]
+    by_step, by_epoch = strategy.prepare(cycle, halves)
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(*rows(40)), batch_size=2))
+    counts = strategy.counts if isinstance(strategy, sg.ParameterServerStrategy) else None
+    group = counts.new_group("paced") if counts is not None else ""
+
+    def step(batch: Batch) -> None:
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        by_step.step()
+
+    own = 0
+    for epoch in range(2):
+        for number, batch in enumerate(dataset):
+            strategy.run(step, args=(batch,))
+            own += 1
+            if not number and counts is not None:
+                counts.agree(group, epoch, 0)  # nobody takes the whole epoch
+        by_epoch.step()
+    return {"own": own, "places": [by_step.last_epoch, by_epoch.last_epoch], "rates": rates_of([sgd, momentum])}
 
 
 def sum_workload() -> Workload:

@@ -1,0 +1,105 @@
+"""Schedulers under parameter servers whose workers go each at its own pace: they follow the updates of the job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.optim.lr_scheduler import LRScheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Updates(Protocol):
+    """Counts of what an optimizer did: :class:`stratagem.worker.gradient_push.GradientPush`."""
+
+    num_pushed: int
+    """Of this worker."""
+
+    @property
+    def num_applied(self) -> int:
+        """Of the job, as far as this worker knows."""
+
+
+class _Pace:
+    """How far a scheduler goes in a ``step()`` that belongs to an update of this worker.
+
+    Args:
+        push: of its optimizer.
+    """
+
+    def __init__(self, push: Updates) -> None:
+        self._push = push
+        # What began with its optimizer, perhaps in a worker that starts again, follows the job from its first update.
+        self._applied = push.num_applied if push.num_pushed else 0
+        self._num_pushed = push.num_pushed
+        self._num_calls = 0
+
+    @property
+    def num_pushed(self) -> int:
+        """Updates of this worker since the last step."""
+        return self._push.num_pushed - self._num_pushed
+
+    @property
+    def num_applied(self) -> int:
+        """Updates of all workers since."""
+        return self._push.num_applied - self._applied
+
+    def restart(self) -> None:
+        """Later steps count from here."""
+        self._applied, self._num_pushed, self._num_calls = self._push.num_applied, self._push.num_pushed, 0
+
+    def take(self) -> int:
+        """The number of steps that make up for what the other workers did."""
+        if not self.num_pushed:  # gradients are accumulated
+            self._num_calls += 1
+            return 1
+        times = max(0, (self._num_calls + 1) * self.num_applied - self._num_calls)
+        self.restart()
+        return times
+
+
+def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]) -> None:
+    """Has ``scheduler.step()``, called for each update of this worker, count the updates of all.
+
+    The place in the schedule is then the number of updates that the job has applied, as TensorFlow's schedules read
+    ``optimizer.iterations``, which the parameter servers hold. A step after the loop over the data, or after several
+    updates of this worker, is an epoch's and counts once; one with arguments does what these say.
+
+    Args:
+        scheduler: changed in place.
+        push: of its optimizer.
+        is_in_loop: whether the script goes through a dataset now, or has none.
+    """
+    kind: Any = type(scheduler)
+    pace = _Pace(push)
+    has_warned = False
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        nonlocal has_warned
+        times = 1
+        if args or kwargs or not is_in_loop():
+            pace.restart()
+        elif pace.num_pushed > 1:
+            if pace.num_applied > pace.num_pushed and not has_warned:
+                has_warned = True
+                logger.warning(
+                    "%s.step() after %d updates of this worker and %d of others counts once, as after an epoch; call "
+                    "it after every optimizer.step() to follow the updates of the job",
+                    kind.__name__,
+                    pace.num_pushed,
+                    pace.num_applied - pace.num_pushed,
+                )
+            pace.restart()
+        else:
+            times = pace.take()
+        for _ in range(times):
+            kind.step(self, *args, **kwargs)
+
+    def load_state_dict(self: LRScheduler, state_dict: dict[str, Any]) -> None:
+        kind.load_state_dict(self, state_dict)
+        pace.restart()
+
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "step": step, "load_state_dict": load_state_dict}
+    scheduler.__class__ = type(kind.__name__, (kind,), body)

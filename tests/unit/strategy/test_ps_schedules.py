@@ -1,0 +1,106 @@
+"""The place of a scheduler in a job whose workers go each at its own pace."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from stratagem.strategy.ps_schedules import follow
+
+
+@dataclasses.dataclass
+class Job:
+    """What a worker knows of the updates."""
+
+    num_pushed: int = 0
+    num_applied: int = 0
+    in_loop: bool = True
+
+    def update(self, num_others: int) -> None:
+        """One update of this worker, after some of others."""
+        self.num_pushed += 1
+        self.num_applied += 1 + num_others
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+@pytest.fixture
+def scheduler(job: Job) -> Any:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    follow(scheduler, job, lambda: job.in_loop)
+    optimizer.step()  # torch warns of schedulers that step first
+    return scheduler
+
+
+def test_a_step_after_each_update_counts_those_of_all(job: Job, scheduler: Any) -> None:
+    for num_others in (0, 3, 1):
+        job.update(num_others)
+        scheduler.step()
+    assert scheduler.last_epoch == job.num_applied == 7
+    twin = lr_scheduler.CosineAnnealingLR(torch.optim.SGD([torch.zeros(1)], 1.0), 100)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        for _ in range(7):
+            twin.step()
+    assert scheduler.get_last_lr() == twin.get_last_lr()
+    assert isinstance(scheduler, lr_scheduler.CosineAnnealingLR) and scheduler.state_dict() == twin.state_dict()
+
+
+def test_a_step_outside_of_the_loop_counts_once(job: Job, scheduler: Any) -> None:
+    job.update(2)
+    job.in_loop = False
+    scheduler.step()
+    assert scheduler.last_epoch == 1
+    job.in_loop = True
+    job.update(2)
+    scheduler.step()
+    assert scheduler.last_epoch == 4
+
+
+def test_a_step_after_several_updates_counts_once_and_says_so(
+    job: Job, scheduler: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            job.update(4)
+            job.update(3)
+            scheduler.step()
+    assert scheduler.last_epoch == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "CosineAnnealingLR.step() after 2 updates of this worker and 7 of others counts once, as after an epoch; call "
+        "it after every optimizer.step() to follow the updates of the job"
+    ]
+
+
+def test_steps_while_gradients_accumulate_count_as_many_for_each_update_of_others(job: Job, scheduler: Any) -> None:
+    for _ in range(3):
+        for call in range(4):
+            if call == 3:
+                job.update(1)
+            scheduler.step()
+    assert scheduler.last_epoch == 4 * job.num_applied == 24
+
+
+def test_a_scheduler_that_came_later_or_was_restored_goes_on_from_there(job: Job, scheduler: Any) -> None:
+    job.update(9)
+    later = lr_scheduler.StepLR(scheduler.optimizer, 5)
+    follow(later, job, lambda: True)
+    scheduler.load_state_dict({"last_epoch": 40})
+    job.update(1)
+    scheduler.step()
+    later.step()
+    assert (scheduler.last_epoch, later.last_epoch) == (42, 2)
+
+
+def test_a_worker_that_starts_again_takes_the_place_of_the_job(job: Job, scheduler: Any) -> None:
+    job.num_pushed, job.num_applied = 1, 31
+    scheduler.step()
+    assert scheduler.last_epoch == 31
