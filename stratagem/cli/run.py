@@ -80,6 +80,9 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     help="File with a token that the tasks show each other.",
 )
 @field_options("worker", COMMUNICATION)
+@click.option(
+    "--preload/--no-preload", default=True, help="Load torch once and fork the tasks, or start each in its own Python."
+)
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

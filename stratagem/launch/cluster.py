@@ -11,7 +11,8 @@ from stratagem.cluster.task import TaskId
 from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import Launch
 from stratagem.launch.poller import StatusPoller
-from stratagem.launch.processes import LineReader, Stream, TaskProcess
+from stratagem.launch.preloaded import ForkServer
+from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
 from stratagem.launch.status import JobStatus
 from stratagem.launch.supervisor import Action, Finish, Kill, Phase, Renew, Signal, Start, Supervisor, describe_exit
@@ -40,6 +41,7 @@ class LocalCluster:
         security: of the launcher.
         resumes: whether the script goes on where it was when the whole job is started again.
         renew: called before it is.
+        preload: whether a process that has loaded torch forks into the tasks of a cluster.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LocalCluster:
         security: Security = OPEN,
         resumes: Callable[[], bool] = lambda: False,
         renew: Callable[[], None] = lambda: None,
+        preload: bool = False,
     ) -> None:
         self.supervisor = supervisor
         self.chief_address = _UNSET
@@ -67,6 +70,9 @@ class LocalCluster:
         self._ended_at: dict[TaskId, float] = {}
         self._poller: StatusPoller | None = None
         self._exit_code: int | None = None
+        self._preload = preload
+        self._fork_server: ForkServer | None = None
+        self._waits_for_fork_server: TaskId | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals.fd, selectors.EVENT_READ)
 
@@ -91,6 +97,8 @@ class LocalCluster:
             if key.fd == self._signals.fd:
                 for signum in self._signals.read():
                     self._do(self.supervisor.interrupted(signum, time.monotonic()))
+            elif self._fork_server is not None and key.fd == self._fork_server.fd:
+                self._hear_fork_server(self._fork_server)
             else:
                 task, stream, reader = key.data
                 self._read(task, stream, reader)
@@ -114,7 +122,18 @@ class LocalCluster:
         if self._poller is None:
             self.chief_address = address
             self._poller = StatusPoller(address, security=self._security)
-        self._do(self.supervisor.listening(task))
+        if self._fork_server is not None and self._fork_server.is_loading:
+            self._waits_for_fork_server = task
+        else:
+            self._do(self.supervisor.listening(task))
+
+    def _hear_fork_server(self, server: ForkServer) -> None:
+        server.receive()
+        if server.is_lost:
+            self._selector.unregister(server.fd)
+        if not server.is_loading and self._waits_for_fork_server is not None:
+            task, self._waits_for_fork_server = self._waits_for_fork_server, None
+            self._do(self.supervisor.listening(task))
 
     def _ended(self, now: float) -> list[TaskId]:
         """Tasks whose process has ended and whose last lines are here; workers first, servers lose them by it."""
@@ -187,7 +206,12 @@ class LocalCluster:
             self._poller = None
 
     def _start(self, task: TaskId) -> None:
-        process = TaskProcess(task, self._launch_for(task, self.chief_address))
+        launch = self._launch_for(task, self.chief_address)
+        if task.type == "chief" and self._preload and self._fork_server is None:  # both load at the same time
+            self._fork_server = ForkServer(launch.environ)
+            self._selector.register(self._fork_server.fd, selectors.EVENT_READ)
+        server = self._fork_server if task.type != "chief" else None  # which needs no torch
+        process = TaskProcess(task, launch, server.start if server is not None else OwnChild)
         self._processes[task] = process
         for stream, reader in process.streams.items():
             self._selector.register(reader.fd, selectors.EVENT_READ, (task, stream, reader))
@@ -199,6 +223,8 @@ class LocalCluster:
         for process in self._processes.values():
             process.wait()
             process.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
         if self._poller is not None:
             self._poller.close()
         self._selector.close()

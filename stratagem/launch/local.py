@@ -61,7 +61,9 @@ def run_local(
     try:
         if job.tls == AUTO and job.servers:
             make_throw_away(folders.certificates, map(str, (*job.servers, *job.workers)))
-        return _run(job, folders, supervisor, launch_for or launch, display, output)
+        # Commands of others are not ours to run in a fork.
+        preload = job.preload and launch_for is None
+        return _run(job, folders, supervisor, launch_for or launch, display, output, preload)
     finally:
         display.close()
         output.close()
@@ -82,6 +84,7 @@ def _run(
     launch_for: LaunchFor,
     display: Display,
     output: OutputRouter,
+    preload: bool,
 ) -> int:
     started_at = time.monotonic()
     security = operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN
@@ -95,6 +98,7 @@ def _run(
             security,
             resumes=folders.resume_mark.exists,
             renew=lambda: _forget_journal(folders),
+            preload=preload,
         )
         exit_code = cluster.run()
         duration_s = time.monotonic() - started_at

@@ -18,10 +18,11 @@ from stratagem.launch.tls import AUTO
 from stratagem.rpc import heap
 
 _LOCAL = "127.0.0.1:0"
-_DISTRIBUTED = (
+OF_ONE_TASK = (
     *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "SLURM_STEP_NUM_TASKS",  # makes a process one of several tasks of srun
 )
+"""Variables that say which task of which cluster a process is."""
 _OWN = tuple(f"STRATAGEM_{name}" for name in ("TASK", "BIND", "CHIEF", "NUM_WORKERS", "NUM_PS", "TLS", "TOKEN_FILE"))
 
 
@@ -61,6 +62,8 @@ class LocalJob:
     """File with the token of the job; empty: none."""
     verbose: bool = False
     """Show the standard output of every worker, not only the lead's."""
+    preload: bool = True
+    """Load torch once, in a process that forks into the tasks."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.num_ps < 0 or self.max_restarts < 0 or self.num_threads < 0:
@@ -166,7 +169,7 @@ def plan_launch(
         chief_address: where the chief listens; for the chief itself, where it should (again) listen.
     """
     num_threads = job.threads_per_process(num_cores)
-    variables = {name: value for name, value in environ.items() if name not in (*_DISTRIBUTED, *_OWN)}
+    variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
     variables = {**heap.ENVIRONMENT, **variables}
     variables |= {"STRATAGEM_STRATEGY": _strategy_flag(job), "STRATAGEM_STALENESS": str(job.staleness)}

@@ -1,4 +1,4 @@
-"""Child processes: each leads its own session, dies with the launcher, and is read through non-blocking pipes."""
+"""Processes of tasks: each leads its own session, dies with the launcher, and is read through non-blocking pipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.plan import Launch
@@ -16,6 +16,69 @@ from stratagem.launch.plan import Launch
 _CHILD = str(Path(__file__).with_name("child.py"))
 _MAX_LINE_BYTES = 1 << 16
 Stream = Literal["stdout", "stderr"]
+
+
+class Child(Protocol):
+    """A process that leads its own session, whoever its parent is."""
+
+    pid: int
+
+    def ended(self) -> int | None:
+        """The exit code (negative: a signal) once it has ended; until :meth:`reap` nobody else gets its id."""
+
+    def reap(self) -> None:
+        """Lets its id go."""
+
+    def wait(self) -> None:
+        """Waits for its end."""
+
+
+class Starter(Protocol):
+    """How a process is started."""
+
+    def __call__(self, launch: Launch, stdout: int, stderr: int) -> Child:
+        """Starts ``launch`` with these descriptors as its standard output and error."""
+
+
+def guarded(command: tuple[str, ...]) -> list[str]:
+    """``command`` in a process that the kernel kills when this one dies."""
+    return [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *command]
+
+
+class OwnChild:
+    """A child of this process, in a Python of its own.
+
+    Args:
+        launch: command and environment.
+        stdout: descriptor.
+        stderr: descriptor.
+    """
+
+    def __init__(self, launch: Launch, stdout: int, stderr: int) -> None:
+        self._process = subprocess.Popen(
+            guarded(launch.command),
+            env=launch.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def ended(self) -> int | None:
+        """As :class:`Child`."""
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def reap(self) -> None:
+        """As :class:`Child`."""
+        self._process.wait()
+
+    def wait(self) -> None:
+        """As :class:`Child`."""
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
 
 class LineReader:
@@ -50,62 +113,58 @@ class TaskProcess:
     Args:
         task: whose.
         launch: command and environment.
+        start: how it is started.
     """
 
-    def __init__(self, task: TaskId, launch: Launch) -> None:
+    def __init__(self, task: TaskId, launch: Launch, start: Starter = OwnChild) -> None:
         self.task = task
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _CHILD, str(os.getpid()), *launch.command],
-            env=launch.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self.streams: dict[Stream, LineReader] = {
-            "stdout": LineReader(self._process.stdout.fileno()),
-            "stderr": LineReader(self._process.stderr.fileno()),
-        }
+        self.returncode: int | None = None
+        """The exit code once :meth:`reap` has seen it; negative: a signal."""
+        reading_out, writing_out = os.pipe()
+        reading_err, writing_err = os.pipe()
+        try:
+            self._child = start(launch, writing_out, writing_err)
+        except BaseException:
+            os.close(reading_out)
+            os.close(reading_err)
+            raise
+        finally:
+            os.close(writing_out)
+            os.close(writing_err)
+        self.streams: dict[Stream, LineReader] = {"stdout": LineReader(reading_out), "stderr": LineReader(reading_err)}
 
     @property
     def pid(self) -> int:
         """Process id; also the id of its session and process group."""
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code once :meth:`reap` has seen it; negative: a signal."""
-        return self._process.returncode
+        return self._child.pid
 
     def reap(self) -> bool:
         """Whether the process has ended. Then what it started and left behind is killed."""
-        if self._process.returncode is not None:
-            return True
-        # The zombie keeps the group's id from being reused until it is reaped below.
-        if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return False
-        self.kill()
-        self._process.wait()
-        return True
+        if self.returncode is None and (code := self._child.ended()) is not None:
+            self.kill()  # the zombie keeps the group's id from being reused until it is reaped
+            self._child.reap()
+            self.returncode = code
+        return self.returncode is not None
 
     def send(self, signum: int) -> None:
         """Sends a signal to the process itself (its children decide with it)."""
-        if self._process.returncode is None:
-            self._process.send_signal(signum)
+        if not self.reap():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
 
     def kill(self) -> None:
         """Kills the process and everything in its group."""
-        if self._process.returncode is None:
+        if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
         """Waits for the end of a killed process."""
-        self._process.wait()
+        if self.returncode is None:
+            self._child.wait()
+            self.reap()
 
     def close(self) -> None:
         """Closes the pipes."""
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for reader in self.streams.values():
+            os.close(reader.fd)

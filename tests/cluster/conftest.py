@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -90,15 +91,11 @@ class Cluster:
             return []
 
     def pid_of(self, task: str) -> int | None:
-        """Process id of a task's newest life, from its environment."""
+        """Process id of a task's newest life, from its command line."""
         for process in self.processes():
-            try:
-                environment = process.environ()
-            except psutil.Error:
-                continue
-            config = json.loads(environment.get("TF_CONFIG", "{}")).get("task", {})
-            if f"{config.get('type')}:{config.get('index')}" == task and process.pid != self.process.pid:
-                return process.pid
+            with contextlib.suppress(psutil.Error):
+                if f"--task={task}" in " ".join(process.cmdline()).split() and process.pid != self.process.pid:
+                    return process.pid
         return None
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:

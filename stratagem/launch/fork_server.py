@@ -1,0 +1,130 @@
+"""``python -m stratagem.launch.fork_server FD``: a process that has loaded torch, and forks into tasks.
+
+A Python that loads torch and its compiler works for three seconds or more; a fork of one that has is there after
+milliseconds. It loads neither grpc nor a module of the user's and starts no thread, so that a child is what a fresh
+process would be after the same imports. :mod:`stratagem.launch.preloaded` is the launcher's side of the socket FD.
+
+Messages are JSON, one a line. To here: ``{"command": […], "environ": {…}}`` with two descriptors, stdout and stderr,
+and ``{"reap": pid}``. From here: ``{"ready": 1}``, ``{"forked": pid}``, ``{"ended": pid, "code": code}``; a child that
+has ended stays a zombie until it is reaped, which keeps its process group's id from being reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from setproctitle import setproctitle
+
+# torch.optim loads the compiler as soon as an optimizer is made.
+PRELOADED = ("torch", "torch._dynamo", "numpy", "click", "pydantic", "asyncio", "stratagem.cluster.config")
+COMMAND_PREFIX = (sys.executable, "-m", "stratagem.cli")
+"""What a command must begin with to be run in a fork."""
+MAX_BYTES = 1 << 20
+"""Of a message."""
+_PR_SET_PDEATHSIG = 1
+
+
+class _Server:
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ)
+        self._text = b""
+        self._descriptors: list[int] = []
+
+    def serve(self) -> tuple[str, ...] | None:
+        """Serves until the launcher goes: None. In a child it returns at once: the child's command."""
+        self._say(ready=1)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._link:
+                    self._child_ended(key.fd, key.data)
+                    continue
+                data, descriptors, _, _ = socket.recv_fds(self._link, 1 << 16, 8)
+                if not data:
+                    return None
+                self._descriptors += descriptors
+                for order in self._orders(data):
+                    if "reap" in order:
+                        os.waitpid(order["reap"], 0)
+                    elif command := self._fork(order["command"], order["environ"]):
+                        return command
+
+    def _orders(self, data: bytes) -> Iterator[dict[str, Any]]:
+        *whole, self._text = (self._text + data).split(b"\n")
+        yield from map(json.loads, whole)
+
+    def _say(self, **message: int) -> None:
+        self._link.sendall(json.dumps(message).encode() + b"\n")
+
+    def _child_ended(self, fd: int, pid: int) -> None:
+        self._selector.unregister(fd)
+        os.close(fd)
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        self._say(ended=pid, code=found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+
+    def _fork(self, command: list[str], environ: dict[str, str]) -> tuple[str, ...] | None:
+        stdout, stderr = self._descriptors[:2]
+        del self._descriptors[:2]
+        server = os.getpid()
+        if pid := os.fork():
+            os.close(stdout)
+            os.close(stderr)
+            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            self._say(forked=pid)
+            return None
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != server:  # it died before the signal was armed
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        others = [key.fd for key in self._selector.get_map().values() if key.fileobj is not self._link]
+        for fd in (stdout, stderr, *others):
+            os.close(fd)
+        self._selector.close()
+        self._link.close()
+        setproctitle(" ".join(command))  # which looks for its place beside the first environment
+        os.environ.clear()
+        os.environ.update(environ)
+        return tuple(command)
+
+
+def _become(command: tuple[str, ...]) -> None:
+    """Runs the command's module in this process, as Python would have run it."""
+    import numpy as np
+    import torch
+
+    np.random.seed()  # seeded from the system's entropy once, for all forks; so may torch be
+    torch.default_generator.seed()
+    sys.argv = ["", *command[len(COMMAND_PREFIX) :]]
+    runpy.run_module(COMMAND_PREFIX[-1], run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    """The server's life; in its children the task's."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is here already is never garbage: a collection in a child would only copy its pages
+    link = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        if command := _Server(link).serve():
+            _become(command)
+
+
+if __name__ == "__main__":
+    main()

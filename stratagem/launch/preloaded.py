@@ -1,0 +1,131 @@
+"""The launcher's side of the fork server: tasks that start in milliseconds, because torch is loaded already."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from stratagem.launch.fork_server import COMMAND_PREFIX
+from stratagem.launch.plan import OF_ONE_TASK, Launch
+from stratagem.launch.processes import Child, OwnChild, guarded
+
+ANSWER_S = 10.0
+"""Seconds in which a fork server that is ready must have forked."""
+
+
+class ForkServer:
+    """A fork server, and whom it has forked. When it is lost, its children are killed by the kernel.
+
+    Args:
+        environ: what it is started with. Python, torch and the C library read some of it as they start.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = dict(environ)
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                guarded((sys.executable, "-m", "stratagem.launch.fork_server", str(theirs.fileno()))),
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._text = b""
+        self._codes: dict[int, int] = {}
+        self._forked: list[int] = []
+        self.is_loading = True
+        """Whether it is not ready yet."""
+        self.is_lost = False
+        """Whether it has gone."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when :meth:`receive` has something to do."""
+        return self._link.fileno()
+
+    def receive(self, timeout_s: float | None = 0.0) -> None:
+        """Takes in what the server has said; waits for it at most ``timeout_s`` (None: until it says something)."""
+        self._link.settimeout(timeout_s)
+        try:
+            data = self._link.recv(1 << 16)
+        except (BlockingIOError, TimeoutError):
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self.is_lost, self.is_loading = True, False
+        *whole, self._text = (self._text + data).split(b"\n")
+        for message in map(json.loads, whole):
+            self.is_loading = False
+            if "forked" in message:
+                self._forked.append(message["forked"])
+            elif "ended" in message:
+                self._codes[message["ended"]] = message["code"]
+
+    def start(self, launch: Launch, stdout: int, stderr: int) -> Child:
+        """Starts a task: forked where that is the same as a Python of its own, else so."""
+        if self.is_lost or self.is_loading or not self._is_alike(launch):
+            return OwnChild(launch, stdout, stderr)
+        try:
+            self._send({"command": launch.command, "environ": launch.environ}, [stdout, stderr])
+            while not self._forked and not self.is_lost:
+                self.receive(ANSWER_S)
+        except (OSError, TimeoutError):
+            self.is_lost = True
+        if not self._forked:
+            return OwnChild(launch, stdout, stderr)
+        return _ForkedChild(self, self._forked.pop())
+
+    def code_of(self, pid: int) -> int | None:
+        """The exit code of a child that has ended."""
+        self.receive()
+        return self._codes.get(pid, -signal.SIGKILL if self.is_lost else None)
+
+    def reap(self, pid: int) -> None:
+        """Lets go of a child that has ended."""
+        with contextlib.suppress(OSError):
+            self._send({"reap": pid})
+
+    def close(self) -> None:
+        """Ends the server; its children have ended before."""
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
+        self._link.settimeout(ANSWER_S)
+        data = json.dumps(message).encode() + b"\n"
+        sent = socket.send_fds(self._link, [data], descriptors or [])
+        self._link.sendall(data[sent:])
+
+    def _is_alike(self, launch: Launch) -> bool:
+        """Whether the command is the program's own, and its environment the server's but for what a task reads."""
+        differ = {
+            name for name in {*self._environ, *launch.environ} if self._environ.get(name) != launch.environ.get(name)
+        }
+        is_ours = launch.command[: len(COMMAND_PREFIX)] == COMMAND_PREFIX
+        return is_ours and all(name.startswith("STRATAGEM_") or name in OF_ONE_TASK for name in differ)
+
+
+class _ForkedChild:
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+
+    def ended(self) -> int | None:
+        return self._server.code_of(self.pid)
+
+    def reap(self) -> None:
+        self._server.reap(self.pid)
+
+    def wait(self) -> None:
+        while self._server.code_of(self.pid) is None:
+            self._server.receive(None)

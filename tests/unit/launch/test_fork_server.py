@@ -1,0 +1,176 @@
+"""Tasks that are forked from a process which has loaded torch: the same as in a Python of their own, but at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stratagem.cluster.task import TaskId
+from stratagem.launch.fork_server import COMMAND_PREFIX
+from stratagem.launch.plan import Launch
+from stratagem.launch.preloaded import ForkServer
+from stratagem.launch.processes import OwnChild, TaskProcess
+
+DEADLINE_S = 60.0
+# What a script can see of the process it is in; only the preloading may show.
+LOOK = """
+import json, os, random, signal, sys, threading, numpy, torch
+print(json.dumps({
+    "argv": sys.argv, "file": __file__, "name": __name__, "main": sys.modules["__main__"].__file__,
+    "path": sys.path, "cwd": os.getcwd(), "stdin": sys.stdin.read(), "environ": dict(os.environ),
+    "threads": threading.active_count(), "tasks": len(os.listdir("/proc/self/task")),
+    "leads": os.getpgrp() == os.getpid() == os.getsid(0),
+    "signals": [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGPIPE)],
+    "torch": torch.initial_seed(), "numpy": numpy.random.random(), "random": random.random(),
+    "descriptors": sorted({os.readlink(f"/proc/self/fd/{fd}").split(":")[0] for fd in (0, 1, 2)}),
+    "command": [word for word in open("/proc/self/cmdline").read().replace("\\0", " ").split()],
+}))
+"""
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Polls until the condition holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the deadline has passed"
+        time.sleep(0.01)
+    return value
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its new parent to notice does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+ENVIRON = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+
+
+def loaded() -> ForkServer:
+    """A fork server that has loaded everything."""
+    server = ForkServer(ENVIRON)
+    while server.is_loading:
+        server.receive(DEADLINE_S)
+    return server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """One for the tests that leave it as it is."""
+    made = loaded()
+    yield made
+    made.close()
+
+
+class Tasks:
+    """Starts scripts as workers, each process with its own source, and ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[TaskProcess] = []
+
+    def start(self, source: str, starter: Any, **environ: str) -> TaskProcess:
+        """Starts ``source``."""
+        script = self.folder / f"script-{len(self.started)}.py"
+        script.write_text(source)
+        command = (*COMMAND_PREFIX, "worker", "--task=worker:0", "--strategy=one", str(script), "argument")
+        task = TaskProcess(TaskId("worker", 0), Launch(command, ENVIRON | environ), starter)
+        self.started.append(task)
+        return task
+
+    @staticmethod
+    def output(task: TaskProcess) -> tuple[list[str], str]:
+        """Standard output and error of a task that ends."""
+        out: list[str] = []
+        err: list[str] = []
+        while not all(reader.at_end for reader in task.streams.values()):
+            out += task.streams["stdout"].read()
+            err += task.streams["stderr"].read()
+            time.sleep(0.01)
+        until(task.reap)
+        return out, "\n".join(err)
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    """Ends what a test has started."""
+    made = Tasks(tmp_path)
+    yield made
+    for task in made.started:
+        task.kill()
+        task.wait()
+        task.close()
+
+
+def test_a_fork_is_what_a_python_of_its_own_is(server: ForkServer, tasks: Tasks) -> None:
+    seen = []
+    for number, starter in enumerate((server.start, server.start, OwnChild)):
+        out, err = tasks.output(tasks.start(LOOK, starter, STRATAGEM_NUM_THREADS="1", LOCAL_RANK="3"))
+        assert tasks.started[-1].returncode == 0, err
+        seen.append(json.loads(out[-1]))
+        for name in ("argv", "file", "path"):  # each has a script of its own
+            seen[-1][name] = json.dumps(seen[-1][name]).replace(f"script-{number}", "script")
+        seen[-1]["main"] = seen[-1]["main"].replace(f"script-{number}", "script")
+        seen[-1]["command"] = " ".join(seen[-1]["command"]).replace(f"script-{number}", "script")
+    first, second, own = seen
+    assert first.pop("command") in own.pop("command")  # a guard stands before it there, until it executes
+    second.pop("command")
+    for name in ("torch", "numpy", "random"):
+        values = {one.pop(name) for one in (first, second, own)}
+        assert len(values) == 3, f"{name} gives forks of one process the same numbers"
+    assert first == second == own
+    parents = [psutil.Process(task.pid).ppid() for task in tasks.started if psutil.pid_exists(task.pid)]
+    assert not parents  # all reaped
+
+
+def test_exit_codes_signals_and_what_a_task_leaves_behind(server: ForkServer, tasks: Tasks) -> None:
+    failed = tasks.start("import sys; sys.exit(7)", server.start)
+    waits = "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    killed = tasks.start(waits + "time.sleep(600)", server.start)
+    left = tasks.start(waits, server.start)
+    orphans = [int(until(task.streams["stdout"].read)[0]) for task in (killed, left)]
+    killed.send(signal.SIGKILL)
+    for task, code in ((failed, 7), (killed, -signal.SIGKILL), (left, 0)):
+        until(task.reap)
+        assert task.returncode == code
+    until(lambda: not any(map(runs, orphans)))
+
+
+def test_tasks_that_need_another_start_get_their_own_python(server: ForkServer, tasks: Tasks) -> None:
+    where = "import os; print(os.getppid(), flush=True)"
+    forked = int(tasks.output(tasks.start(where, server.start))[0][0])
+    assert forked != os.getpid()
+    assert int(tasks.output(tasks.start(where, server.start, OMP_NUM_THREADS="3"))[0][0]) == os.getpid()
+
+
+def test_nobody_outlives_the_fork_server_and_the_job_goes_on_without_it(tasks: Tasks) -> None:
+    server = loaded()
+    task = tasks.start("import time; print('here', flush=True); time.sleep(600)", server.start)
+    until(task.streams["stdout"].read)
+    psutil.Process(psutil.Process(task.pid).ppid()).kill()
+    until(task.reap)
+    assert task.returncode == -signal.SIGKILL
+    until(lambda: not runs(task.pid))
+    where = "import os; print(os.getppid(), flush=True)"
+    assert int(tasks.output(tasks.start(where, server.start))[0][0]) == os.getpid()
+    server.close()
+
+
+def test_the_server_has_one_thread_and_no_grpc(server: ForkServer, tasks: Tasks) -> None:
+    source = "import os, sys; print(os.getppid(), 'torch._dynamo' in sys.modules, flush=True)"
+    parent, loaded = tasks.output(tasks.start(source, server.start))[0][0].split()
+    assert loaded == "True"
+    assert psutil.Process(int(parent)).num_threads() == 1
+    assert not [entry.path for entry in psutil.Process(int(parent)).memory_maps() if "grpc" in entry.path]
+    assert sys.executable in psutil.Process(int(parent)).cmdline()
