@@ -11,6 +11,7 @@ import click
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import COMMON_MACHINE_CONFIGS
+from stratagem.launch.manifests.workload import ACCESS_MODES
 from stratagem.launch.submit.api import submit_and_follow
 from stratagem.launch.submit.request import TARGETS, JobRequest
 
@@ -39,6 +40,13 @@ _MACHINES = f"auto, or one of {', '.join(COMMON_MACHINE_CONFIGS)}."
 @click.option("--build-network", "docker_build_network", help="Network of the build's steps, for example host.")
 @click.option(
     "--namespace", "kubernetes_namespace", help="Of the cluster; that of the kubeconfig's context if not given."
+)
+@click.option("--storage-class", "kubernetes_storage_class", help="Of the job's volume; else the cluster's default.")
+@click.option(
+    "--access-mode",
+    "kubernetes_access_mode",
+    type=click.Choice(ACCESS_MODES),
+    help="Of the volume; ReadWriteOnce where all pods are on one node (kind, minikube, k3s).",
 )
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of the job; may be repeated.")
 @click.option("--stream-logs", is_flag=True, help="Show the log until the job ends; then its exit code is ours.")

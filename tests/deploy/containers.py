@@ -25,8 +25,9 @@ def run(
     folder: Path = ROOT,
     environ: Mapping[str, str] | None = None,
     timeout_s: float = DEADLINE_S,
+    text: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; ``code`` is the exit code that is expected, None: any."""
+    """Runs a command to its end; ``code`` is the exit code that is expected, None: any; ``text`` its input."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -34,7 +35,7 @@ def run(
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
+        input=text or "",
     )
     assert code is None or done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -36,6 +36,8 @@ def run(
     staleness: float = math.inf,
     docker_build_network: str | None = None,
     kubernetes_namespace: str | None = None,
+    kubernetes_storage_class: str | None = None,
+    kubernetes_access_mode: str | None = None,
     dry_run: bool = False,
 ) -> Job:
     """Submits a training script as a job: validates, makes an image, pushes it, starts the tasks.
@@ -75,6 +77,9 @@ def run(
         staleness: bound for parameter servers: 0 synchronous, inf asynchronous.
         docker_build_network: network of the steps of the image's build, for example "host".
         kubernetes_namespace: None: that of the kubeconfig's context.
+        kubernetes_storage_class: of the job's volume; None: the cluster's default.
+        kubernetes_access_mode: of the volume: "ReadWriteMany" (None), or "ReadWriteOnce" where all pods are on one
+            node (kind, minikube, k3s, whose storage knows nothing else).
         dry_run: print what would be done, and do nothing.
 
     Returns:
@@ -102,6 +107,8 @@ def run(
         docker_image_bucket_name=docker_image_bucket_name,
         docker_build_network=docker_build_network,
         kubernetes_namespace=kubernetes_namespace,
+        kubernetes_storage_class=kubernetes_storage_class,
+        kubernetes_access_mode=kubernetes_access_mode,
         job_labels=job_labels,
     )
     named = str(entry_point) if entry_point is not None else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from stratagem.errors import ConfigurationError, SubmitError
 
 TIMEOUT_S = 30.0
+QUIET_S = 15.0
 Object = dict[str, Any]
 
 
@@ -77,11 +79,9 @@ class Cluster:
         try:
             for one in objects:
                 with self._refusals(f"create {_name(one)}"):
-                    self._library.utils.create_from_dict(
-                        self._api, one, namespace=self.namespace, _request_timeout=TIMEOUT_S
-                    )
+                    self._call("create", one["apiVersion"], one["kind"], body=one)
                 made.append(one)
-        except SubmitError:
+        except BaseException:
             self.delete(list(reversed(made)))
             raise
 
@@ -93,39 +93,41 @@ class Cluster:
         """
         for one in objects:
             with self._refusals(f"delete {_name(one)}", missing_ok=True):
-                call = getattr(self._group(one["apiVersion"]), f"delete_namespaced_{_snake(one['kind'])}")
-                call(
-                    one["metadata"]["name"],
-                    self.namespace,
-                    propagation_policy="Background",
-                    _request_timeout=TIMEOUT_S,
-                )
+                name = one["metadata"]["name"]
+                self._call("delete", one["apiVersion"], one["kind"], name=name, propagation_policy="Background")
 
-    def jobs(self, selector: str) -> list[Any]:
+    def find(self, api_version: str, kind: str, selector: str) -> list[Object]:
+        """Objects of a kind with these labels, the oldest first."""
+        with self._refusals(f"list objects of the kind {kind}"):
+            items: list[Object] = self._call("list", api_version, kind, label_selector=selector)["items"]
+        for one in items:
+            one.setdefault("status", {})  # what no controller has seen yet may have none
+        return sorted(items, key=lambda one: str(one["metadata"].get("creationTimestamp")))
+
+    def jobs(self, selector: str) -> list[Object]:
         """Jobs with these labels."""
-        with self._refusals("list jobs"):
-            listed = self._group("batch/v1").list_namespaced_job(
-                self.namespace, label_selector=selector, _request_timeout=TIMEOUT_S
-            )
-        return list(listed.items)
+        return self.find("batch/v1", "Job", selector)
 
-    def pods(self, selector: str) -> list[Any]:
+    def pods(self, selector: str) -> list[Object]:
         """Pods with these labels, the oldest first."""
-        with self._refusals("list pods"):
-            listed = self._group("v1").list_namespaced_pod(
-                self.namespace, label_selector=selector, _request_timeout=TIMEOUT_S
-            )
-        return sorted(listed.items, key=lambda pod: str(pod.metadata.creation_timestamp))
+        return self.find("v1", "Pod", selector)
+
+    def events(self, selector: str) -> list[Object]:
+        """Events whose fields are these."""
+        with self._refusals("list events"):
+            return list(self._call("list", "v1", "Event", field_selector=selector)["items"])
 
     def log(self, pod: str, follow: bool) -> Iterator[str]:
-        """Lines of a pod's log; to its end if ``follow``."""
+        """Lines of a pod's log; if ``follow``, to its end, or until it has been quiet for ``QUIET_S``."""
+        import urllib3
+
         with self._refusals(f"read the log of {pod}"):
             answer = self._group("v1").read_namespaced_pod_log(
                 pod,
                 self.namespace,
                 follow=follow,
                 _preload_content=False,
-                _request_timeout=None if follow else TIMEOUT_S,
+                _request_timeout=(TIMEOUT_S, QUIET_S) if follow else TIMEOUT_S,
             )
             try:
                 rest = b""
@@ -134,8 +136,20 @@ class Cluster:
                     yield from (line.decode(errors="replace") for line in lines)
                 if rest:
                     yield rest.decode(errors="replace")
+            except urllib3.exceptions.ReadTimeoutError:
+                if not follow:
+                    raise
             finally:
                 answer.release_conn()
+
+    def _call(self, verb: str, api_version: str, kind: str, **arguments: Any) -> Object:
+        """The server's answer as it came: what an older one says does not fit the library's classes."""
+        call = getattr(self._group(api_version), f"{verb}_namespaced_{_snake(kind)}")
+        answer = call(namespace=self.namespace, _preload_content=False, _request_timeout=TIMEOUT_S, **arguments)
+        try:
+            return dict(json.loads(answer.data))
+        finally:
+            answer.release_conn()
 
     def _group(self, api_version: str) -> Any:
         """The client's class for a group: "batch/v1" is BatchV1Api, "v1" CoreV1Api."""
@@ -153,10 +167,6 @@ class Cluster:
         except library.client.ApiException as error:
             if not (missing_ok and error.status == 404):
                 raise SubmitError(f"the cluster would not {what}: {_said(error)}") from None
-        except library.utils.FailToCreateError as error:
-            said = "; ".join(_said(one) for one in error.api_exceptions)
-            error.api_exceptions.clear()  # a circle: their frames hold this list, and a connection
-            raise SubmitError(f"the cluster would not {what}: {said}") from None
         except urllib3.exceptions.HTTPError as error:
             host = self._api.configuration.host
             raise SubmitError(f"the cluster at {host} could not be asked to {what}: {error}") from None

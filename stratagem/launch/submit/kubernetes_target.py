@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from stratagem.launch.manifests import kubernetes
 from stratagem.launch.submit.docker_cli import build, forget, push
-from stratagem.launch.submit.kubernetes_client import Cluster
+from stratagem.launch.submit.kubernetes_client import Cluster, Object
+from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord
 from stratagem.launch.submit.state import JobState
 
 FILE = "kubernetes.yaml"
 POLL_S = 1.0
+SETTLE_S = 5.0
+"""Seconds that a reason to wait has to last before it is said: most go by themselves."""
 _INSTANCE, _COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 _ORDER = ("worker", "evaluator", "ps", "chief")
 """Whose failure counts first: the others end because of the first."""
@@ -53,36 +56,54 @@ class KubernetesTarget:
                 return JobState("cancelled" if record.cancelled else "unknown", None, "its Jobs are gone")
             failed = sorted((job for job in jobs if _has(job, "Failed")), key=_rank)
             if failed:
-                task = str(failed[0].metadata.name).removeprefix(f"{record.id}-")
-                code = _exit_code(cluster.pods(f"job-name={failed[0].metadata.name}"))
-                return JobState("cancelled" if record.cancelled else "failed", code, f"{task} has failed")
+                name = str(failed[0]["metadata"]["name"])
+                code, why = _end_of(cluster.pods(f"job-name={name}"))
+                words = f"{name.removeprefix(f'{record.id}-')} has failed{why}"
+                return JobState("cancelled" if record.cancelled else "failed", code, words)
             if all(_has(job, "Complete") for job in jobs if _role(job) == "worker"):
                 return JobState("succeeded", 0)
             pods = cluster.pods(_selector(record))
-            phases = sorted(f"{_task(pod)} {pod.status.phase}" for pod in pods)
-            running = any(pod.status.phase == "Running" for pod in pods)
-            return JobState("running" if running else "pending", None, ", ".join(phases))
+            phases = sorted(f"{task_of(pod)} {pod['status'].get('phase')}" for pod in pods)
+            running = any(pod["status"].get("phase") == "Running" for pod in pods)
+            detail = "; ".join([", ".join(phases), *reasons_of(cluster, _selector(record), jobs, pods)])
+            return JobState("running" if running else "pending", None, detail)
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-        """Lines of every pod with the name of its task; ``follow`` is for worker 0, to the end of the job."""
+        """Lines of every pod with the name of its task; ``follow`` is for worker 0, to the end of the job. What keeps
+        the job waiting is said too."""
         with _cluster(**record.place) as cluster:
             if not follow:
-                for pod in cluster.pods(_selector(record)):
-                    if _has_started(pod):
-                        yield from (f"{_task(pod)} | {line}" for line in cluster.log(pod.metadata.name, False))
+                pods = cluster.pods(_selector(record))
+                for pod in filter(_has_started, pods):
+                    yield from (f"{task_of(pod)} | {line}" for line in cluster.log(pod["metadata"]["name"], False))
+                waits = reasons_of(cluster, _selector(record), cluster.jobs(_selector(record)), pods)
+                yield from (f"stratagem: {line}" for line in waits)
                 return
             shown: dict[tuple[str, int], int] = {}  # lines of each life of a container
+            since: dict[str, float] = {}  # reasons to wait
             while True:
                 over = self.state(record, folder).is_over
                 for pod in filter(_has_started, cluster.pods(f"job-name={record.id}-worker-0")):
-                    life = (pod.metadata.uid, _restarts(pod))
-                    for number, line in enumerate(cluster.log(pod.metadata.name, not over), 1):
+                    life = (pod["metadata"]["uid"], _restarts(pod))
+                    for number, line in enumerate(cluster.log(pod["metadata"]["name"], not over), 1):
                         if number > shown.get(life, 0):
                             shown[life] = number
                             yield line
                 if over:
                     return
+                yield from self._news(cluster, record, since)
                 time.sleep(POLL_S)
+
+    def _news(self, cluster: Cluster, record: JobRecord, since: dict[str, float]) -> Iterator[str]:
+        """Reasons to wait that have lasted for ``SETTLE_S``, each once; ``since`` is when each was first seen."""
+        selector, now = _selector(record), time.monotonic()
+        reasons = reasons_of(cluster, selector, cluster.jobs(selector), cluster.pods(selector))
+        for gone in since.keys() - set(reasons):
+            del since[gone]
+        for reason in reasons:
+            if now - since.setdefault(reason, now) >= SETTLE_S:
+                since[reason] = math.inf
+                yield f"stratagem: {reason}"
 
     def cancel(self, record: JobRecord, folder: Path) -> None:
         """Deletes the Jobs; their pods get SIGTERM, save and end. The volume stays."""
@@ -104,7 +125,7 @@ def _cluster(**where: str) -> Iterator[Cluster]:
         cluster.close()
 
 
-def _objects(folder: Path) -> list[dict[str, Any]]:
+def _objects(folder: Path) -> list[Object]:
     return list(yaml.safe_load_all((folder / FILE).read_text()))
 
 
@@ -112,41 +133,41 @@ def _selector(record: JobRecord) -> str:
     return f"{_INSTANCE}={record.id}"
 
 
-def _has(job: Any, condition: str) -> bool:
-    conditions = job.status.conditions if job.status is not None else None
-    return any(one.type == condition and one.status == "True" for one in conditions or ())
+def _has(job: Object, condition: str) -> bool:
+    conditions = job["status"].get("conditions", ())
+    return any(one["type"] == condition and one["status"] == "True" for one in conditions)
 
 
-def _role(job: Any) -> str:
-    return str((job.metadata.labels or {}).get(_COMPONENT, ""))
+def _role(job: Object) -> str:
+    return str(job["metadata"].get("labels", {}).get(_COMPONENT, ""))
 
 
-def _rank(job: Any) -> int:
+def _rank(job: Object) -> int:
     return _ORDER.index(_role(job)) if _role(job) in _ORDER else len(_ORDER)
 
 
-def _task(pod: Any) -> str:
-    return str(pod.spec.hostname or pod.metadata.name)
+def _containers(pod: Object) -> list[Object]:
+    return list(pod["status"].get("containerStatuses", ()))
 
 
-def _has_started(pod: Any) -> bool:
-    statuses = pod.status.container_statuses or ()
-    return any(one.state.running or one.state.terminated or one.restart_count for one in statuses)
+def _has_started(pod: Object) -> bool:
+    return any(one["restartCount"] or {"running", "terminated"} & one["state"].keys() for one in _containers(pod))
 
 
-def _restarts(pod: Any) -> int:
-    return sum(one.restart_count for one in pod.status.container_statuses or ())
+def _restarts(pod: Object) -> int:
+    return sum(int(one["restartCount"]) for one in _containers(pod))
 
 
-def _exit_code(pods: list[Any]) -> int | None:
-    """Of the newest container that has ended."""
+def _end_of(pods: list[Object]) -> tuple[int | None, str]:
+    """Exit code of the newest container that has ended, and words where more is known: it had too little memory."""
     for pod in reversed(pods):
-        for status in pod.status.container_statuses or ():
-            ended = status.state.terminated or status.last_state.terminated
+        for status in _containers(pod):
+            ended = status["state"].get("terminated") or status.get("lastState", {}).get("terminated")
             if ended is not None:
-                return int(ended.exit_code)
-    return None
+                why = " (OOMKilled: it needs more memory)" if ended.get("reason") == "OOMKilled" else ""
+                return int(ended["exitCode"]), why
+    return None, ""
 
 
-def _yaml(documents: list[dict[str, Any]]) -> str:
+def _yaml(documents: list[Object]) -> str:
     return yaml.safe_dump_all(documents, sort_keys=False, width=120)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stratagem.launch.manifests.pod import JOB_FOLDER
-from stratagem.launch.manifests.workload import Workload
+from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 from stratagem.launch.submit.build_context import BuildContext, read_context
 from stratagem.launch.submit.dockerfile import DEFAULT_BASE_IMAGE, render_dockerfile
 from stratagem.launch.submit.entry_point import EntryPoint, path_inside
@@ -66,6 +66,8 @@ class JobPlan:
             ps=request.ps,
             environment=self.environment(image, JOB_FOLDER),
             labels=request.labels,
+            access_mode=request.kubernetes_access_mode or ACCESS_MODES[0],
+            storage_class=request.kubernetes_storage_class or "",
         )
 
     def environment(self, image: str, folder: str) -> dict[str, str]:

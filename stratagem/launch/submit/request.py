@@ -12,6 +12,7 @@ from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choo
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, TASK_MACHINES, MachineConfig
+from stratagem.launch.manifests.workload import ACCESS_MODES
 from stratagem.launch.submit.labels import check_labels
 
 TARGETS = ("local", "compose", "kubernetes")
@@ -43,6 +44,8 @@ class JobRequest:
     docker_image_bucket_name: str | None = None
     docker_build_network: str | None = None
     kubernetes_namespace: str | None = None
+    kubernetes_storage_class: str | None = None
+    kubernetes_access_mode: str | None = None
     job_labels: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -176,10 +179,16 @@ class JobRequest:
                 f"a local job runs as processes of this Python and makes no image: leave {', '.join(given)} out, or "
                 "choose target='compose' or 'kubernetes'"
             )
-        if self.target != "kubernetes" and self.kubernetes_namespace is not None:
+        for name in ("kubernetes_namespace", "kubernetes_storage_class", "kubernetes_access_mode"):
+            if self.target != "kubernetes" and (value := getattr(self, name)) is not None:
+                raise ConfigurationError(
+                    f"{name}={value!r} says nothing to target={self.target!r}: leave it out, or choose "
+                    "target='kubernetes'"
+                )
+        if self.kubernetes_access_mode not in (None, *ACCESS_MODES):
             raise ConfigurationError(
-                f"kubernetes_namespace={self.kubernetes_namespace!r} says nothing to target={self.target!r}: leave it "
-                "out, or choose target='kubernetes'"
+                f"unknown kubernetes_access_mode {self.kubernetes_access_mode!r}; "
+                f"{nearest(str(self.kubernetes_access_mode), ACCESS_MODES)}"
             )
         if self.target == "kubernetes" and not self.docker_image_bucket_name:
             raise ConfigurationError(

@@ -90,6 +90,8 @@ def test_the_chief_trains_alone_and_coordinates_beside_workers() -> None:
             "bucket_name, docker_build_network",
         ),
         ({"kubernetes_namespace": "x"}, "says nothing to target='local'"),
+        ({"kubernetes_storage_class": "x"}, "kubernetes_storage_class='x' says nothing to target='local'"),
+        ({**REGISTRY, "kubernetes_access_mode": "ReadWriteonce"}, "did you mean 'ReadWriteOnce'"),
         ({"job_labels": ["team"]}, "job_labels like"),
     ],
 )
