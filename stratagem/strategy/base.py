@@ -17,6 +17,7 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
+from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values, part_of_replica
 from stratagem.worker.job_script import awaits_strategy
@@ -76,6 +77,8 @@ class Strategy:
     """Collectives among the workers; each must make the same calls in the same order. None: they do not run in step."""
     holds_tables = False
     """Whether tables (``sg.nn.Embedding``) built in its scope live elsewhere, and workers ask for their rows."""
+    prepared: Prepared | None = None
+    """What was prepared; None: anything may train in :meth:`run`."""
     _cross_replica = CrossReplica()
     _meter: StepMeter | None = None
 
@@ -113,7 +116,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Makes this strategy the current one.
+        """Makes this strategy the current one. What is created inside trains once :meth:`prepare` was given it.
 
         Raises:
             ConfigurationError: another strategy's scope is open.
@@ -228,9 +231,14 @@ class Strategy:
 
         Returns:
             a :class:`PerReplica` of what ``fn`` returned.
+
+        Raises:
+            ConfigurationError: an optimizer steps that was not prepared, or a model gets gradients that was built in
+                the scope and not prepared. The strategy outside any scope does not mind.
         """
         own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs or {}), 0)
-        with ReplicaContext(self).entered():
+        running = contextlib.nullcontext() if self.prepared is None else self.prepared.running()
+        with ReplicaContext(self).entered(), running:
             return PerReplica((fn(*own[0], **own[1]),))
 
     @contextlib.contextmanager

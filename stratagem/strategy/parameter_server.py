@@ -26,6 +26,7 @@ from stratagem.strategy import roles
 from stratagem.strategy.base import Preparation, Strategy
 from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.partitioners import Partitioner
+from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps_counts import SharedCounts
 from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
 from stratagem.strategy.ps_loading import load_once
@@ -92,6 +93,7 @@ class ParameterServerStrategy(Strategy):
         self._closes = CloseReports(self._runtime.clients)
         self._groups = VariableGroups(self._runtime, variable_partitioner, self._tracker.backward)
         self._pushes: list[GradientPush] = []
+        self.prepared: Prepared = Prepared(has_nested=False)
         self._num_datasets = 0
         self._units: list[LeasedUnits] = []
         self._listener: UnitListener | None = None
@@ -161,7 +163,10 @@ class ParameterServerStrategy(Strategy):
                 self._groups.lost,
             )
             self._pushes.append(push)
-            self._attach(push, [*member.parameters, *(table.handle for table in member.tables)])
+            parameters = [*member.parameters, *(table.handle for table in member.tables)]
+            self.prepared.add_optimizer(member.optimizer, parameters, fixed=True)
+            self._attach(push, parameters)
+        self.prepared.add(parameter for model in models for parameter in model.parameters())
         for item in objects:
             if isinstance(item, LRScheduler):
                 self._pace(item)

@@ -20,6 +20,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Preparation, Strategy
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.guard import guard
+from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, default_cross_device_ops
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
@@ -78,6 +79,7 @@ class SynchronousStrategy(Strategy):
         compression: GradientCompression | None = None,
     ) -> None:
         self._meter: StepMeter = meter
+        self.prepared: Prepared = Prepared()
         self.communicator = workers
         self._ops = ops or default_cross_device_ops(devices)
         self._local: LocalReplicas = self._make_replicas(tuple(devices))
@@ -117,6 +119,7 @@ class SynchronousStrategy(Strategy):
         if self.communicator is not None:
             agree(self.communicator, models, optimizers)
         prepared = self._local.add(objects)
+        self._remember(models, optimizers, [_parameters_of(optimizer) for optimizer in optimizers])
         self._known.update((id(item), item) for item in fresh)
         self._seen_before.update((id(model), self._shares.num_seen) for model in models)
         replicas = range(len(self._local.devices))
@@ -124,6 +127,17 @@ class SynchronousStrategy(Strategy):
             [functools.partial(self._attach, replica, models, optimizers, preparation) for replica in replicas]
         )
         return prepared
+
+    def _remember(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        groups: Sequence[Sequence[nn.Parameter]],
+    ) -> None:
+        for model in models:
+            self.prepared.add(model.parameters())
+        for optimizer, group in zip(optimizers, groups, strict=True):
+            self.prepared.add_optimizer(optimizer, group)
 
     def _before_placing(self, models: Sequence[nn.Module]) -> None:
         """Looks at models before they are prepared."""
@@ -138,6 +152,7 @@ class SynchronousStrategy(Strategy):
         """Attaches to one replica's objects what belongs to it alone."""
         models = [self._local.on_replica(model, replica) for model in models]
         groups = [self._local.parameters_of(optimizer, replica) for optimizer in optimizers]
+        self._remember(models, [self._local.on_replica(optimizer, replica) for optimizer in optimizers], groups)
         reducer: Reducer | None = None
         if self._local.communicators:
             weight = functools.partial(self._weight, replica, preparation)
@@ -259,13 +274,14 @@ class SynchronousStrategy(Strategy):
         counts as zeros, and the buffers of its modules are what they were.
 
         Raises:
-            ConfigurationError: ``fn`` cannot take a batch of size 0.
+            ConfigurationError: ``fn`` cannot take a batch of size 0, or trains what was not prepared.
             CollectiveError: the replicas do not make the same calls.
         """
         self._shares.start_run(args, kwargs or {})
         replicas = range(len(self._local.devices))
         work = [functools.partial(self._step, replica, fn, args, kwargs or {}) for replica in replicas]
-        return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
+        with self.prepared.running():
+            return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
 
     def _step(self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         for reducer in self._reducers[replica]:
@@ -361,6 +377,10 @@ class SynchronousStrategy(Strategy):
             return True
         pairs = zip(communicators, everywhere, strict=True)
         return all(self._local.together([functools.partial(same_everywhere, *pair) for pair in pairs]))
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _average(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.law import cannot, law
 from tests.conformance.replicas import NO_COLLECTIVES, numbers, steps
-from tests.conformance.scenarios import contexts
+from tests.conformance.scenarios import contexts, forgotten
 from tests.conformance.scenarios.contexts import LENGTHS
 from tests.conformance.strategies import COLUMNS, ONE, PS_ASYNC, PS_SYNC, RING_2X2, SEVERAL_LOCAL, TPU, Column
 
@@ -36,6 +36,25 @@ def test_second_scope(column: Column, results: list[Any]) -> None:
         assert found["error"] == "ConfigurationError"
         assert found["name"] in found["text"] and "OneDeviceStrategy" in found["text"]
         assert found["still"] and found["outside"] == "none"
+
+
+@law("what trains in `run` without `prepare` is refused, with the line to write", forgotten.prepare)
+def test_forgotten_prepare(column: Column, results: list[Any]) -> None:
+    line = "model, optimizer = strategy.prepare(model, optimizer)"
+    said = {
+        "nothing": "built inside strategy.scope(), got a gradient inside strategy.run, and its model was not prepared",
+        "model": "SGD.step() inside strategy.run, and the optimizer was not prepared",
+        "by hand": "was not prepared",
+    }
+    for found in results:
+        assert not any(one["changed"] for one in found.values())
+        for name, text in said.items():
+            assert text in found[name]["said"] and line in found[name]["said"]
+        assert not found["frozen"]["said"]
+        if "late" in found:
+            assert "SGD steps with a parameter of shape [3]" in found["late"]["said"]
+        if "optimizer" in found:
+            assert "no prepared model has" in found["optimizer"]["said"]
 
 
 @law("`run` is in replica context; a scope, and the function of `merge_call`, are not", contexts.cross_or_replica)

@@ -51,6 +51,19 @@ def get_replica_context() -> ReplicaContext | None:
     return ReplicaContext(current_strategy())
 
 
+def running_strategy() -> Strategy | None:
+    """Whose step runs here; None outside of replicas."""
+    here = _here.get()
+    return here.strategy if isinstance(here, ReplicaContext) else None
+
+
+def strategy_of_scope() -> Strategy | None:
+    """The strategy of the scope that is open here, or the default; None in replicas."""
+    from stratagem.strategy.base import current_strategy
+
+    return current_strategy() if _here.get() is _Here.OUTSIDE else None
+
+
 def in_cross_replica_context() -> bool:
     """Whether code here runs for all replicas together; see :func:`get_replica_context`."""
     return get_replica_context() is None

@@ -1,0 +1,138 @@
+"""What was prepared, and an error for what trains inside ``run`` without (SEMANTICS.md, "Contexts and values")."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.context import running_strategy, strategy_of_scope
+
+
+class Prepared:
+    """Knows what ``prepare`` was given, as it is on every local replica, and refuses steps of anything else.
+
+    Torch tells of every step of an optimizer, and of every parameter that a module of the open scope is given.
+
+    Args:
+        has_nested: whether an optimizer that was not prepared may step with parameters of one that was: then it is a
+            part of that one.
+    """
+
+    def __init__(self, has_nested: bool = True) -> None:
+        self._has_nested = has_nested
+        self._parameters: dict[int, nn.Parameter] = {}
+        """By identity; kept, so that identities stay."""
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, Container[int]]] = {}
+        """By identity, and the parameters that it may change."""
+        self._optimized: set[int] = set()
+        self._created: list[weakref.ref[nn.Parameter]] = []
+        """In the scope, and neither prepared nor watched so far."""
+        self._is_running = False
+        _watch_torch()
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Parameters whose gradients the strategy sees to."""
+        self._parameters.update((id(parameter), parameter) for parameter in parameters)
+
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], fixed: bool = False
+    ) -> None:
+        """An optimizer that steps in this process, or in its stead on parameter servers.
+
+        Args:
+            optimizer: as it is on a replica.
+            parameters: of it.
+            fixed: whether it may never change others; else all that were prepared.
+        """
+        parameters = list(parameters)
+        self.add(parameters)
+        numbers = frozenset(map(id, parameters))
+        self._optimized |= numbers
+        self._optimizers[id(optimizer)] = optimizer, numbers if fixed else self._parameters
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around :meth:`Strategy.run`."""
+        waiting = []
+        for reference in self._created:
+            parameter = reference()
+            if parameter is None or id(parameter) in self._parameters:
+                continue
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._check_gradient)
+            else:
+                waiting.append(reference)
+        self._created, self._is_running = waiting, True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def created(self, parameter: nn.Parameter) -> None:
+        """A parameter was given to a module in the scope."""
+        self._created.append(weakref.ref(parameter))
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step in a replica.
+
+        Raises:
+            ConfigurationError: it was not prepared, or has parameters that were not.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        kind = type(optimizer).__name__
+        if id(optimizer) not in self._optimizers:
+            if self._has_nested and all(id(parameter) in self._optimized for parameter in parameters):
+                return
+            raise ConfigurationError(
+                f"{kind}.step() inside strategy.run, and the optimizer was not prepared: each replica would train by "
+                f"itself. {_LINE.capitalize()}"
+            )
+        foreign = [each for each in parameters if id(each) not in self._optimizers[id(optimizer)][1]]
+        if foreign:
+            raise ConfigurationError(
+                f"the optimizer {kind} steps with a parameter of shape {list(foreign[0].shape)} that it did not have "
+                "when it was prepared, and that no prepared model has: add it before strategy.prepare"
+            )
+
+    def _check_gradient(self, parameter: torch.Tensor) -> None:
+        if self._is_running and id(parameter) not in self._parameters:
+            parameter.grad = None
+            raise ConfigurationError(
+                f"a parameter of shape {list(parameter.shape)}, built inside strategy.scope(), got a gradient inside "
+                f"strategy.run, and its model was not prepared: each replica would train by itself. One that is not to "
+                f"be trained needs requires_grad_(False). Else {_LINE}"
+            )
+
+
+_LINE = (
+    "write, before the first step and outside of run, and use what it returns:\n"
+    "    model, optimizer = strategy.prepare(model, optimizer)"
+)
+
+
+@functools.cache
+def _watch_torch() -> None:
+    """Once a process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_module_parameter_registration_hook(_on_parameter)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    strategy = running_strategy()
+    if strategy is not None and strategy.prepared is not None:
+        strategy.prepared.check_step(optimizer)
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    strategy = strategy_of_scope()
+    if strategy is not None and strategy.prepared is not None:
+        strategy.prepared.created(parameter)
