@@ -67,7 +67,7 @@ class GradientPush:
         closes: closed units to report with the commit.
         meter: times what is exposed.
         tables: tables that the optimizer changes.
-        on_reconnect: called with the index of a ps that was connected to anew: it has forgotten what was staged.
+        recover: connects to a ps that was lost.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class GradientPush:
         policy: PushPolicy,
         closes: CloseReports,
         meter: StepMeter,
-        tables: Sequence[RemoteTable] = (),
-        on_reconnect: Callable[[int], None] = lambda ps: None,
+        tables: Sequence[RemoteTable],
+        recover: Callable[[PsClient], None],
     ) -> None:
         self.optimizer = optimizer
         self._tables = list(tables)
-        self._on_reconnect = on_reconnect
+        self._reconnect = recover
         self._parameters = list(parameters)
         self._variables = variables
         self._clients: Sequence[PsClient] = variables.clients
@@ -117,8 +117,7 @@ class GradientPush:
         rows = [table.gradient() for table in self._tables]
         if all(parameter.grad is None for parameter in self._parameters) and not any(rows):
             return False
-        if step_slice is not None and self._store_epochs != self._epochs_now():
-            raise RolledBack  # a ps was found changed when rows were asked for
+        self._check_stores(step_slice)  # a ps may have been found changed when rows were asked for
         scale, action = self._judge_own(step_slice is None)
         with self._meter.exposed(self._waiting_text(step_slice)):
             references = self._stage_all(step_slice)
@@ -301,18 +300,12 @@ class GradientPush:
             return None
 
     def _recover(self, ps: int, step_slice: StepSlice | None) -> None:
-        client = self._clients[ps]
-        store_epoch = client.store_epoch
-        logger.warning("lost the connection to %s; waiting for it", client.task)
-        client.connect()
-        self._on_reconnect(ps)
-        if client.store_epoch != store_epoch:
-            if step_slice is not None:
-                raise RolledBack
-            # A ps that found no checkpoint comes back empty: this worker's copies are the best values there are.
-            self._variables.attach(client, True)
-            for table in self._tables:
-                table.attach(client, True)
+        self._reconnect(self._clients[ps])
+        self._check_stores(step_slice)
+
+    def _check_stores(self, step_slice: StepSlice | None) -> None:
+        if step_slice is not None and self._store_epochs != self._epochs_now():
+            raise RolledBack
 
     # -- what a request says -----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from stratagem.worker.ps_client import PendingCall, PsClient
 from stratagem.worker.row_gradients import PendingRows, RowGradient
 from stratagem.worker.row_placement import Numbers, RowPlacement
 from stratagem.worker.step_meter import StepMeter
-from stratagem.worker.variables import INITIAL_WAIT_S
+from stratagem.worker.variables import INITIAL_WAIT_S, Attached
 
 PULL_BYTES = 32 << 20
 """Rows asked for at once; a larger pull takes turns."""
@@ -116,7 +116,7 @@ class RemoteTable:
             for client in waiting:
                 self.attach(client, link.is_lead())
 
-    def attach(self, client: PsClient, can_initialize: bool) -> None:
+    def attach(self, client: PsClient, can_initialize: bool) -> Attached:
         """Tells one ps which rows it holds; it makes their initial values, unless it has values."""
         link = self.link
         shards = [
@@ -130,17 +130,17 @@ class RemoteTable:
             )
             for shard in link.placement.on(client.index)
         ]
-        if shards:
-            dtype = to_wire_dtype(self.handle.dtype)
-            spec = ps_pb2.GroupSpec(
-                group=link.group,
-                optimizer=link.optimizer,
-                dtype=dtype,  # type: ignore[arg-type]  # an enum is an int on the wire
-                shards=shards,
-                rows=self._initial,
-            )
-            request = ps_pb2.CreateVariablesRequest(groups=[spec], can_initialize=can_initialize)
-            client.call("CreateVariables", request)
+        if not shards:
+            return Attached(0, 0)
+        spec = ps_pb2.GroupSpec(
+            group=link.group,
+            optimizer=link.optimizer,
+            dtype=to_wire_dtype(self.handle.dtype),  # type: ignore[arg-type]  # an enum is an int on the wire
+            shards=shards,
+            rows=self._initial,
+        )
+        request = ps_pb2.CreateVariablesRequest(groups=[spec], can_initialize=can_initialize)
+        return Attached.from_reply(request, client.call("CreateVariables", request))
 
     # -- rows --------------------------------------------------------------------------------------------------
 

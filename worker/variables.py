@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,22 @@ def send_values(client: PsClient, layout: Layout, source: WeightTargets, groups:
             client.lane.send(frame_pb2.VALUES, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
             num_frames += 1
     return ps_pb2.TransferRef(transfer=transfer, num_frames=num_frames)
+
+
+class Attached(NamedTuple):
+    """What came of an attempt to attach to the variables of one ps."""
+
+    num_given: int
+    """Variables that got their values from this process."""
+    num_lacking: int
+    """Groups that have none yet: another worker is to give them."""
+
+    @classmethod
+    def from_reply(cls, request: ps_pb2.CreateVariablesRequest, reply: ps_pb2.CreateVariablesReply) -> Attached:
+        """Of groups that this process was told to give values of it has done so."""
+        given = [group for group in request.groups if group.group in reply.initialize]
+        num_lacking = len(request.groups) - len({*reply.initialize, *reply.initialized})
+        return cls(sum(len(group.shards) for group in given), num_lacking)
 
 
 class RemoteVariables:
@@ -87,12 +104,13 @@ class RemoteVariables:
             for client in waiting:
                 self.attach(client, self._is_lead())
 
-    def attach(self, client: PsClient, can_initialize: bool) -> None:
+    def attach(self, client: PsClient, can_initialize: bool) -> Attached:
         """Tells one ps which shards it holds; assigns their values where this worker is asked to."""
         request = ps_pb2.CreateVariablesRequest(groups=self._specs(client.index), can_initialize=can_initialize)
         reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
         if reply.initialize:
             self.assign(client, list(reply.initialize))
+        return Attached.from_reply(request, reply)
 
     def assign(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps."""

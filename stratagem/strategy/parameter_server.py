@@ -160,7 +160,7 @@ class ParameterServerStrategy(Strategy):
                 self._closes,
                 self._runtime.meter,
                 member.tables,
-                self._groups.lost,
+                self._groups.recover,
             )
             self._pushes.append(push)
             parameters = [*member.parameters, *(table.handle for table in member.tables)]
@@ -262,12 +262,10 @@ class ParameterServerStrategy(Strategy):
         self._tracker.abandon()
         self._grants.clear()
         self._batches.clear()
-        for client in self._runtime.clients:
-            client.connect()
         for lease in self._runtime.leases:
             lease.forget()
         self._closes.clear()
-        self._groups.reattach()
+        self._groups.roll_back()
         for push in self._pushes:
             push.reattached()
         logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")

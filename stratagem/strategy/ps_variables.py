@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError, UnsupportedOptimizerError
+from stratagem.errors import (
+    ClusterTimeoutError,
+    ConfigurationError,
+    PeerUnavailableError,
+    StaleStoreError,
+    UnsupportedOptimizerError,
+)
 from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.worker.layout import Layout, VariableSpec
@@ -26,7 +33,9 @@ logger = logging.getLogger(__name__)
 
 GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on all workers
 MAX_TRIES = 5
-"""To create variables, while ps go away and come back."""
+"""To create variables, or to attach to them, while ps go away and come back."""
+RETRY_S = 0.05
+"""Until the next look whether another worker has given a ps its values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,8 @@ class VariableGroups:
         self._partitioner = partitioner
         self._on_backward = on_backward
         self._load_bytes = [0] * len(runtime.clients)
+        self._epochs = {client.index: client.store_epoch for client in runtime.clients}
+        """Of each ps: the store to which everything is attached."""
         self._all: list[RemoteVariables] = []
         self._staging: list[GradientStaging] = []
         self._tables: list[RemoteTable] = []
@@ -134,32 +145,32 @@ class VariableGroups:
             variables.forget()
         self.pull()
 
-    def reconnect(self) -> None:
-        """Connects to every ps anew, waits for those that are away, and gives one without values those of this process.
+    def recover(self, client: PsClient) -> None:
+        """Connects to a ps that was lost, waits for it if it is away, and attaches everything to it if it restarted.
+
+        What it has no values of (its checkpoint is older, or there is none) it takes from whoever comes first.
 
         Raises:
-            PeerUnavailableError: one does not come back in time.
+            PeerUnavailableError: it does not come back in time.
+            ClusterTimeoutError: another worker is to give it values, and does not.
         """
-        for client in self._runtime.clients:
-            self._recover(client)
+        logger.warning("lost the connection to %s; waiting for it", client.task)
+        self._connect(client)
 
-    def reattach(self) -> None:
+    def reconnect(self) -> None:
+        """Recovers every ps."""
+        for client in self._runtime.clients:
+            self.recover(client)
+
+    def roll_back(self) -> None:
         """After the ps went back to a checkpoint: forgets what was staged, takes their weights."""
         for staging in self._staging:
             staging.reset()
-        for variables in self._all:
-            for client in self._runtime.clients:
-                variables.attach(client, False)
         for table in self._tables:
             table.clear_gradient()
-            for client in self._runtime.clients:
-                table.attach(client, False)
+        for client in self._runtime.clients:
+            self._connect(client)
         self.pull()
-
-    def lost(self, ps: int) -> None:
-        """One ps has forgotten what was staged there: the connection to it is new."""
-        for staging in self._staging:
-            staging.lost(ps)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -169,18 +180,41 @@ class VariableGroups:
                 stack.enter_context(staging.paused())
             yield
 
-    def _recover(self, client: PsClient) -> None:
-        """Connects to a ps that was lost while rows or weights were asked for."""
-        store_epoch = client.store_epoch
-        logger.warning("lost the connection to %s; waiting for it", client.task)
-        client.connect()
-        self.lost(client.index)
-        if client.store_epoch != store_epoch:
-            # As after a lost commit: a ps that found no checkpoint takes the values of whoever comes first.
-            for variables in self._all:
-                variables.attach(client, True)
-            for table in self._tables:
-                table.attach(client, True)
+    def _connect(self, client: PsClient) -> None:
+        for tries_left in reversed(range(MAX_TRIES)):
+            client.connect()
+            try:
+                if client.store_epoch != self._epochs[client.index]:
+                    self._attach(client)
+                break
+            except (PeerUnavailableError, StaleStoreError):  # it went away meanwhile
+                if not tries_left:
+                    raise
+        for staging in self._staging:
+            staging.lost(client.index)
+
+    def _attach(self, client: PsClient) -> None:
+        deadline = time.monotonic() + self._runtime.config.start_timeout_s
+        everything: list[RemoteVariables | RemoteTable] = [*self._all, *self._tables]
+        for one in everything:
+            while True:
+                given, lacking = one.attach(client, True)
+                if given:
+                    logger.warning(
+                        "%s came back without %d variables that its checkpoint is too old for: they go on with this "
+                        "worker's values, and their optimizer's state begins anew",
+                        *(client.task, given),
+                    )
+                if not lacking:
+                    break
+                if time.monotonic() > deadline:
+                    raise ClusterTimeoutError(
+                        f"{client.task} came back without the values of {lacking} groups, and the worker that is to "
+                        f"give them did not within {self._runtime.config.start_timeout_s:.0f} s; look at its log"
+                    )
+                client.session.wait_stopped(RETRY_S)
+                client.session.raise_if_stopped()
+        self._epochs[client.index] = client.store_epoch
 
     def _add_table(self, table: RemoteTable, name: str, param_group: int, optimizer: str) -> None:
         clients = self._runtime.clients
@@ -198,7 +232,7 @@ class VariableGroups:
             is_lead=self._runtime.is_lead,
             may_assign=self._runtime.may_assign,
             on_backward=self._on_backward,
-            recover=self._recover,
+            recover=self.recover,
             timeout_s=self._runtime.config.start_timeout_s,
         )
         self._next_group += 1

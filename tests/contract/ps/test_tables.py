@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import pathlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy
 from stratagem.worker.ps_client import PsClient
 from stratagem.worker.step_meter import StepMeter
-from tests.unit.ps.driver import poll
+from tests.unit.ps.driver import CALL, CHIEF, poll
 
 torch.set_num_threads(1)
 
@@ -107,7 +108,7 @@ class Job:
             CloseReports(self.clients),
             StepMeter(),
             member.tables,
-            self.groups.lost,
+            self.groups.recover,
         )
 
     def num_updates(self) -> set[int]:
@@ -304,6 +305,45 @@ def test_a_ps_that_came_back_at_its_address_is_greeted_first(start: Callable[...
         client.call("PullWeights", ps_pb2.PullWeightsRequest())
     job.prepare(model, *optimizers)
     client.call("PullWeights", ps_pb2.PullWeightsRequest())
+
+
+def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
+    start: Callable[..., Job], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = start("grpc")
+    store = job.stores[0]
+    torch.manual_seed(1)
+    models = [nn.Linear(5, 4) for _ in range(3)]
+    for model in models[:2]:
+        job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    (tmp_path / "nonce").write_text("n")
+    store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
+    store.checkpoints.save_shards(5, str(tmp_path), "n")
+    store.checkpoints.release_commits(5)
+    job.prepare(models[2], torch.optim.SGD(models[2].parameters(), 0.1))
+    table, optimizers = build("SGD", Remote())
+    job.prepare(table, *optimizers)
+    held = {shelf.spec.group for shelf in store.state.shelves.values()}
+    before = models[2].weight.detach().clone()
+
+    store.state.close_lanes(PeerUnavailableError("it restarts"))
+    poll(lambda: not job.clients[0].is_connected and not store.state.senders.lanes())
+    store.checkpoints.restore_shards(str(tmp_path))
+    assert held - store.state.shelves.keys(), "the checkpoint is older than some variables"
+    for model in models:
+        model(torch.ones(2, 5)).sum().backward()
+    job.step()
+    backward(table, 1)
+    job.step()
+    assert store.state.shelves.keys() == held
+    gradient = models[2].weight.grad
+    assert gradient is not None
+    torch.testing.assert_close(models[2].weight, before - 0.2 * gradient)
+    store.checkpoints.restore_shards(str(tmp_path))  # as at staleness 0, where all ps go back together
+    job.groups.roll_back()
+    job.step()
+    assert store.state.shelves.keys() == held
+    assert "ps:0 came back without " in caplog.text and "its checkpoint is too old for" in caplog.text
 
 
 def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> None:
