@@ -81,7 +81,7 @@ class Counting:
         tallies = self._journal.history.tallies
         for delta in deltas:
             accepted = self._lending.epoch(delta.unit.dataset, delta.unit.epoch).accepted
-            if delta.unit.index in accepted and not tallies.counts(delta.unit):
+            if delta.unit.index in accepted and not tallies.counts(delta.tally.group, delta.unit):
                 self._keep(Delta(tallies.place(delta.tally), delta.unit, delta.data))
 
     # Evaluations

@@ -79,9 +79,9 @@ class Tallies:
             name = TallyName(name.group, name.ordinal + 1)
         return name
 
-    def counts(self, unit: Unit) -> bool:
-        """Whether something counted on a unit of training data is kept."""
-        return any(unit in deltas for deltas in self._open.values())
+    def counts(self, group: str, unit: Unit) -> bool:
+        """Whether something that a group counted on a unit of training data is kept."""
+        return any(unit in deltas for name, deltas in self._open.items() if name.group == group)
 
     def add(self, delta: Delta) -> bool:
         """Keeps a delta; False if there is one of the unit, or the tally is settled."""

@@ -41,7 +41,7 @@ class LeaseClient:
         self._ready: collections.deque[Grant] = collections.deque()
         self._unreported: dict[Unit, chief_pb2.Grant] = {}
         self._held: dict[Unit, chief_pb2.Grant] = {}
-        self._deltas: dict[Unit, chief_pb2.UnitDelta] = {}
+        self._deltas: dict[Unit, dict[str, chief_pb2.UnitDelta]] = {}
 
     def start_epoch(self, epoch: int) -> None:
         """The following calls are about this pass over the dataset."""
@@ -69,7 +69,8 @@ class LeaseClient:
 
     def count(self, unit: Unit, tally: chief_pb2.TallyName, data: bytes) -> None:
         """What was counted on a unit; the chief hears of it with its acceptance."""
-        self._deltas[unit] = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
+        delta = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
+        self._deltas.setdefault(unit, {})[tally.group] = delta
 
     def report(self) -> None:
         """Tells the chief what was accepted, without borrowing anything."""
@@ -78,7 +79,7 @@ class LeaseClient:
             self._reported()
 
     def _accepted(self) -> tuple[list[int], list[chief_pb2.UnitDelta]]:
-        deltas = [self._deltas[unit] for unit in self._unreported if unit in self._deltas]
+        deltas = [delta for unit in self._unreported for delta in self._deltas.get(unit, {}).values()]
         return [unit.index for unit in self._unreported], deltas
 
     def _reported(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -97,6 +98,10 @@ class Strategy:
         """Number of the first replica of this process among those in sync."""
         return 0 if self.communicator is None else self.communicator.rank * len(self.local_devices)
 
+    def has_examples(self, replica: int) -> bool:
+        """Whether a local replica has any of the batch of the step that runs."""
+        return True
+
     @property
     def parameter_device(self) -> torch.device | None:
         """Where the only copy of variables is; None: each replica has its own."""
@@ -145,7 +150,8 @@ class Strategy:
         """Connects models, optimizers and schedulers to the strategy, in place.
 
         Args:
-            objects: ``nn.Module``, ``torch.optim.Optimizer`` and scheduler objects.
+            objects: ``nn.Module``, ``torch.optim.Optimizer`` and scheduler objects; metrics of torchmetrics, which are
+                updated in the step and then computed and reset outside of it, for all replicas of all workers.
             gradients: "mean": each loss is a mean over the examples of its batch; replicas are weighted by their share
                 of the global batch. "sum": losses are divided by the global batch already; gradients are added. When a
                 worker under parameter servers at staleness 0 dies in a step, its examples come in a later step: a mean
@@ -170,11 +176,21 @@ class Strategy:
         for item in objects:
             if not isinstance(item, kinds):
                 raise ConfigurationError(
-                    f"prepare expects models, optimizers, schedulers and GradScalers, got {type(item).__name__}; "
-                    "loaders go to distribute_dataset"
+                    "prepare expects models, optimizers, schedulers, metrics and GradScalers, got "
+                    f"{type(item).__name__}; loaders go to distribute_dataset"
                 )
-        prepared = self._prepare(objects, Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile))
+        preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile)
+        others = [item for item in objects if not _is_metric(item)]
+        rest = iter(self._prepare(others, preparation) if others else ())
+        prepared = [self._prepare_metric(item) if _is_metric(item) else next(rest) for item in objects]
         return prepared[0] if len(objects) == 1 else tuple(prepared)
+
+    def _prepare_metric(self, metric: Any) -> Any:
+        """Connects a metric or a collection of torchmetrics to the strategy, in place."""
+        from stratagem.strategy.prepared_metric import PreparedMetric, prepare_metric
+
+        prepare_metric(metric, self, lambda one: PreparedMetric(one, self))
+        return metric
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
         """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""
@@ -340,6 +356,12 @@ _default = _pass_through
 def current_strategy() -> Strategy:
     """The strategy of the open scope; outside any scope what :func:`set_strategy` was given, or the pass-through."""
     return _current.get() or _default
+
+
+def _is_metric(item: Any) -> bool:
+    """Whether it is of torchmetrics, which is loaded then."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(item, torchmetrics.Metric | torchmetrics.MetricCollection)
 
 
 def get_strategy() -> Strategy:

@@ -97,6 +97,7 @@ class ParameterServerStrategy(Strategy):
         self._num_datasets = 0
         self._units: list[LeasedUnits] = []
         self._listener: UnitListener | None = None
+        self._metrics: list[UnitListener] = []
         self.counts = SharedCounts(self._runtime.chief)
         """What workers count and decide together."""
         self._grants: list[Grant] = []
@@ -171,6 +172,14 @@ class ParameterServerStrategy(Strategy):
             if isinstance(item, LRScheduler):
                 self._pace(item)
         return objects
+
+    def _prepare_metric(self, metric: Any) -> Any:
+        from stratagem.strategy.prepared_metric import prepare_metric
+        from stratagem.strategy.ps_metrics import CountedMetric
+
+        made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self))]
+        self._metrics += made
+        return metric
 
     def _pace(self, scheduler: LRScheduler) -> None:
         pushes = [push for push in self._pushes if push.optimizer is scheduler.optimizer]
@@ -301,7 +310,7 @@ class ParameterServerStrategy(Strategy):
             self._pull_all,
             self._groups.pull,
             self._begin,
-            lambda: self._listener,
+            lambda: self._metrics if self._listener is None else [self._listener, *self._metrics],
         )
         self._units.append(source_of_units)
         return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from stratagem.cluster.units import Plan, Unit
@@ -33,8 +33,8 @@ class UnitListener(Protocol):
     def begin_unit(self) -> None:
         """The script is about to get the batch of a unit."""
 
-    def collect(self) -> Counted:
-        """What was counted since."""
+    def collect(self) -> Counted | None:
+        """What was counted since, if anything."""
 
     def flush(self) -> None:
         """There is no further batch now, perhaps never: a step with what was accumulated is due."""
@@ -52,7 +52,7 @@ class LeasedUnits:
         pull: takes newer weights from the ps, and waits for one that restarts.
         catch_up: takes the weights of a step that this worker missed (staleness 0).
         on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
-        listener: gives who hears of units.
+        listeners: gives those who hear of units.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LeasedUnits:
         pull: Callable[[], None],
         catch_up: Callable[[], None],
         on_begin: Callable[[Grant | None, Any], None],
-        listener: Callable[[], UnitListener | None],
+        listeners: Callable[[], Sequence[UnitListener]],
     ) -> None:
         self._plan = plan
         self._bounded = 0 < plan.staleness < math.inf
@@ -76,7 +76,7 @@ class LeasedUnits:
         self._pull = pull
         self._catch_up = catch_up
         self._on_begin = on_begin
-        self._listener = listener
+        self._listeners = listeners
         self._clock = 0
         self._uncounted: Unit | None = None
         self.is_read = False
@@ -93,7 +93,7 @@ class LeasedUnits:
         grant = self._lease.next(wait=False)
         if grant is not None or not wait:
             return grant
-        if (listener := self._listener()) is not None:
+        for listener in self._listeners():
             listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
         self._close(self._tracker.end())
@@ -114,8 +114,8 @@ class LeasedUnits:
                 self._catch_up()
         self._tracker.take(grant.unit)
         self._on_begin(grant, batch)
-        if (listener := self._listener()) is not None:
-            self._uncounted = grant.unit
+        self._uncounted = grant.unit
+        for listener in self._listeners():
             listener.begin_unit()
 
     def finish(self) -> None:
@@ -145,16 +145,21 @@ class LeasedUnits:
         # The script left its loop, or failed: a unit it was working on goes back. If it had stepped, the next
         # worker's update is recognised as a duplicate.
         self._tracker.abandon()
+        if self._uncounted is not None:
+            self._uncounted = None
+            for listener in self._listeners():
+                listener.collect()
         with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
             self._lease.leave()
 
     def _count(self) -> None:
         unit, self._uncounted = self._uncounted, None
-        listener = self._listener()
-        if unit is not None and listener is not None:
-            counted = listener.collect()
-            tally = chief_pb2.TallyName(group=counted.group, ordinal=counted.ordinal)
-            self._lease.count(unit, tally, counted.data)
+        if unit is None:
+            return
+        for listener in self._listeners():
+            if (counted := listener.collect()) is not None:
+                tally = chief_pb2.TallyName(group=counted.group, ordinal=counted.ordinal)
+                self._lease.count(unit, tally, counted.data)
 
     def _close(self, closed: list[Unit]) -> None:
         self._closes.add(closed)

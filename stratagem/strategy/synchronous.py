@@ -109,6 +109,9 @@ class SynchronousStrategy(Strategy):
     def local_devices(self) -> tuple[torch.device, ...]:
         return self._local.devices
 
+    def has_examples(self, replica: int) -> bool:
+        return not self._shares.is_empty(replica)
+
     # -- preparing ---------------------------------------------------------------------------------------------
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stratagem.strategy.metric_states import pack, unpack
 from stratagem.training.callbacks.base import Callback
-from stratagem.training.metric_states import pack, unpack
 from stratagem.training.tally import Tally
 
 

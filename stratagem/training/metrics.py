@@ -10,7 +10,8 @@ import torch
 import torchmetrics
 
 from stratagem.errors import ConfigurationError
-from stratagem.training.metric_states import States
+from stratagem.strategy.metric_states import States
+from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Metrics = Sequence[str | torchmetrics.Metric | torchmetrics.MetricCollection] | Mapping[str, str | torchmetrics.Metric]
@@ -76,10 +77,7 @@ class OfTorchmetrics:
     """
 
     def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
-        self._metric = metric.clone().to(device)
-        for part in _parts(self._metric).values():
-            part.sync_on_compute = False  # torch.distributed, if somebody uses it, has nothing to do with it
-        self._metric.reset()
+        self._metric = empty_copy(metric, device)
 
     def update(self, outputs: Any, targets: Any) -> None:
         """See :class:`Metric`."""
@@ -91,22 +89,11 @@ class OfTorchmetrics:
 
     def states(self) -> States:
         """See :class:`Metric`."""
-        found: States = {}
-        for path, part in _parts(self._metric).items():
-            for name in part._defaults:
-                value = getattr(part, name)
-                found[f"{path}/{name}"] = value if isinstance(value, torch.Tensor) else [*value]
-            found[f"{path}/updates"] = torch.tensor(part._update_count)
-        return found
+        return states_of(self._metric)
 
     def compute(self, parts: Sequence[States]) -> dict[str, float]:
         """See :class:`Metric`."""
-        twin = self._metric.clone().cpu()
-        for path, part in _parts(twin).items():
-            for name, reduction in part._reductions.items():
-                setattr(part, name, _merged([states[f"{path}/{name}"] for states in parts], reduction))
-            part._update_count = sum(int(cast(torch.Tensor, states[f"{path}/updates"])) for states in parts)
-            part._computed = None
+        twin = merged(self._metric, parts)
         if not twin._update_count:
             return {"": float("nan")}
         value: Any = twin.compute()
@@ -157,23 +144,6 @@ def _made(key: str | None, item: Any, device: torch.device, takes_probabilities:
 
 def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-def _parts(metric: torchmetrics.Metric) -> dict[str, torchmetrics.Metric]:
-    """The metric and those inside it, by their paths."""
-    return {path: part for path, part in metric.named_modules() if isinstance(part, torchmetrics.Metric)}
-
-
-def _merged(values: Sequence[torch.Tensor | list[torch.Tensor]], reduction: Any) -> Any:
-    """One state of several replicas, as torchmetrics would have gathered it."""
-    if any(isinstance(value, list) for value in values):
-        rows = [row for value in values for row in (value if isinstance(value, list) else [value])]
-        if reduction is None or not rows:
-            return rows
-        merged = reduction(rows)
-        return merged if isinstance(merged, list) else [merged]
-    stacked = torch.stack([cast(torch.Tensor, value) for value in values])
-    return stacked if reduction is None else reduction(stacked)
 
 
 # -- by name -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from stratagem.strategy.base import Strategy
-from stratagem.training.metric_states import States, states_of_all
+from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.training.metrics import Metric
 
 

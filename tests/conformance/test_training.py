@@ -206,6 +206,21 @@ def test_paced(column: Column, results: list[dict[str, Any]]) -> None:
     assert not shares or max(own) < 40
 
 
+@law("metrics of torchmetrics, updated in the step and computed over all replicas", training.measured)
+def test_measured(column: Column, results: list[list[list[Any]]]) -> None:
+    mean, auroc, several = training.metrics()
+    expected = [
+        mean(training.SCORES).item(),
+        auroc(training.SCORES, training.LABELS).tolist(),
+        {name: value.item() for name, value in several(training.SCORES, training.LABELS).items()},
+    ]
+    for of_worker in results:
+        for of_epoch in of_worker:
+            assert _plain(of_epoch[0]) == pytest.approx(expected[0], abs=1e-6)
+            assert _plain(of_epoch[1]) == pytest.approx(expected[1], abs=1e-6)
+            assert {name: _plain(value) for name, value in of_epoch[2].items()} == pytest.approx(expected[2], abs=1e-6)
+
+
 @law(
     '`gradients="sum"` with `compute_average_loss` and `scale_regularization_loss`',
     training.gradients_sum,
@@ -332,3 +347,8 @@ def test_the_reference_in_slices_is_one_process_where_slices_do_not_matter() -> 
 def test_the_comparison_sees_a_difference() -> None:
     with pytest.raises(AssertionError, match="a: "):
         close({"a": [1.0]}, {"a": [1.00001]})
+
+
+def _plain(value: Any) -> Any:
+    """Workers are in this process, or their results come as JSON."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -16,6 +16,7 @@ from torch import nn
 from stratagem.data.nested import map_leaves, num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.metric_states import States
 from stratagem.training.checkpoint_catalog import check
 from stratagem.training.checkpoint_reading import describe, kind_and_state, read_states
 from stratagem.training.estimator.inputs import Input, sample, split
@@ -24,7 +25,6 @@ from stratagem.training.estimator.objects import ModelObjects, giving
 from stratagem.training.estimator.spec import EstimatorSpec, MetricValue, ModeKeys
 from stratagem.training.fit_batches import sample_of
 from stratagem.training.fit_sources import devices_of, for_evaluation, for_prediction
-from stratagem.training.metric_states import States
 from stratagem.training.metrics import Mean, Metric, metrics_of
 from stratagem.training.tally import StepResult, Tally
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -345,6 +346,48 @@ def paced(strategy: sg.Strategy) -> dict[str, Any]:
                 counts.agree(group, epoch, 0)  # nobody takes the whole epoch
         by_epoch.step()
     return {"own": own, "places": [by_step.last_epoch, by_epoch.last_epoch], "rates": rates_of([sgd, momentum])}
+
+
+SCORES = normal(22, 3, seed=21)
+"""What is measured: no model changes it, so that workers may go each at its own pace."""
+LABELS = integers(3, 22, seed=22)
+
+
+def metrics() -> list[Any]:
+    """Of sums, of everything that was seen, and several in one."""
+    several = [torchmetrics.Accuracy("multiclass", num_classes=3), torchmetrics.F1Score("multiclass", num_classes=3)]
+    return [
+        torchmetrics.MeanMetric(),
+        torchmetrics.AUROC("multiclass", num_classes=3, average="none"),
+        torchmetrics.MetricCollection(several),
+    ]
+
+
+def measured(strategy: sg.Strategy) -> list[list[Any]]:
+    """What prepared metrics compute after each of two epochs; they are reset between them."""
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model, optimizer, *prepared = strategy.prepare(model, optimizer, *metrics())
+    data = TensorDataset(*rows(22), SCORES, LABELS)
+    dataset = strategy.distribute_dataset(DataLoader(data, batch_size=7, shuffle=True))
+
+    def step(batch: Batch) -> None:
+        inputs, targets, scores, labels = batch
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        prepared[0].update(scores)
+        for metric in prepared[1:]:
+            metric.update(scores, labels)
+
+    found: list[list[Any]] = []
+    for _ in range(2):
+        for metric in prepared:
+            metric.reset()
+        for batch in dataset:
+            strategy.run(step, args=(batch,))
+        found.append([metric.compute() for metric in prepared])
+    return found
 
 
 def sum_workload() -> Workload:

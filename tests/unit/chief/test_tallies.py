@@ -22,7 +22,7 @@ def test_the_first_delta_of_a_unit_stays() -> None:
     assert not book.add(Delta(FIT, unit(1), b"another"))
     assert book.add(Delta(FIT, unit(0), b"zero"))
     assert book.page(FIT, 0, 100) == tallies.Page((b"zero", b"one"))
-    assert book.counts(unit(1)) and not book.counts(unit(2))
+    assert book.counts("fit 1", unit(1)) and not book.counts("fit 1", unit(2))
 
 
 def test_pages_hold_at_least_one_delta() -> None:
@@ -39,7 +39,7 @@ def test_what_was_settled_first_stands_and_what_comes_late_counts_in_the_next() 
     book.add(Delta(FIT, unit(0), b"zero"))
     book.settle(FIT, (("loss", 1.5),))
     book.settle(FIT, (("loss", 2.5),))
-    assert book.page(FIT, 0, 100).logs == (("loss", 1.5),) and not book.counts(unit(0))
+    assert book.page(FIT, 0, 100).logs == (("loss", 1.5),) and not book.counts("fit 1", unit(0))
     assert not book.add(Delta(FIT, unit(1), b"late"))
     assert book.place(FIT) == TallyName("fit 1", 1)
     assert book.place(TallyName("fit 2", 0)) == TallyName("fit 2", 0)

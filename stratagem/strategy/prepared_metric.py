@@ -1,0 +1,133 @@
+"""A prepared metric of torchmetrics: it is updated by each replica in its step, and read for all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchmetrics
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.metric_states import States, states_of_all
+from stratagem.strategy.replicas.context import get_replica_context
+from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
+
+if TYPE_CHECKING:
+    from stratagem.strategy.base import Strategy
+
+
+class PreparedMetric:
+    """What replicas count, each in a metric of its own.
+
+    Args:
+        metric: the user's, of which each replica gets an empty copy.
+        strategy: whose replicas. Those of several workers run in step: every worker computes.
+    """
+
+    def __init__(self, metric: torchmetrics.Metric, strategy: Strategy) -> None:
+        self.name = type(metric).__name__
+        self.strategy = strategy
+        self._copies = [empty_copy(metric, device) for device in strategy.local_devices]
+
+    def own(self) -> torchmetrics.Metric | None:
+        """The metric of the replica that asks, outside of replicas that of the first; None: its batch is empty."""
+        context = get_replica_context()
+        if context is None or context.strategy is not self.strategy:
+            return self._copies[0]
+        replica = context.replica_id_in_sync_group - self.strategy.first_replica_id
+        return self._copies[replica] if self.strategy.has_examples(replica) else None
+
+    def compute(self) -> Any:
+        """The value over all replicas of all workers since the last reset."""
+        self._check_outside("compute")
+        return self._computed(states_of_all(self.strategy, [states_of(own) for own in self._copies]))
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        self._check_outside("reset")
+        for own in self._copies:
+            own.reset()
+
+    def _computed(self, parts: Sequence[States]) -> Any:
+        return _to(self._copies[0].device, merged(self._copies[0], parts).compute())
+
+    def _check_outside(self, verb: str) -> None:
+        context = get_replica_context()
+        if context is not None and context.strategy is self.strategy:
+            raise ConfigurationError(
+                f"{self.name}.{verb}() of a prepared metric is about all replicas: call it outside of strategy.run, on "
+                "every worker; in a step there is update()"
+            )
+
+
+def install(metric: torchmetrics.Metric, prepared: PreparedMetric) -> None:
+    """Makes a metric the name of a prepared one, in place. Copies and pickles of it are plain metrics."""
+    kind: Any = type(metric)
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        own = prepared.own()
+        if own is not None:
+            own.update(*args, **kwargs)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = prepared.own()
+        return None if own is None else own(*args, **kwargs)
+
+    body: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "prepared": prepared,
+        "update": update,
+        "forward": forward,
+        "compute": lambda self: prepared.compute(),
+        "reset": lambda self: prepared.reset(),
+        "__deepcopy__": lambda self, memo: copy.deepcopy(prepared._copies[0], memo),
+        "__reduce_ex__": lambda self, protocol: (_itself, (prepared._copies[0],)),
+    }
+    for name in ("update", "compute"):
+        metric.__dict__.pop(name, None)  # torchmetrics puts its own around them, for one process
+    metric.__class__ = type(kind.__name__, (kind,), body)
+
+
+def prepare_metric(
+    metric: torchmetrics.Metric | torchmetrics.MetricCollection,
+    strategy: Strategy,
+    make: Callable[[torchmetrics.Metric], PreparedMetric],
+) -> list[PreparedMetric]:
+    """Connects a metric or a collection to a strategy, in place. Returns what was made for it.
+
+    Args:
+        metric: one that is prepared already is left as it is.
+        strategy: whose replicas update it.
+        make: what counts in its stead.
+
+    Raises:
+        ConfigurationError: another strategy has it.
+    """
+    if isinstance(metric, torchmetrics.MetricCollection):
+        metric._enable_compute_groups = False  # each of its metrics has its own states
+        return [made for one in metric.values(copy_state=False) for made in prepare_metric(one, strategy, make)]
+    before: PreparedMetric | None = getattr(type(metric), "prepared", None)
+    if before is None:
+        prepared = make(metric)
+        install(metric, prepared)
+        return [prepared]
+    if before.strategy is not strategy:
+        raise ConfigurationError(
+            f"{before.name} is prepared for {type(before.strategy).__name__}; give {type(strategy).__name__} a new one"
+        )
+    return []
+
+
+def _itself(metric: torchmetrics.Metric) -> torchmetrics.Metric:
+    return metric
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _to(device, item) for key, item in value.items()}
+    return type(value)(_to(device, item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,161 @@
+"""Prepared metrics under parameter servers: what is counted on a unit travels with its acceptance.
+
+The chief keeps it until a worker resets the metric; that worker then says what came of it, for those who ask later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchmetrics
+
+from stratagem.cluster.units import MAX_DELTA_BYTES
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.metric_states import from_bytes, to_bytes
+from stratagem.strategy.prepared_metric import PreparedMetric
+from stratagem.strategy.ps_units import Counted
+from stratagem.strategy.torchmetrics_states import num_updates, states_of
+
+if TYPE_CHECKING:
+    from stratagem.strategy.parameter_server import ParameterServerStrategy
+
+MAX_NUMBERS = 4096
+"""In the value of a metric that is kept after the metric was reset."""
+
+
+class CountedMetric(PreparedMetric):
+    """Implements :class:`~stratagem.strategy.ps_units.UnitListener`: each unit counts once, whatever dies.
+
+    The value is of the units that the chief has: of all, once a loop over a dataset is over. Workers that reset the
+    metric begin another count; who is slower reads the value that the first of them had.
+    """
+
+    strategy: ParameterServerStrategy
+
+    def __init__(self, metric: torchmetrics.Metric, strategy: ParameterServerStrategy) -> None:
+        super().__init__(metric, strategy)
+        self._group = strategy.counts.new_group("metric")
+        self._ordinal = 0
+        self._in_unit = False
+        self._newest: Any = None
+
+    def own(self) -> torchmetrics.Metric:
+        """See :class:`PreparedMetric`.
+
+        Raises:
+            ConfigurationError: there is no batch that could count.
+        """
+        if not self._in_unit:
+            raise ConfigurationError(
+                f"{self.name}.update() under parameter servers counts for the batch that the script has from "
+                "strategy.distribute_dataset(loader), and it has none now: update inside the loop over the dataset"
+            )
+        return self._copies[0]
+
+    def compute(self) -> Any:
+        """See :class:`PreparedMetric`."""
+        self._check_outside("compute")
+        found = self.strategy.counts.deltas(self._group, self._ordinal)
+        if isinstance(found, Mapping):
+            return value_from(self.name, found) if found else self._computed([])
+        self._newest = self._computed([from_bytes(data) for data in found])
+        return self._newest
+
+    def reset(self) -> None:
+        """See :class:`PreparedMetric`."""
+        self._check_outside("reset")
+        counts = self.strategy.counts
+        if counts.logs(self._group, self._ordinal) is None:
+            if self._newest is None and counts.deltas(self._group, self._ordinal):
+                self.compute()
+            value = {} if self._newest is None else numbers_of(self._newest)
+            counts.settle(self._group, self._ordinal, value)
+        self._ordinal += 1
+        self._newest = None
+
+    # UnitListener
+
+    def begin_unit(self) -> None:
+        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        self._copies[0].reset()
+        self._in_unit = True
+
+    def collect(self) -> Counted | None:
+        """See :class:`~stratagem.strategy.ps_units.UnitListener`.
+
+        Raises:
+            ConfigurationError: it is too much to travel.
+        """
+        self._in_unit = False
+        if not num_updates(self._copies[0]):
+            return None
+        data = to_bytes(states_of(self._copies[0]))
+        if len(data) > MAX_DELTA_BYTES:
+            raise ConfigurationError(
+                f"{self.name} keeps {len(data)} bytes of one batch, and {MAX_DELTA_BYTES} can travel to the chief: use "
+                "smaller batches, or a metric that keeps sums and not every output (thresholds= of torchmetrics)"
+            )
+        return Counted(self._group, self._ordinal, data)
+
+    def flush(self) -> None:
+        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+
+
+def numbers_of(value: Any) -> dict[str, float]:
+    """The value of a metric (tensors and numbers in dicts and sequences) as named numbers."""
+    numbers: dict[str, float] = {}
+    for path, leaf in _leaves(value, ()):
+        tensor = torch.as_tensor(leaf)
+        head = [list(path), list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+        flat = enumerate(tensor.flatten().tolist())
+        numbers.update((json.dumps([*head, index]), float(number)) for index, number in flat)
+        if len(numbers) > MAX_NUMBERS:
+            return {json.dumps(None): float(len(numbers))}
+    return numbers
+
+
+def value_from(name: str, numbers: Mapping[str, float]) -> Any:
+    """The reverse of :func:`numbers_of`; sequences come back as lists.
+
+    Raises:
+        ConfigurationError: there were too many.
+    """
+    decoded = [(json.loads(key), number) for key, number in numbers.items()]
+    if decoded[0][0] is None:
+        raise ConfigurationError(
+            f"another worker has reset {name} since, whose value has more than {MAX_NUMBERS} numbers, too many to be "
+            "kept: let every worker compute() before any goes on, or keep it for the lead"
+        )
+    value: Any = {}
+    for head, group in itertools.groupby(decoded, lambda item: item[0][:3]):
+        path, shape, dtype = head
+        tensor = torch.tensor([number for _, number in group], dtype=getattr(torch, dtype)).reshape(shape)
+        if not path:
+            return tensor
+        at = value
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = tensor
+    return _with_lists(value)
+
+
+def _leaves(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, str(key)))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    return list(items.values()) if all(isinstance(key, int) for key in items) else items
