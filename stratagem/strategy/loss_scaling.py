@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import current_strategy
+from stratagem.strategy.base import Preparation, current_strategy
+
+_divided: set[int] = set()
+"""Backwards that have come through a loss of this module, by torch's number of them, while they run."""
 
 
 def compute_average_loss(
@@ -13,7 +18,8 @@ def compute_average_loss(
 ) -> torch.Tensor:
     """The sum of a replica's losses over the size of the GLOBAL batch: for ``prepare(gradients="sum")``.
 
-    The sum of it over all replicas is the mean over the global batch.
+    The sum of it over all replicas is the mean over the global batch. Under ``gradients="mean"``, where replicas are
+    weighted by their share once more, its ``backward()`` is an error with several replicas.
 
     Args:
         per_example_loss: one for each example, any shape.
@@ -32,13 +38,43 @@ def compute_average_loss(
         global_batch_size = per_example_loss.shape[0] * current_strategy().num_replicas_in_sync
     if global_batch_size <= 0:
         raise ConfigurationError(f"expected a global batch size above 0, got {global_batch_size!r}")
-    return per_example_loss.sum() / global_batch_size
+    return _watched(per_example_loss.sum() / global_batch_size)
 
 
 def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor:
     """A loss that does not depend on examples, over the replicas in sync: all replicas add it, so it counts once.
 
+    For ``prepare(gradients="sum")``, as :func:`compute_average_loss`.
+
     Args:
         regularization_loss: a scalar, or several, which are added up.
     """
-    return regularization_loss.sum() / current_strategy().num_replicas_in_sync
+    return _watched(regularization_loss.sum() / current_strategy().num_replicas_in_sync)
+
+
+def refuse_divided(preparation: Preparation) -> None:
+    """Called in a backward that reaches prepared parameters.
+
+    Raises:
+        ConfigurationError: the loss was divided by all replicas, and so would its gradient be.
+    """
+    if preparation.gradients == "mean" and torch._C._current_graph_task_id() in _divided:
+        raise ConfigurationError(
+            "a loss of compute_average_loss or scale_regularization_loss is divided by the global batch, or by the "
+            'replicas, already, and gradients="mean" (the default of prepare) weights each replica by its share of the '
+            'batch once more. Prepare with strategy.prepare(model, optimizer, gradients="sum"), or give the mean of '
+            "the replica's own examples, loss.mean(), and penalties undivided"
+        )
+
+
+def _watched(loss: torch.Tensor) -> torch.Tensor:
+    if loss.requires_grad and current_strategy().num_replicas_in_sync > 1:
+        loss.register_hook(_in_backward)
+    return loss
+
+
+def _in_backward(_: torch.Tensor) -> None:
+    task = torch._C._current_graph_task_id()
+    if task not in _divided:
+        _divided.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_divided.discard, task))

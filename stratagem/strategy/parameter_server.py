@@ -25,6 +25,7 @@ from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStor
 from stratagem.strategy import roles
 from stratagem.strategy.base import Preparation, Strategy
 from stratagem.strategy.devices import default_device, parse_device
+from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps_counts import SharedCounts
@@ -91,7 +92,7 @@ class ParameterServerStrategy(Strategy):
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
         self._closes = CloseReports(self._runtime.clients)
-        self._groups = VariableGroups(self._runtime, variable_partitioner, self._tracker.backward)
+        self._groups = VariableGroups(self._runtime, variable_partitioner)
         self._pushes: list[GradientPush] = []
         self.prepared: Prepared = Prepared(has_nested=False)
         self._num_datasets = 0
@@ -151,7 +152,12 @@ class ParameterServerStrategy(Strategy):
             _refuse_sparse(model)
             model.to(self.device)
         preparation.compile(models)
-        for member in self._groups.create(models, optimizers):
+
+        def on_backward() -> None:
+            refuse_divided(preparation)
+            self._tracker.backward()
+
+        for member in self._groups.create(models, optimizers, on_backward):
             push = GradientPush(
                 member.optimizer,
                 member.parameters,

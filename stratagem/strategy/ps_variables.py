@@ -56,15 +56,11 @@ class VariableGroups:
     Args:
         runtime: the connections.
         partitioner: cuts variables; None: each lies whole on one ps.
-        on_backward: called whenever a gradient was accumulated.
     """
 
-    def __init__(
-        self, runtime: WorkerRuntime, partitioner: Partitioner | None, on_backward: Callable[[], None]
-    ) -> None:
+    def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None) -> None:
         self._runtime = runtime
         self._partitioner = partitioner
-        self._on_backward = on_backward
         self._load_bytes = [0] * len(runtime.clients)
         self._epochs = {client.index: client.store_epoch for client in runtime.clients}
         """Of each ps: the store to which everything is attached."""
@@ -75,9 +71,18 @@ class VariableGroups:
         self._next_group = 0
 
     def create(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        on_backward: Callable[[], None],
     ) -> list[OptimizedVariables]:
-        """Creates or attaches to the variables of ``models``; returns those that each optimizer changes."""
+        """Creates or attaches to the variables of ``models``; returns those that each optimizer changes.
+
+        Args:
+            models: whose variables they are.
+            optimizers: of parameters of theirs.
+            on_backward: called in a backward whenever a gradient was accumulated.
+        """
         names = self._names(models)
         every = {id(table.handle): table for model in models for table in tables_of(model)}
         optimized: list[OptimizedVariables] = []
@@ -89,7 +94,7 @@ class VariableGroups:
             for handle, group in pairs:
                 if id(handle) in every:
                     check_for_rows(type(optimizer).__name__, optimizer.param_groups[group])
-                    self._add_table(every[id(handle)], names[id(handle)], group, type(optimizer).__name__)
+                    self._add_table(every[id(handle)], names[id(handle)], group, type(optimizer).__name__, on_backward)
             parameters = [parameter for parameter, _ in pairs if id(parameter) not in every]
             groups = [group for parameter, group in pairs if id(parameter) not in every]
             variables = self._add(
@@ -98,7 +103,7 @@ class VariableGroups:
                 groups,
                 type(optimizer).__name__,
             )
-            staging = GradientStaging(variables.clients, variables.layout, parameters, self._on_backward, tables)
+            staging = GradientStaging(variables.clients, variables.layout, parameters, on_backward, tables)
             self._staging.append(staging)
             OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.may_assign)
             if tables:
@@ -106,7 +111,7 @@ class VariableGroups:
             optimized.append(OptimizedVariables(optimizer, parameters, tables, variables, staging))
         for identity, table in every.items():
             if identity not in taken:
-                self._add_table(table, names[identity], 0, "")
+                self._add_table(table, names[identity], 0, "", on_backward)
                 taken.add(identity)
         rest = [
             (names[id(tensor)], tensor)
@@ -216,7 +221,9 @@ class VariableGroups:
                 client.session.raise_if_stopped()
         self._epochs[client.index] = client.store_epoch
 
-    def _add_table(self, table: RemoteTable, name: str, param_group: int, optimizer: str) -> None:
+    def _add_table(
+        self, table: RemoteTable, name: str, param_group: int, optimizer: str, on_backward: Callable[[], None]
+    ) -> None:
         clients = self._runtime.clients
         shape, dtype = (table.num_rows, table.width), table.handle.dtype
         (rows,) = place([(shape, dtype)], self._partitioner or FixedShardsPartitioner(len(clients)), self._load_bytes)
@@ -231,7 +238,7 @@ class VariableGroups:
             meter=self._runtime.meter,
             is_lead=self._runtime.is_lead,
             may_assign=self._runtime.may_assign,
-            on_backward=self._on_backward,
+            on_backward=on_backward,
             recover=self.recover,
             timeout_s=self._runtime.config.start_timeout_s,
         )

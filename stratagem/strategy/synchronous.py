@@ -20,6 +20,7 @@ from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Preparation, Strategy
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.guard import guard
+from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, default_cross_device_ops
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
@@ -211,6 +212,7 @@ class SynchronousStrategy(Strategy):
         here = self._local.which()
         if here is not None and here != replica:
             raise foreign("called backward() on a loss", here, replica)
+        refuse_divided(preparation)
         return self._shares.weight(replica, preparation.gradients)
 
     def _skipped(self, replica: int) -> None:

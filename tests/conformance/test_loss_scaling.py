@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.conformance import reasons
 from tests.conformance.law import cannot, law
 from tests.conformance.replicas import LOCAL_GRADIENTS, NO_COLLECTIVES, steps
 from tests.conformance.scenarios import scaling
-from tests.conformance.strategies import PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
+from tests.conformance.strategies import ONE, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
 
 
 def check_weights(column: Column, results: list[Any], expected: list[float]) -> None:
@@ -76,6 +77,19 @@ def test_own_denominator(column: Column, results: list[Any]) -> None:
 @law('`gradients="sum"` with `compute_average_loss`: gradients are summed', scaling.sum_of_losses)
 def test_sum(column: Column, results: list[Any]) -> None:
     check_weights(column, results, [-3.0, -3.0 - 6 / 5])
+
+
+@law(
+    '`compute_average_loss` and `scale_regularization_loss` under `gradients="mean"`: refused, with the way out',
+    scaling.divided_twice,
+    without=cannot([ONE, PS_ASYNC], reasons.ONE_IN_SYNC),
+)
+def test_divided_twice(column: Column, results: list[Any]) -> None:
+    for found in results:
+        for name in ("average", "penalty"):
+            assert "divided by the global batch" in found[name] and 'gradients="sum"' in found[name]
+            assert "loss.mean()" in found[name]
+        assert found["printed"] == pytest.approx(-9.0, rel=1e-6)
 
 
 @law(

@@ -16,7 +16,7 @@ import stratagem as sg
 from stratagem.errors import NonFiniteGradientError
 from tests.conformance.law import runs_late
 from tests.conformance.scenarios.contexts import number
-from tests.conformance.scenarios.refusals import refusal
+from tests.conformance.scenarios.refusals import refusal, said
 
 BATCH_SIZE = 5
 Loss = Callable[[sg.Strategy, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -100,6 +100,27 @@ def sum_of_losses(strategy: sg.Strategy) -> dict[str, Any]:
         return sg.compute_average_loss(outputs, global_batch_size=BATCH_SIZE)
 
     return train(strategy, loss, gradients="sum")
+
+
+@runs_late
+def divided_twice(strategy: sg.Strategy) -> dict[str, Any]:
+    """Losses and penalties for ``gradients="sum"`` under the default; then what may be done."""
+
+    def average(_: sg.Strategy, outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return sg.compute_average_loss(outputs, global_batch_size=BATCH_SIZE)
+
+    def penalty(_: sg.Strategy, outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return outputs.mean() + sg.scale_regularization_loss(outputs.square())
+
+    def to_print(_: sg.Strategy, outputs: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        sg.compute_average_loss(outputs, global_batch_size=BATCH_SIZE)
+        return outputs.mean()
+
+    return {
+        "average": said(lambda: train(strategy, average)),
+        "penalty": said(lambda: train(strategy, penalty)),
+        "printed": train(strategy, to_print)["final"],
+    }
 
 
 def clipped(strategy: sg.Strategy) -> dict[str, Any]:

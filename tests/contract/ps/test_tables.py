@@ -89,7 +89,7 @@ class Job:
 
     def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """As the strategy does."""
-        for member in self.groups.create([model], optimizers):
+        for member in self.groups.create([model], optimizers, lambda: None):
             self.pushes.append(self._push(member))
 
     def step(self) -> None:
@@ -160,7 +160,7 @@ def start() -> Iterator[Callable[..., Job]]:
         runtime: Any = SimpleNamespace(
             clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True, may_assign=lambda: True
         )
-        return Job(stores, clients, VariableGroups(runtime, None, lambda: None))
+        return Job(stores, clients, VariableGroups(runtime, None))
 
     yield job
     for action in reversed(undo):
@@ -437,6 +437,6 @@ def test_another_shape_of_the_same_table_is_refused(start: Callable[..., Job]) -
     with Remote().scope():
         first, second = sg.nn.Embedding(ROWS, WIDTH), sg.nn.Embedding(ROWS + 1, WIDTH)
     job.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
-    again = VariableGroups(job.groups._runtime, None, lambda: None)
+    again = VariableGroups(job.groups._runtime, None)
     with pytest.raises(VariableError, match="shape"):
-        again.create([second], [torch.optim.SGD(second.parameters(), 0.1)])
+        again.create([second], [torch.optim.SGD(second.parameters(), 0.1)], lambda: None)
