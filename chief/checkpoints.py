@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import logging
-import os
 import pathlib
 import re
 import secrets
@@ -19,6 +17,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stratagem.checkpoint.durable import hash_file, set_aside, sync_directory, write_durably
+from stratagem.checkpoint.manifest import MANIFEST, UNREADABLE, encode, read_content
 from stratagem.chief.history import decode_positions, encode_positions
 from stratagem.chief.servers import SavedFile
 from stratagem.cluster.units import Plan, UnitBitmap
@@ -26,9 +26,7 @@ from stratagem.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-\d{8,}")
+_NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"\w[\w.-]*")
 """A name that a ps may report: of a file in the checkpoint's own folder."""
 
@@ -58,7 +56,6 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The content of ``manifest.json``."""
         return {
-            "format": FORMAT,
             "step": self.step,
             "chief_epoch": self.chief_epoch,
             "created": self.created,
@@ -79,11 +76,9 @@ class Manifest:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ValueError: another format.
+            ValueError: a value cannot be.
             KeyError: a field is missing.
         """
-        if value["format"] != FORMAT:
-            raise ValueError(f"expected format {FORMAT}, got {value['format']}")
         files: dict[str, list[SavedFile]] = {}
         for file in value["files"]:
             files.setdefault(file["ps"], []).append(SavedFile(file["name"], file["bytes"], file["sha256"]))
@@ -156,12 +151,14 @@ def commit(draft: Draft, manifest: Manifest) -> pathlib.Path:
             if not written.is_file() or written.stat().st_size != file.num_bytes:
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
     manifest = dataclasses.replace(manifest, created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-    _write_durably(draft.path / MANIFEST, json.dumps(manifest.to_json(), indent=1))
+    write_durably(draft.path / MANIFEST, encode(manifest.to_json()))
     (draft.path / "nonce").unlink()
-    _sync_directory(draft.path)
+    sync_directory(draft.path)
     target = draft.directory / f"step-{manifest.step:08d}"
     try:
         # A directory that is not empty is never replaced by a rename (POSIX): no complete checkpoint is lost.
+        if target.is_dir() and any(target.iterdir()) and not is_whole(target):
+            logger.warning("%s is damaged and is now %s", target, set_aside(target))
         draft.path.rename(target)
     except OSError as error:
         existing = read(target)
@@ -172,9 +169,9 @@ def commit(draft: Draft, manifest: Manifest) -> pathlib.Path:
             ) from None
         discard(draft)
         return target
-    _sync_directory(draft.directory)
+    sync_directory(draft.directory)
     temporary = draft.directory / f".latest-{draft.nonce[:8]}"
-    _write_durably(temporary, target.name + "\n")
+    write_durably(temporary, (target.name + "\n").encode())
     temporary.replace(draft.directory / "latest")
     return target
 
@@ -195,24 +192,41 @@ def sweep(directory: str) -> None:
 def read(path: pathlib.Path) -> Manifest | None:
     """The manifest of a checkpoint; None when it is not complete."""
     try:
-        return Manifest.from_json(json.loads((path / MANIFEST).read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return Manifest.from_json(read_content(path))
+    except UNREADABLE:
         return None
+
+
+def is_whole(path: pathlib.Path) -> bool:
+    """Whether every file of a checkpoint has the checksum that its manifest tells."""
+    manifest = read(path)
+    try:
+        return manifest is not None and all(
+            hash_file(path / file.name) == file.sha256 for files in manifest.files.values() for file in files
+        )
+    except OSError:
+        return False
+
+
+def scan_all(directory: str) -> list[tuple[pathlib.Path, int, Manifest | None]]:
+    """Newest first, what is or was a checkpoint: path, step and manifest; without one that can be read, by its name."""
+    found = []
+    for path in pathlib.Path(directory).absolute().glob(f"step-*/{MANIFEST}"):
+        if named := _NAME.fullmatch(path.parent.name):
+            manifest = read(path.parent)
+            key = (manifest.step, manifest.chief_epoch) if manifest is not None else (int(named[1]), 0)
+            found.append((key, path.parent, manifest))
+    return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def scan(directory: str) -> list[tuple[pathlib.Path, Manifest]]:
     """Complete checkpoints, oldest (step, chief epoch) first."""
-    parent = pathlib.Path(directory).absolute()
-    if not parent.is_dir():
-        return []
-    paths = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)]
-    found = [(path, manifest) for path in paths if (manifest := read(path)) is not None]
-    return sorted(found, key=lambda each: (each[1].step, each[1].chief_epoch))
+    return [(path, manifest) for path, _, manifest in reversed(scan_all(directory)) if manifest is not None]
 
 
 def newest(directory: str) -> tuple[pathlib.Path, Manifest] | None:
     """The complete checkpoint with the highest (step, chief epoch)."""
-    return max(scan(directory), key=lambda each: (each[1].step, each[1].chief_epoch), default=None)
+    return next(reversed(scan(directory)), None)
 
 
 def prune(directory: str, keep: int) -> list[pathlib.Path]:
@@ -228,18 +242,3 @@ def prune(directory: str, keep: int) -> list[pathlib.Path]:
 def _digests(manifest: Manifest) -> dict[str, str]:
     files = [file for files in manifest.files.values() for file in files]
     return {file.name: file.sha256 for file in files if file.name.endswith(".safetensors")}
-
-
-def _write_durably(path: pathlib.Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -39,6 +39,10 @@ class History:
     """What workers have decided together."""
     checkpoint: str = ""
     """Path of the newest committed checkpoint."""
+    restored: str = ""
+    """Path of the checkpoint that the job started from."""
+    updates_undone: int = 0
+    """Updates of newer checkpoints that were not whole: they are computed again."""
     stopped: str | None = None
     """Why the job is over."""
 
@@ -70,6 +74,8 @@ class History:
             "evaluations": [[name.group, name.ordinal, pin.to_record()] for name, pin in self.evaluations.items()],
             "agreed": [[topic.group, topic.ordinal, value] for topic, value in self.agreed.items()],
             "checkpoint": self.checkpoint,
+            "restored": self.restored,
+            "updates_undone": self.updates_undone,
             "stopped": self.stopped,
         }
 
@@ -86,6 +92,7 @@ class History:
         self.evaluations = {TallyName(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
         self.agreed = {TallyName(group, n): value for group, n, value in record["agreed"]}
         self.checkpoint, self.stopped = record["checkpoint"], record["stopped"]
+        self.restored, self.updates_undone = record["restored"], record["updates_undone"]
 
     def _chief(self, record: Mapping[str, Any]) -> None:
         self.chief_epoch = record["epoch"]
@@ -158,6 +165,9 @@ class History:
     def _checkpoint(self, record: Mapping[str, Any]) -> None:
         self.checkpoint = record["path"]
 
+    def _restored(self, record: Mapping[str, Any]) -> None:
+        self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
+
     def _stopped(self, record: Mapping[str, Any]) -> None:
         self.stopped = record["reason"]
 
@@ -181,6 +191,7 @@ _RECORDS = {
     "anew": History._anew,
     "lost": History._lost,
     "checkpoint": History._checkpoint,
+    "restored": History._restored,
     "stopped": History._stopped,
 }
 

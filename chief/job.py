@@ -26,6 +26,7 @@ from stratagem.chief.lending import Lending, Loan, Loans
 from stratagem.chief.lives import Life
 from stratagem.chief.quiet import Quiet
 from stratagem.chief.recovery import Recovery
+from stratagem.chief.restoring import Restoring
 from stratagem.chief.rounds import Rounds
 from stratagem.chief.saving import Committed, Saving
 from stratagem.chief.servers import Server
@@ -99,8 +100,8 @@ class Job:
             self.saving,
             self.journal,
             self.bell,
-            checkpoint_dir=config.checkpoint_dir,
-            give_up=lambda reason: self.stop(1, reason),
+            restoring=Restoring(self.fleet, config.checkpoint_dir, config.num_ps),
+            give_up=self.stop,
             begin_anew=lambda: self.counting.begin_anew(),
         )
         self.attendance = Attendance(

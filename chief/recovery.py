@@ -5,6 +5,8 @@ sends their updates any more: ``MarkLost`` only counts them and keeps a late res
 the commits of others. Fences keep a dead worker's late commits out; they come before any worker learns the address. At
 staleness 0 all ps go back together: commits that a surviving ps took meanwhile are undone by the restore, and a worker
 that reports such a unit later is not believed (:meth:`Recovery.believe`).
+
+A ps never chooses a checkpoint: where the job starts, all of them are put back to one before any worker hears of them.
 """
 
 from __future__ import annotations
@@ -12,21 +14,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import pathlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from stratagem.chief import checkpoints
 from stratagem.chief.bell import Bell
+from stratagem.chief.checkpoints import Manifest
 from stratagem.chief.fleet import Fleet
 from stratagem.chief.history import encode_positions, encode_units
 from stratagem.chief.journal import Journal
 from stratagem.chief.lending import Lending, Positions
 from stratagem.chief.lives import Life
+from stratagem.chief.restoring import Restored, Restoring
 from stratagem.chief.saving import Saving
 from stratagem.chief.servers import Description, Server
-from stratagem.chief.sessions import Sessions
+from stratagem.chief.sessions import Sessions, State
 from stratagem.chief.steps import Removal
 from stratagem.cluster.units import Unit, UnitBitmap
+from stratagem.errors import StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,8 @@ class Recovery:
         saving: its lock keeps a restore and a checkpoint apart.
         journal: the journal.
         bell: rung when units come back.
-        checkpoint_dir: where the newest checkpoint is looked for; empty: nowhere.
-        give_up: ends the job with a reason.
+        restoring: puts ps back to checkpoints.
+        give_up: ends the job with an exit code and a reason.
         begin_anew: told that the workers start from the beginning of their script.
     """
 
@@ -58,8 +61,8 @@ class Recovery:
         journal: Journal,
         bell: Bell,
         *,
-        checkpoint_dir: str,
-        give_up: Callable[[str], None],
+        restoring: Restoring,
+        give_up: Callable[[int, str], None],
         begin_anew: Callable[[], None],
     ) -> None:
         self.settled = False
@@ -70,10 +73,14 @@ class Recovery:
         self._saving = saving
         self._journal = journal
         self._bell = bell
-        self._checkpoint_dir = checkpoint_dir
+        self._restoring = restoring
         self._give_up = give_up
         self._begin_anew = begin_anew
         self._lock = asyncio.Lock()
+        self._origin: Restored | None = None
+        """The checkpoint that the job starts from."""
+        self._put_back: dict[Life, Restored | None] = {}
+        """To which checkpoint each ps was put back while it joined."""
         self._committed: dict[Life, set[tuple[int, int]]] = {}
         self._restarted: set[Life] = set()
 
@@ -135,37 +142,69 @@ class Recovery:
         for task, incarnation in list(self._sessions.fenced.items()):
             refs = await self._fleet.insist(server, _fence(Life(task, incarnation)))
             self.fenced(Life(task, incarnation), refs or ())
-        session = self._sessions.tasks[life.task]
-        if self.settled and not session.resumed and life.task in self._journal.history.initialized:
+        self._bell.ring()
+        if self._sessions.tasks[life.task].resumed:
+            return
+        try:
+            if not self.settled and await asyncio.to_thread(self._restoring.has_checkpoints):
+                await self._begin_from_checkpoint(server)
+            if self.settled and life not in self._put_back and life.task in self._journal.history.initialized:
+                async with self._lock:
+                    await self._take_back(server)
+        except StratagemError as error:
+            self._give_up(2, str(error))
+
+    async def _begin_from_checkpoint(self, server: Server) -> None:
+        """A ps without memory, before the books are open: all go on from one checkpoint, which is chosen once."""
+        while not self.settled and server in self._fleet.servers:
             async with self._lock:
-                await self._take_back(server)
+                if await self._is_put_back(server):
+                    return
+            await self._bell.heard()
+
+    async def _is_put_back(self, server: Server) -> bool:
+        """Puts the ps back if it can be said already to what; whether it could."""
+        sessions = [each for each in self._sessions.tasks.values() if each.task.type == "ps"]
+        if any(each.resumed and each.open for each in sessions):
+            # Others have their memory. What this one lacks of it, settle() counts.
+            if server.life.task in self._journal.history.initialized:
+                self._put_back[server.life] = await self._restoring.newest([server])
+            return True
+        if self._origin is not None:
+            if server.life not in self._put_back:  # it died after all had been put back
+                await self._restoring.to(self._origin, server)
+                self._put_back[server.life] = self._origin
+            return True
+        servers = self._fleet.servers
+        if len(servers) < len(sessions) or any(each.state is State.AWAITED for each in sessions):
+            return False
+        origin = await self._restoring.newest(servers)
+        if self._fleet.servers != servers:
+            return False  # one of them died: it has not said whether its part is whole
+        self._origin = origin
+        self._put_back.update((each.life, origin) for each in servers)
+        return True
 
     async def _take_back(self, server: Server) -> None:
         """A ps lost its memory in the middle of the job."""
-        described = await self._fleet.insist(server, lambda each: each.describe_units())
-        if described is None:
+        if self._lending.synchronous and await self._restore_all(cause=server.life.task):
             return
-        newest = await asyncio.to_thread(checkpoints.newest, self._checkpoint_dir) if self._checkpoint_dir else None
-        if not described.initialized and newest is None:
+        restored = self._put_back.get(server.life) or await self._restoring.newest([server])
+        if restored is None:
             self._give_up(
+                1,
                 f"{server.life.task} came back without its variables, and there is no checkpoint to take them from. "
-                "Start the job with --checkpoint-dir to survive the loss of a ps."
+                "Start the job with --checkpoint-dir to survive the loss of a ps.",
             )
-        elif newest is not None and self._lending.synchronous:
-            await self._restore_all(*newest, cause=server.life.task)
-        else:
-            await self._restore_one(server, described, newest[0] if newest is not None else None)
-
-    async def _restore_one(self, server: Server, described: Description, path: pathlib.Path | None) -> None:
-        """Staleness > 0: what the ps lacks is lost; the others go on."""
-        if not described.initialized:
-            await self._fleet.insist(server, lambda each: each.restore_shards(str(path)))
+            return
+        # Staleness > 0: what the ps lacks is lost; the others go on.
         self._lending.restores += 1
         self._restarted.add(server.life)
         num_lost, step = await self._mark_lost(server, self._lending.positions())
         self._journal.write("lost", updates=num_lost)
-        name = path.name if path is not None else "a checkpoint of its own"
-        logger.warning("%s restored step %d from %s: %d updates lost", server.life.task, step, name, num_lost)
+        logger.warning(
+            "%s restored step %d from %s: %d updates lost", server.life.task, step, restored.path.name, num_lost
+        )
 
     async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
         """Closes accepted units that a ps has no update of; their number, and the step of the ps."""
@@ -175,9 +214,13 @@ class Recovery:
         absent = _minus(accepted, described.applied())
         return await self._fleet.insist(server, lambda each: each.mark_lost(absent)) or 0, described.step
 
-    async def _restore_all(self, path: pathlib.Path, manifest: checkpoints.Manifest, cause: str) -> None:
+    async def _restore_all(self, cause: str) -> bool:
+        """Staleness 0: all ps go back together; False when there is no checkpoint."""
         async with self._saving.lock:
-            await self._fleet.insist_all(lambda each: each.restore_shards(str(path)))
+            restored = await self._restoring.newest(self._fleet.servers)
+            if restored is None:
+                return False
+            manifest = restored.manifest
             self._lending.restores += 1
             self._committed.clear()
             saved = _plus(manifest.accepted, manifest.applied)
@@ -191,11 +234,12 @@ class Recovery:
             "%s lost its memory: all ps went back to step %d (%s); %d units are computed again, %d updates lost",
             cause,
             manifest.step,
-            path.name,
+            restored.path.name,
             back.revoked,
             num_lost,
         )
         self._bell.ring()
+        return True
 
     async def believe(self, life: Life, dataset: int, epoch: int, indices: Sequence[int]) -> list[int]:
         """Those of the reported units that are accepted indeed.
@@ -250,17 +294,18 @@ class Recovery:
 
     async def _start_from_checkpoint(self, holding: list[Description]) -> None:
         """No process is older than this chief: the job starts, or starts again, from what the ps restored."""
-        newest = await asyncio.to_thread(checkpoints.newest, self._checkpoint_dir) if self._checkpoint_dir else None
         saved: Positions = {}
-        if holding and newest is not None:
-            path, manifest = newest
+        if self._origin is not None:
+            manifest = self._origin.manifest
             saved = _plus(manifest.accepted, manifest.applied if _is_synchronous(manifest) else {})
             for dataset, plan in manifest.plans.items():
                 if dataset not in self._lending.plans:
                     self._lending.open_dataset(dataset, plan)
                     self._journal.write("plan", dataset=dataset, plan=dataclasses.asdict(plan))
             self._lending.steps.next_number = max(self._lending.steps.next_number, manifest.next_step)
-            logger.info("The job goes on from step %d (%s)", manifest.step, path)
+            self._journal.write("initialized", tasks=sorted({life.task for life in self._put_back}))
+            self._journal.write("restored", path=str(self._origin.path), undone=self._origin.num_undone)
+            logger.info("The job goes on from step %d (%s)", manifest.step, self._origin.path)
         saved = _plus(saved, _common(holding))
         self._lending.roll_back(saved, reopen=True)
         self._begin_anew()
@@ -304,7 +349,7 @@ def _common(descriptions: Sequence[Description]) -> Positions:
     return common
 
 
-def _is_synchronous(manifest: checkpoints.Manifest) -> bool:
+def _is_synchronous(manifest: Manifest) -> bool:
     return any(plan.staleness == 0 for plan in manifest.plans.values())
 
 

@@ -203,8 +203,9 @@ class Sessions:
 
     @property
     def waiting_for(self) -> list[str]:
-        """Tasks that the cluster cannot start without and that are not there."""
-        return [task for task in self.required if self.tasks[task].state not in (State.LIVE, State.DONE)]
+        """Tasks that the cluster cannot start without and that are not there; when all are, the ps not prepared yet."""
+        missing = [task for task in self.required if self.tasks[task].state not in (State.LIVE, State.DONE)]
+        return [task for task in missing if not self.tasks[task].open] or missing
 
     @property
     def never_came(self) -> bool:

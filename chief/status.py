@@ -46,6 +46,8 @@ class JobStatus:
     updates_lost: int
     waiting_for: tuple[str, ...]
     stop_reason: str
+    restored: str
+    updates_undone: int
 
 
 _SHOWN = {State.AWAITED: "waiting", State.JOINED: "waiting"}
@@ -113,4 +115,6 @@ def report(
         updates_lost=history.updates_lost,
         waiting_for=() if sessions.ready else tuple(sessions.waiting_for),
         stop_reason=sessions.stopping.reason if sessions.stopping else "",
+        restored=history.restored,
+        updates_undone=history.updates_undone,
     )

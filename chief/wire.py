@@ -266,4 +266,6 @@ def status_to_proto(status: JobStatus) -> chief_pb2.GetStatusReply:
         updates_lost=status.updates_lost,
         waiting_for=status.waiting_for,
         stop_reason=status.stop_reason,
+        restored=status.restored,
+        updates_undone=status.updates_undone,
     )

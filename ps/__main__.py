@@ -48,7 +48,7 @@ class _Terminated(BaseException):
 def run(config: PsConfig) -> int:
     """Serves until the chief stops the job or a signal comes.
 
-    Listens first, restores the newest complete checkpoint, then joins; ready means registered and restored.
+    Listens first, then joins; ready means that the chief has registered it and put it back to a checkpoint, if any.
 
     Args:
         config: of this ps.
@@ -86,8 +86,6 @@ def _run(config: PsConfig) -> int:
     try:
         logger.info("Listening on %s%s", server.address, security.words)
         optimizers.warm_up()
-        if config.checkpoint_dir:
-            store.checkpoints.restore_newest(config.checkpoint_dir)
         return _stay(config, store, server, security)
     finally:
         store.state.close_lanes(JobStoppedError(f"{config.task} ends", 0))
@@ -117,9 +115,14 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
         chief_timeout_s=config.peer_timeout_s,
         security=security,
     )
+
+    def note_ready(membership: chief_pb2.Membership) -> None:
+        if any(info.task == config.task and info.live for info in membership.tasks):
+            server.set_serving(True)
+
+    session.on_membership(note_ready)
     try:
         store.incarnation = session.start(config.start_timeout_s)
-        server.set_serving(True)
         stopped = session.wait_stopped(None)
         assert stopped is not None
         if not isinstance(stopped, JobStoppedError):

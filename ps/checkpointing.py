@@ -126,13 +126,9 @@ class Checkpointing:
             CheckpointError: the checkpoint is not complete or damaged; the store stays as it is.
             ForbiddenError: the directory is none of those that this ps was started for.
         """
-        return self._restore(self._place(directory))
-
-    def _place(self, directory: str) -> pathlib.Path:
-        return self._folders.resolve(directory) if self._folders is not None else pathlib.Path(directory)
-
-    def _restore(self, directory: pathlib.Path) -> int:
-        content = snapshot.load(directory, self._index)
+        path = self._place(directory)
+        snapshot.check(path, self._index)
+        content = snapshot.load(path, self._index)
         state = self._state
         specs = [group.spec for group in content.groups]
         for spec in specs:
@@ -150,16 +146,11 @@ class Checkpointing:
             state.senders.forget_windows()
             state.close_lanes(StaleStoreError(f"ps:{self._index} went back to a checkpoint; say Hello again"))
             state.changed.notify_all()
-        logger.info("Restored %d groups at step %d from %s", len(content.groups), state.step, directory)
+        logger.info("Restored %d groups at step %d from %s", len(content.groups), state.step, path)
         return epoch
 
-    def restore_newest(self, checkpoint_dir: str) -> str:
-        """Restores the newest complete checkpoint that has this ps's shards. Returns its path, "" if there is none."""
-        found = snapshot.newest_complete(pathlib.Path(checkpoint_dir), self._index)
-        if found is None:
-            return ""
-        self._restore(found)
-        return str(found)
+    def _place(self, directory: str) -> pathlib.Path:
+        return self._folders.resolve(directory) if self._folders is not None else pathlib.Path(directory)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
         """Closes units whose updates a restore lost. Returns how many this ps did not have."""

@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import os
 import pathlib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors
 import torch
 
+from stratagem.checkpoint.durable import hash_file, write_durably
+from stratagem.checkpoint.manifest import UNREADABLE, read_content
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.ps.row_values import InitialRows
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.table_group import new_group
-from stratagem.ps.tensor_file import hash_file, write_tensors
+from stratagem.ps.tensor_file import write_tensors
 from stratagem.ps.units import UnitLedger
 
-logger = logging.getLogger(__name__)
-
 FORMAT = 1
-MANIFEST = "manifest.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,34 +130,24 @@ def load(directory: pathlib.Path, index: int) -> Content:
         raise CheckpointError(f"the part of ps:{index} in checkpoint {directory} cannot be read: {error!r}") from None
 
 
-def complete_checkpoints(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
-    """Checkpoints that have a manifest, and the manifest; highest (step, chief epoch) first."""
-    found = []
-    for path in directory.glob(f"step-*/{MANIFEST}"):
-        try:
-            manifest = json.loads(path.read_text())
-            found.append(((int(manifest["step"]), int(manifest["chief_epoch"])), path.parent, manifest))
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            logger.warning("Ignoring %s: its manifest cannot be read (%r)", path.parent, error)
-    for _, path, manifest in sorted(found, key=lambda entry: entry[0], reverse=True):
-        yield path, manifest
+def check(directory: pathlib.Path, index: int) -> None:
+    """Whether the files of one ps are those that the manifest of a checkpoint tells of.
 
-
-def newest_complete(directory: pathlib.Path, index: int) -> pathlib.Path | None:
-    """The newest complete checkpoint whose files of this ps have the checksums that its manifest tells."""
-    for path, manifest in complete_checkpoints(directory):
-        try:
-            mine = [entry for entry in manifest["files"] if re.fullmatch(rf"ps-{index}\.[\w.]+", entry["name"])]
-            damaged = [entry["name"] for entry in mine if hash_file(path / entry["name"]) != entry["sha256"]]
-        except (OSError, KeyError, TypeError) as error:
-            mine, damaged = [{}], [repr(error)]
+    Raises:
+        CheckpointError: the checkpoint is not complete, was made without this ps, or a file is missing or was altered.
+    """
+    try:
+        files = read_content(directory)["files"]
+        mine = {file["name"]: file["sha256"] for file in files if file["ps"] == f"ps:{index}"}
         if not mine:
-            logger.warning("Ignoring %s: it was made without ps:%d", path, index)
-            continue
-        if not damaged:
-            return path
-        logger.warning("Ignoring %s: damaged (%s)", path, ", ".join(damaged))
-    return None
+            raise CheckpointError(f"{directory} was made without ps:{index}")
+        for name, sha256 in mine.items():
+            if not (directory / name).is_file():
+                raise CheckpointError(f"{name} is missing")
+            if hash_file(directory / name) != sha256:
+                raise CheckpointError(f"{name} was altered: its SHA-256 is not the one in the manifest")
+    except UNREADABLE as error:
+        raise CheckpointError(f"{directory} cannot be read by ps:{index}: {error}") from None
 
 
 def _rows(flat: torch.Tensor, shard: ShardSpec) -> torch.Tensor:
@@ -232,8 +218,5 @@ def _group(entry: Mapping[str, Any]) -> ShardGroup:
 
 def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> SavedFile:
     text = json.dumps(data, separators=(",", ":")).encode()
-    with path.open("xb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(path, text)
     return SavedFile(path.name, len(text), hash_file(path))

@@ -60,12 +60,6 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tu
         return file.tell(), digest.hexdigest()
 
 
-def hash_file(path: pathlib.Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -107,7 +107,7 @@ class PsConfig(LaneConfig):
     """A parameter server."""
 
     checkpoint_dir: str = ""
-    """Where a restarted ps looks for the newest complete checkpoint; empty: it starts without values."""
+    """The chief's checkpoint_dir, where this ps reads and writes its part; empty: the chief must have none."""
     max_variables: int = pydantic.Field(default=100_000, ge=1)
     """Largest number of shards held."""
     max_store_bytes: int = pydantic.Field(default=0, ge=0)

@@ -7,8 +7,9 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.cluster import LaunchFor, LocalCluster
@@ -110,7 +111,7 @@ def _run(
     summary = build_summary(job, supervisor, cluster.status, reports, exit_code, duration_s, tail, checkpoint)
     if job.summary is not None:
         write_summary(job.summary, summary)
-    output.say(_last_words(exit_code, summary["restarts"], summary["updates_lost"], duration_s))
+    output.say(_last_words(exit_code, summary, duration_s))
     if supervisor.failure is not None:
         output.say(failure_words(supervisor.failure, tail))
         output.say(f"logs: {output.log_file(supervisor.failure.task).parent}")
@@ -123,13 +124,16 @@ def _forget_journal(folders: RunFolders) -> None:
     folders.journal.mkdir()
 
 
-def _last_words(exit_code: int, restarts: int, updates_lost: int, duration_s: float) -> str:
+def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -> str:
     how = "done" if exit_code == 0 else "interrupted" if exit_code in _INTERRUPTED else f"failed, exit code {exit_code}"
     words = [f"{how} after {duration_s:.1f} s"]
+    restarts, lost, undone = (summary[name] for name in ("restarts", "updates_lost", "updates_undone"))
     if restarts:
         words.append(f"{restarts} restart{'s' if restarts != 1 else ''}")
-    if restarts or updates_lost:
-        words.append(f"{updates_lost} update{'s' if updates_lost != 1 else ''} lost")
+    if restarts or lost:
+        words.append(f"{lost} update{'s' if lost != 1 else ''} lost")
+    if undone:
+        words.append(f"{undone} update{'s' if undone != 1 else ''} of damaged checkpoints computed again")
     return ", ".join(words)
 
 

@@ -63,6 +63,10 @@ class JobStatus:
     updates_lost: int = 0
     waiting_for: tuple[str, ...] = ()
     stop_reason: str = ""
+    restored: str = ""
+    """Path of the checkpoint that the job started from."""
+    updates_undone: int = 0
+    """Updates of newer checkpoints that were damaged: they are computed again."""
 
     @property
     def workers(self) -> tuple[TaskState, ...]:
@@ -97,6 +101,8 @@ def from_reply(reply: chief_pb2.GetStatusReply) -> JobStatus:
         updates_lost=reply.updates_lost,
         waiting_for=tuple(reply.waiting_for),
         stop_reason=reply.stop_reason,
+        restored=reply.restored,
+        updates_undone=reply.updates_undone,
     )
 
 

@@ -73,6 +73,8 @@ def build_summary(
         "loss": losses[0] if losses else status.loss,
         "metrics": dict(lives[0]["metrics"]) if lives else dict(from_status),
         "updates_lost": status.updates_lost,
+        "updates_undone": status.updates_undone,
+        "restored": status.restored,
         "checkpoint": checkpoint,
         "restarts": supervisor.num_restarts,
         "tasks": {

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from stratagem.checkpoint.durable import hash_file
+from stratagem.checkpoint.manifest import MANIFEST, UNREADABLE, read_content
 from stratagem.errors import CheckpointError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 HOST = "host"
 
 
@@ -44,13 +42,10 @@ class Manifest:
 def read_manifest(path: pathlib.Path) -> Manifest | None:
     """The manifest of a checkpoint; None when there is none that can be read."""
     try:
-        content = json.loads((path / MANIFEST).read_text())
-        told = content.pop("checksum", None)
-        if content["format"] != FORMAT or (told is not None and told != checksum(content)):
-            return None
+        content = read_content(path)
         files = {str(file["name"]): (int(file["bytes"]), str(file["sha256"])) for file in content.pop("files")}
         return Manifest(int(content["step"]), str(content["created"]), files, content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -152,12 +147,6 @@ def _size(path: pathlib.Path) -> int | None:
 
 def _hash(path: pathlib.Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_file(path)
     except OSError as error:
         return f"unreadable: {error.strerror}"
-
-
-def checksum(content: Mapping[str, Any]) -> str:
-    """Of a manifest: SHA-256 of its other fields."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

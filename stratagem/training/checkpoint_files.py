@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from stratagem.checkpoint.durable import set_aside, sync_directory, write_durably
+from stratagem.checkpoint.manifest import MANIFEST, encode
 from stratagem.errors import CheckpointError
 from stratagem.ps.tensor_file import write_tensors
-from stratagem.training.checkpoint_catalog import FORMAT, HOST, MANIFEST, checksum, find_damage, offer_in, read_manifest
+from stratagem.training.checkpoint_catalog import HOST, find_damage, offer_in, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class Draft:
         """
         data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
         with self._writing(self._folder / name):
-            _write_durably(self._folder / name, data)
+            write_durably(self._folder / name, data)
         self._files[name] = len(data), hashlib.sha256(data).hexdigest()
 
     def build_on(self, checkpoint: pathlib.Path) -> None:
@@ -120,14 +122,13 @@ class Draft:
         """
         files = [{"ps": "", "name": name, "bytes": n, "sha256": digest} for name, (n, digest) in self._files.items()]
         created = datetime.datetime.now(datetime.UTC).isoformat()
-        content = {"format": FORMAT, "step": step, "chief_epoch": 0, "created": created, "automatic": False}
+        content = {"step": step, "chief_epoch": 0, "created": created, "automatic": False}
         content |= {**facts, "files": files}
         with self._writing(target):
-            manifest = json.dumps(content | {"checksum": checksum(content)}, indent=1).encode()
-            _write_durably(self._folder / MANIFEST, manifest)
-            _sync_directory(self._folder)
+            write_durably(self._folder / MANIFEST, encode(content))
+            sync_directory(self._folder)
             if self._root != self._folder:
-                _sync_directory(self._root)
+                sync_directory(self._root)
             _set_aside_if_damaged(target)
             try:
                 # A directory that is not empty is never replaced by a rename (POSIX): no checkpoint is ever lost.
@@ -141,9 +142,9 @@ class Draft:
                         "are never overwritten: train on, name another step, or save into another directory"
                     ) from None
                 return
-            _sync_directory(target.parent)
+            sync_directory(target.parent)
             if is_newest:
-                _write_durably(self.path.with_suffix(".latest"), (target.name + "\n").encode())
+                write_durably(self.path.with_suffix(".latest"), (target.name + "\n").encode())
                 self.path.with_suffix(".latest").replace(target.parent / "latest")
 
     @contextlib.contextmanager
@@ -183,25 +184,8 @@ def sweep(directory: pathlib.Path) -> list[pathlib.Path]:
 def _set_aside_if_damaged(target: pathlib.Path) -> None:
     """Makes room where a damaged checkpoint lies; nothing of it is deleted."""
     if target.is_dir() and any(target.iterdir()) and (damage := find_damage(target)):
-        aside = target.with_name(f".damaged-{target.name}-{secrets.token_hex(4)}")
-        logger.warning("%s is damaged (%s) and is now %s", target, "; ".join(damage), aside)
-        target.rename(aside)
+        logger.warning("%s is damaged (%s) and is now %s", target, "; ".join(damage), set_aside(target))
 
 
 def _files_of(path: pathlib.Path) -> list[Mapping[str, tuple[int, str]]]:
     return [found.files for part in (path, path / HOST) if (found := read_manifest(part)) is not None]
-
-
-def _write_durably(path: pathlib.Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

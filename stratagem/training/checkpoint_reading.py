@@ -12,8 +12,9 @@ from typing import Any
 import safetensors
 import torch
 
+from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.errors import CheckpointError
-from stratagem.training.checkpoint_catalog import HOST, MANIFEST, check, offer, read_manifest, read_step, scan
+from stratagem.training.checkpoint_catalog import HOST, check, offer, read_manifest, read_step, scan
 from stratagem.training.checkpoint_servers import ServerState, has_server_state
 from stratagem.training.checkpoint_state import MODEL, OPTIMIZER, SERVED_OPTIMIZER
 from stratagem.training.checkpoint_tree import EncodedState, Json, decode, encode

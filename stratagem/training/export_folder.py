@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stratagem.checkpoint.durable import hash_file
 from stratagem.errors import ExportError
-from stratagem.ps.tensor_file import hash_file
 
 PROGRAM = "model.pt2"
 STATE_DICT = "state_dict.pt"

@@ -1161,6 +1161,8 @@ class GetStatusReply(_message.Message):
     UPDATES_LOST_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    UPDATES_UNDONE_FIELD_NUMBER: _builtins.int
     chief_epoch: _builtins.int
     """Process life of the chief."""
     ready: _builtins.bool
@@ -1179,6 +1181,10 @@ class GetStatusReply(_message.Message):
     """Updates lost by ps restored from a checkpoint, since the job started."""
     stop_reason: _builtins.str
     """Why the job ends, once it does."""
+    restored: _builtins.str
+    """Path of the checkpoint that the job started from; empty: it started anew."""
+    updates_undone: _builtins.int
+    """Updates that newer checkpoints had and that one has not, because they were damaged: they are computed again."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -1200,10 +1206,12 @@ class GetStatusReply(_message.Message):
         updates_lost: _builtins.int = ...,
         waiting_for: _abc.Iterable[_builtins.str] | None = ...,
         stop_reason: _builtins.str = ...,
+        restored: _builtins.str = ...,
+        updates_undone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "ready", b"ready", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "ready", b"ready", "restored", b"restored", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

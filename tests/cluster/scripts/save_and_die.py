@@ -17,7 +17,7 @@ from stratagem.training.checkpoint import Checkpoint
 CALLS = {
     "tensors": (checkpoint_files, "write_tensors"),
     "manifest": (checkpoint_files, "_set_aside_if_damaged"),  # it is on the disk, the rename is next
-    "latest": (checkpoint_files, "_sync_directory"),  # the second one follows the rename
+    "latest": (checkpoint_files, "sync_directory"),  # the second one follows the rename
 }
 
 

@@ -174,6 +174,15 @@ def logged(caplog: pytest.LogCaptureFixture, pattern: str) -> Any:
     assert any(re.search(pattern, record.getMessage()) for record in caplog.records), caplog.text
 
 
+class Saved(FakePs):
+    """Its checkpoint has unit 0."""
+
+    async def RestoreShards(self, request: Any, context: Any) -> Any:
+        reply = await super().RestoreShards(request, context)
+        self.close_unit(Unit(1, 0, 0))
+        return reply
+
+
 def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with cluster(checkpoint_dir=str(tmp_path), num_ps=1) as (running, workers, servers):
@@ -185,8 +194,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
             assert servers[0].session is not None
             await servers[0].session.die()
             await until(lambda: not running.job.sessions.servers)
-            reborn = FakePs(0)
-            reborn.close_unit(Unit(1, 0, 0))
+            reborn = Saved(0)
             async with ps(running.address, reborn):
                 await until(lambda: running.job.sessions.live("ps"))
                 assert reborn.closed == {(1, 0): UnitBitmap.of([0, 1])}
@@ -379,26 +387,5 @@ def test_a_new_job_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
             assert running.job.journal.history.chief_epoch == 2
             error = await refused(workers[1].open(batch_size=3))
             assert "batch_size is 2 in the job and 3 here" in str(error)
-
-    run(scenario)
-
-
-def test_a_fresh_store_ignores_old_checkpoints(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (_, workers, servers):
-            await workers[0].open()
-            await workers[0].next()
-            applied(servers, 0)
-            await workers[0].next([0])
-            await save(workers[0], tmp_path)
-        async with chief(num_workers=1, num_ps=1, checkpoint_dir=str(tmp_path)) as running:
-            empty = FakePs(0)
-            empty.initialized = False
-            async with ps(running.address, empty):
-                worker = Task(running.address, "worker:0")
-                await worker.ready()
-                await worker.open()
-                assert indices(await worker.next(want=9)) == [0, 1, 2, 3]
-                await worker.die()
 
     run(scenario)

@@ -36,6 +36,7 @@ from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, add_servicer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
+from tests.unit.ps.driver import complete
 
 torch.set_num_threads(1)
 
@@ -189,6 +190,8 @@ def test_hold_admit_save_release_restore(
     stub.CommitUpdate(worker.commit_request(4, worker.stage(4, torch.ones(SIZE)), 1), timeout=TIMEOUT_S)
     worker.receive(SIZE, 1)
     restore = ps_pb2.RestoreShardsRequest(sender=CHIEF, directory=str(tmp_path))
+    assert isinstance(refusal(lambda: stub.RestoreShards(restore, timeout=TIMEOUT_S)), CheckpointError)
+    complete(tmp_path)
     epoch = stub.RestoreShards(restore, timeout=TIMEOUT_S).store_epoch
     assert epoch > worker.hello.store_epoch
     assert isinstance(error_from_rpc(worker.lane_end(), "ps:0"), StaleStoreError)

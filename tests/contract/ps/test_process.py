@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import queue
 import signal
@@ -19,11 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.ps.store import Store
 from stratagem.rpc.channels import connect
-from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
-from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, make_spec
+from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec
 
 SERVICE = "stratagem.ParameterServer"
 
@@ -82,7 +81,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, text
 
 
-def test_restores_joins_serves_and_ends_with_the_job(
+def test_joins_is_put_back_serves_and_ends_with_the_job(
     tmp_path: pathlib.Path, chief: tuple[SessionOnly, RunningServer]
 ) -> None:
     store = Store()
@@ -92,16 +91,22 @@ def test_restores_joins_serves_and_ends_with_the_job(
     path.mkdir()
     (path / "nonce").write_text("n")
     store.checkpoints.hold_commits(CHIEF, 1, 10.0, CALL)
-    files, _ = store.checkpoints.save_shards(1, str(path), "n")
-    entries = [{"ps": "ps:0", "name": file.name, "sha256": file.sha256} for file in files]
-    (path / "manifest.json").write_text(json.dumps({"step": 0, "chief_epoch": 1, "files": entries}))
+    store.checkpoints.save_shards(1, str(path), "n")
+    complete(path)
 
     servicer, server = chief
     process = start("--chief", server.address, "--checkpoint-dir", str(tmp_path))
     try:
         join = servicer.joined.get(timeout=60)
-        assert join.task == "ps:0" and join.store_epoch > store.state.store_epoch
+        assert join.task == "ps:0" and join.store_epoch == 0
         channel = connect(join.address)
+        stub: Any = ps_pb2_grpc.ParameterServerStub(channel)
+        restore = ps_pb2.RestoreShardsRequest(
+            sender=common_pb2.Sender(task="chief:0", incarnation=1), directory=str(path)
+        )
+        assert stub.RestoreShards(restore, timeout=TIMEOUT_S).store_epoch > store.state.store_epoch
+        info = common_pb2.TaskInfo(task="ps:0", incarnation=3, live=True)
+        servicer.events.put(chief_pb2.SessionEvent(membership=chief_pb2.Membership(tasks=[info])))
         health: Any = health_pb2_grpc.HealthStub(channel)
         for status in health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=TIMEOUT_S):
             if status.status == health_pb2.HealthCheckResponse.SERVING:

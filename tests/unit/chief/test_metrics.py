@@ -33,6 +33,8 @@ def status(*tasks: TaskReport, checkpoint: str = "", stop_reason: str = "") -> J
         updates_lost=5,
         waiting_for=(),
         stop_reason=stop_reason,
+        restored="",
+        updates_undone=0,
     )
 
 

@@ -205,7 +205,8 @@ def test_manifests_are_read_or_passed_by(text: str) -> None:
         (folder / "ps-0.json").write_text("{}")
         checkpoints.read(folder)
         checkpoints.newest(name)
-        snapshot.newest_complete(pathlib.Path(name), 0)
+        with contextlib.suppress(CheckpointError):
+            snapshot.check(folder, 0)
         read_manifest(folder)
         read_step(folder)
         find_damage(folder)

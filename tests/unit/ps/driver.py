@@ -7,10 +7,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from stratagem.checkpoint.durable import hash_file
+from stratagem.checkpoint.manifest import MANIFEST, encode
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError
 from stratagem.ps.frames import read_message, weights_message
@@ -178,6 +181,15 @@ class DirectWorker:
 
 
 SKIP = Action.SKIP
+
+
+def complete(directory: Path) -> None:
+    """Writes the manifest of a checkpoint in which parameter servers have written what is there."""
+    files = [
+        {"ps": path.name.split(".")[0].replace("-", ":"), "name": path.name, "sha256": hash_file(path)}
+        for path in directory.glob("ps-*")
+    ]
+    (directory / MANIFEST).write_bytes(encode({"step": 1, "chief_epoch": 1, "files": files}))
 
 
 def weights(store: Store, group: int = 1) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import pathlib
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from stratagem.checkpoint import manifest
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, ProtocolError, StaleStoreError
 from stratagem.ps.commit_gate import CommitGate
@@ -49,7 +49,7 @@ def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: i
     for entry in files:
         content = (path / entry["name"]).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (entry["bytes"], entry["sha256"])
-    (path / "manifest.json").write_text(json.dumps({"step": step, "chief_epoch": epoch, "files": files}))
+    (path / "manifest.json").write_bytes(manifest.encode({"step": step, "chief_epoch": epoch, "files": files}))
     return path
 
 
@@ -77,7 +77,7 @@ def test_restored_training_equals_uninterrupted(tmp_path: pathlib.Path, optimize
         if index == 6:
             path = checkpoint(tmp_path, stores[:1], 6)
             stores[0] = new_store()
-            assert stores[0].checkpoints.restore_newest(str(tmp_path)) == str(path)
+            stores[0].checkpoints.restore_shards(str(path))
             workers[0] = DirectWorker(stores[0], "worker:0", spec, incarnation=2)
             workers[0].hyper = hyper
             assert not workers[0].create()
@@ -121,24 +121,29 @@ def test_any_number_of_ps_reads_as_one_plain_state_dict(tmp_path: pathlib.Path) 
         consolidate(path)
 
 
-def test_newest_complete_checkpoint_wins_and_damaged_ones_are_passed_over(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("harm", ["altered", "missing"])
+@pytest.mark.parametrize("name", ["ps-0.safetensors", "ps-0.slots.safetensors", "ps-0.json", "manifest.json"])
+def test_a_damaged_part_is_refused_and_the_store_stays_as_it_is(tmp_path: pathlib.Path, name: str, harm: str) -> None:
     store = new_store()
-    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES, "Adam"))
     worker.create(torch.zeros(11))
     paths = []
-    for step in range(1, 5):
+    for step in range(1, 3):
         worker.commit(torch.ones(11), unit(step))
         paths.append(checkpoint(tmp_path, [store], step))
-    assert new_store().checkpoints.restore_newest(str(tmp_path)) == str(paths[3])
-    with (paths[3] / "ps-0.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
-    (paths[2] / "manifest.json").unlink()
+    if harm == "missing":
+        (paths[1] / name).unlink()
+    else:
+        content = bytearray((paths[1] / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (paths[1] / name).write_bytes(content)
     restored = new_store()
-    assert restored.checkpoints.restore_newest(str(tmp_path)) == str(paths[1])
-    assert restored.state.step == 2
-    assert new_store(5).checkpoints.restore_newest(str(tmp_path)) == ""
-    assert new_store().checkpoints.restore_newest(str(tmp_path / "none")) == ""
+    epoch = restored.checkpoints.restore_shards(str(paths[0]))
+    with pytest.raises(CheckpointError, match=f"{name} (was altered|is missing)|cannot be read by ps:0"):
+        restored.checkpoints.restore_shards(str(paths[1]))
+    assert (restored.state.step, restored.state.store_epoch) == (1, epoch)
+    with pytest.raises(CheckpointError, match="was made without ps:5"):
+        new_store(5).checkpoints.restore_shards(str(paths[0]))
 
 
 def test_the_nonce_proves_the_directory(tmp_path: pathlib.Path) -> None:

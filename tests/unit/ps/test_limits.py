@@ -19,7 +19,7 @@ from stratagem.ps.units import UnitClose, UnitLedger
 from stratagem.rpc.codec import encode_frame
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import frame_pb2
-from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, make_spec
+from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec
 
 SPEC = make_spec([(1000,)])
 
@@ -124,6 +124,7 @@ def test_checkpoints_stay_in_their_folders(tmp_path: Path) -> None:
             store.checkpoints.restore_shards(str(asked))
     assert [path.name for path in elsewhere.iterdir()] == ["nonce"]
     store.checkpoints.save_shards(1, str(allowed), "n")
+    complete(allowed)
     store.checkpoints.restore_shards(str(allowed))
 
 
@@ -134,5 +135,6 @@ def test_a_checkpoint_that_promises_more_than_it_has_is_refused_before_memory_is
     store.checkpoints.save_shards(1, str(tmp_path), "n")
     part = tmp_path / "ps-0.json"
     part.write_text(part.read_text().replace("1000", str(1 << 44)))
+    complete(tmp_path)
     with pytest.raises(CheckpointError, match="their file is shorter"):
         store.checkpoints.restore_shards(str(tmp_path))

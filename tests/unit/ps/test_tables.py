@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
 import pytest
@@ -17,7 +16,7 @@ from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
-from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, poll
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, poll
 from tests.unit.ps.tables import TableWorker, packed, table_spec
 
 torch.set_num_threads(1)
@@ -206,7 +205,7 @@ def save(store: Store, path: pathlib.Path, hold_token: int = 7) -> None:
     store.checkpoints.hold_commits(CHIEF, hold_token, 5.0, CALL)
     store.checkpoints.save_shards(hold_token, str(path), "n")
     store.checkpoints.release_commits(hold_token)
-    (path / "manifest.json").write_text(json.dumps({"step": 1, "chief_epoch": 1, "files": []}))
+    complete(path)
 
 
 def test_saved_restored_and_trained_on(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,119 @@
+"""Which checkpoint the ps go back to: the newest that is whole on every one of them, and what is lost by that."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Sequence
+
+from stratagem.checkpoint.durable import set_aside
+from stratagem.checkpoint.manifest import MANIFEST
+from stratagem.chief import checkpoints
+from stratagem.chief.checkpoints import Manifest
+from stratagem.chief.fleet import Fleet
+from stratagem.chief.servers import Server
+from stratagem.errors import CheckpointError, ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The checkpoint that ps were put back to."""
+
+    path: pathlib.Path
+    manifest: Manifest
+    num_undone: int = 0
+    """Updates that newer checkpoints had which are not whole, on the ps that had most."""
+
+
+class Restoring:
+    """Puts ps back to checkpoints. They check their own files; the chief compares what they say.
+
+    Args:
+        fleet: the ps.
+        directory: where the checkpoints are; empty: nowhere.
+        num_ps: ps of the cluster.
+    """
+
+    def __init__(self, fleet: Fleet, directory: str, num_ps: int) -> None:
+        self._fleet = fleet
+        self._directory = directory
+        self._tasks = {f"ps:{index}" for index in range(num_ps)}
+
+    def has_checkpoints(self) -> bool:
+        """Whether there is anything to go back to, whole or not."""
+        return bool(self._directory and checkpoints.scan_all(self._directory))
+
+    async def newest(self, servers: Sequence[Server]) -> Restored | None:
+        """Puts these ps back to the newest checkpoint that is whole on each of them; None when there is none at all.
+
+        Those that are not whole are set aside, so that nobody takes them for checkpoints again.
+
+        Raises:
+            CheckpointError: none is whole.
+            ConfigurationError: the newest was made by another number of ps.
+            ForbiddenError: a ps was not started for this directory.
+        """
+        found = await asyncio.to_thread(checkpoints.scan_all, self._directory) if self._directory else []
+        left_out: list[tuple[pathlib.Path, int, str]] = []
+        for path, step, manifest in found:
+            why = await self._refusals(servers, path, manifest)
+            if manifest is None or why:
+                logger.warning("Leaving out the checkpoint %s: %s", path, why)
+                left_out.append((path, step, why))
+                continue
+            undone = max((step - manifest.step for _, step, _ in left_out), default=0)
+            if left_out:
+                self._set_aside([path for path, _, _ in left_out])
+                logger.warning(
+                    "Going back to step %d (%s), which is whole on every ps: %d updates that newer checkpoints had are "
+                    "undone and computed again",
+                    manifest.step,
+                    path,
+                    undone,
+                )
+            return Restored(path, manifest, undone)
+        if left_out:
+            newest, _, why = left_out[0]
+            raise CheckpointError(
+                f"none of the {len(left_out)} checkpoints in {self._directory} is whole on every ps (the newest, "
+                f"{newest.name}: {why}). To begin anew, move them away or give another --checkpoint-dir"
+            )
+        return None
+
+    async def to(self, restored: Restored, server: Server) -> None:
+        """Puts one more ps back to the same checkpoint.
+
+        Raises:
+            CheckpointError: it is not whole any more.
+        """
+        await self._fleet.insist(server, lambda each: each.restore_shards(str(restored.path)))
+
+    async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: Manifest | None) -> str:
+        if manifest is None:
+            return f"its {MANIFEST} cannot be read or was altered"
+        if manifest.files.keys() != self._tasks:
+            raise ConfigurationError(
+                f"{path} was made by {len(manifest.files)} parameter servers, and this job has {len(self._tasks)}: "
+                "start it with as many, or with another --checkpoint-dir and let the script restore the checkpoint "
+                "(sg.Checkpoint), which works for any number"
+            )
+        answers = await asyncio.gather(*(self._restore(server, path) for server in servers))
+        return "; ".join(answer for answer in answers if answer)
+
+    async def _restore(self, server: Server, path: pathlib.Path) -> str:
+        try:
+            await self._fleet.insist(server, lambda each: each.restore_shards(str(path)))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def _set_aside(self, paths: Sequence[pathlib.Path]) -> None:
+        for path in paths:
+            try:
+                logger.warning("%s is now %s", path, set_aside(path))
+            except OSError as error:
+                logger.warning("%s stays in the way: %s", path, error)

@@ -1,0 +1,54 @@
+"""Files and directories that are on the disk when the call returns, and what to do with those that are damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import secrets
+
+
+def write_durably(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file that does not exist yet.
+
+    Raises:
+        OSError: it exists or cannot be written.
+    """
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: pathlib.Path) -> None:
+    """Makes the entries of a directory durable.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_file(path: pathlib.Path) -> str:
+    """SHA-256 of a file, in hex.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def set_aside(path: pathlib.Path) -> pathlib.Path:
+    """Gives a damaged checkpoint a name under which nobody looks for one; nothing of it is deleted. Returns that.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    aside = path.with_name(f".damaged-{path.name}-{secrets.token_hex(4)}")
+    path.rename(aside)
+    return aside

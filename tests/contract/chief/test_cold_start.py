@@ -1,0 +1,189 @@
+"""A job that starts from its checkpoints, with real stores: all ps go back to one of them, whatever is damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.cluster.units import Unit
+from stratagem.ps.servicer import SERVICE, ParameterServerServicer
+from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.store import Store
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.server import add_servicer, serve
+from tests.cluster.test_checkpoint_faults import cut, flip
+from tests.contract.chief.fakes import Chief, Task, chief, indices, run, until
+from tests.contract.chief.test_recovery import save
+from tests.unit.ps.driver import DirectWorker, make_spec
+
+SIZE = 8
+SHARDS = [f"ps-{index}.{end}" for index in (0, 1) for end in ("safetensors", "slots.safetensors", "json")]
+FILES = [*SHARDS, "manifest.json"]
+CASES = [
+    *((name, flip) for name in FILES),
+    *((SHARDS[3], harm) for harm in (cut, Path.unlink)),
+    *(
+        pytest.param(name, harm, marks=pytest.mark.thorough)
+        for name in FILES
+        for harm in (cut, Path.unlink)
+        if name != SHARDS[3]
+    ),
+]
+PLANS = {"sync": {"num_slices": 1, "staleness": 0.0}, "async": {"staleness": float("inf")}}
+
+
+@contextlib.asynccontextmanager
+async def real_ps(chief_address: str, index: int) -> AsyncIterator[Store]:
+    """A store that serves and has joined."""
+    store = Store(f"ps:{index}", index, frames_timeout_s=1.0)
+    lanes = SocketLanes(store, "127.0.0.1")
+    servicer = ParameterServerServicer(store, lanes, 8 << 20)
+    server = serve(
+        "127.0.0.1:0",
+        lambda server: add_servicer(SERVICE, servicer, server),
+        services=[SERVICE.full_name],
+        limits=ServerLimits(max_message_bytes=8 << 20),
+        insecure=False,
+    )
+    session = Task(chief_address, store.task, server.address)
+    try:
+        await session.welcomed()
+        yield store
+    finally:
+        await session.die()
+        lanes.close()
+        await asyncio.to_thread(server.stop, 0.2)
+
+
+@contextlib.asynccontextmanager
+async def job(directory: Path, num_ps: int = 2) -> AsyncIterator[tuple[Chief, Task, list[Store]]]:
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(
+            chief(num_workers=1, num_ps=num_ps, checkpoint_dir=str(directory), session_timeout_s=60.0)
+        )
+        stores = [await stack.enter_async_context(real_ps(running.address, index)) for index in range(num_ps)]
+        worker = Task(running.address, "worker:0")
+        stack.push_async_callback(worker.die)
+        await worker.welcomed()
+        await until(lambda: worker.membership.ready or worker.ended("stop"))
+        yield running, worker, stores
+
+
+async def train(worker: Task, stores: list[Store], plan: dict[str, Any], directory: Path) -> None:
+    """Three units, with a checkpoint after the first and after the third."""
+    members = [DirectWorker(store, "worker:0", make_spec([(SIZE,)], "Adam"), worker.incarnation) for store in stores]
+    for member in members:
+        member.create(torch.zeros(SIZE))
+    await worker.open(**plan)
+    for number in range(3):
+        [index] = indices(await worker.next())
+        for member in members:
+            member.commit(torch.ones(SIZE), Unit(1, 0, index), num_servers=2)
+            member.close(Unit(1, 0, index))
+        await worker.next([index], want=0)
+        if number != 1:
+            await save(worker, directory)
+
+
+@pytest.fixture(scope="module", params=sorted(PLANS))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Checkpoints of steps 0, 1 and 3."""
+    directory = tmp_path_factory.mktemp("saved")
+    plan = PLANS[request.param]
+
+    async def scenario() -> None:
+        async with job(directory) as (_, worker, stores):
+            await train(worker, stores, plan, directory)
+
+    run(scenario)
+    assert [path.name for path in sorted(directory.glob("step-*"))] == [f"step-0000000{step}" for step in (0, 1, 3)]
+    return directory, plan
+
+
+def start(directory: Path, plan: dict[str, Any]) -> tuple[list[int], list[int], int, str]:
+    """Steps of the ps, units that are lent, updates undone and the checkpoint, when the job is started again."""
+    found: list[Any] = []
+
+    async def scenario() -> None:
+        async with job(directory) as (running, worker, stores):
+            await worker.open(**plan)
+            steps = [store.state.step for store in stores]
+            loans = indices(await worker.next(want=9))
+            for store in stores:
+                assert store.state.units.describe().closed[1, 0] == running.job.lending.epoch(1, 0).accepted
+            status = running.job.get_status()
+            found.extend((steps, loans, status.updates_undone, Path(status.restored).name))
+
+    run(scenario)
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.mark.parametrize(("name", "harm"), CASES)
+def test_one_step_everywhere_whatever_is_damaged(
+    saved: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    name: str,
+    harm: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory, plan = tmp_path / "c", saved[1]
+    shutil.copytree(saved[0], directory)
+    harm(directory / "step-00000003" / name)
+    with caplog.at_level(logging.WARNING):
+        steps, loans, undone, restored = start(directory, plan)
+    assert steps == [1, 1] and restored == "step-00000001"
+    assert loans == [1, 2, 3]
+    if name == "manifest.json" and harm is Path.unlink:
+        return  # there never was such a checkpoint
+    assert undone == 2
+    assert "2 updates that newer checkpoints had are undone and computed again" in caplog.text
+    assert name in caplog.text
+    # The damaged one is out of the way, for this job's own checkpoint of that step and for the next start.
+    assert not (directory / "step-00000003").exists() and len(list(directory.glob(".damaged-step-00000003-*"))) == 1
+    assert start(directory, plan)[2] == 0
+
+
+def test_the_newest_is_taken_when_all_is_well(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    shutil.copytree(saved[0], tmp_path / "c")
+    assert start(tmp_path / "c", saved[1])[::2] == ([3, 3], 0)
+
+
+def refused(directory: Path, num_ps: int = 2) -> tuple[int, str]:
+    found: list[Any] = []
+
+    async def scenario() -> None:
+        async with job(directory, num_ps) as (_, worker, _):
+            stop = await until(lambda: worker.ended("stop"))
+            found.extend((stop.exit_code, stop.reason))
+
+    run(scenario)
+    return found[0], found[1]
+
+
+def test_when_none_is_whole_the_job_does_not_begin_anew_by_itself(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    directory = tmp_path / "c"
+    shutil.copytree(saved[0], directory)
+    for path in directory.glob("step-*/ps-1.safetensors"):
+        flip(path)
+    code, reason = refused(directory)
+    assert code == 2
+    assert f"none of the 3 checkpoints in {directory} is whole on every ps (the newest, step-00000003: " in reason
+    assert "ps-1.safetensors was altered" in reason and "another --checkpoint-dir" in reason
+    assert len(list(directory.glob("step-*"))) == 3, "nothing is moved when nothing was found"
+
+
+def test_a_checkpoint_of_another_number_of_ps_is_refused(saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    shutil.copytree(saved[0], tmp_path / "c")
+    code, reason = refused(tmp_path / "c", num_ps=1)
+    assert code == 2
+    assert "step-00000003 was made by 2 parameter servers, and this job has 1: start it with as many" in reason
