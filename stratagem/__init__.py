@@ -6,6 +6,7 @@ used, so that a chief or a command line does not load torch.
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 # gRPC's fork handlers deadlock with forked DataLoader workers; this must be set before grpc loads (PROTOCOL.md 28).
@@ -13,7 +14,11 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 if TYPE_CHECKING:
     from stratagem import nn
-    from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
+    from stratagem.cluster.communication import (
+        CollectiveCommunication,
+        CommunicationImplementation,
+        CommunicationOptions,
+    )
     from stratagem.cluster.resolvers import (
         KubernetesClusterResolver,
         SimpleClusterResolver,
@@ -82,6 +87,7 @@ _HOMES = {
     "CheckpointError": "stratagem.errors",
     "CheckpointManager": "stratagem.training.checkpoint_retention",
     "ClusterSpec": "stratagem.cluster.spec",
+    "CollectiveCommunication": "stratagem.cluster.communication",
     "CollectiveError": "stratagem.errors",
     "CommunicationImplementation": "stratagem.cluster.communication",
     "CommunicationOptions": "stratagem.cluster.communication",
@@ -155,6 +161,7 @@ _HOMES = {
     "train_and_evaluate": "stratagem.training.estimator.cluster_run",
 }
 
+_TENSORFLOW_ROOMS = ("distribute", "experimental", "cluster_resolver", "partitioners")
 _ROOMS = {"callbacks": "stratagem.training.callbacks", "nn": "stratagem.nn"}
 
 __all__ = [
@@ -166,6 +173,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "ClusterSpec",
+    "CollectiveCommunication",
     "CollectiveError",
     "CommunicationImplementation",
     "CommunicationOptions",
@@ -243,6 +251,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("experimental_"):
+        name = name.removeprefix("experimental_")
+    if name in _TENSORFLOW_ROOMS:  # tf.distribute.experimental.partitioners.…: all names are here
+        return sys.modules[__name__]
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _ROOMS:

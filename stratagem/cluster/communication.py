@@ -30,6 +30,9 @@ class CommunicationImplementation(NamedEnum):
     """NCCL through ``torch.distributed``."""
 
 
+CollectiveCommunication = CommunicationImplementation
+"""The name that TensorFlow had for it before."""
+
 Transport = Literal["auto", "grpc", "tcp", "shm", "nccl"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "grpc", "tcp", "shm", "nccl")
 WireDType = Literal["float32", "bfloat16", "float16"]

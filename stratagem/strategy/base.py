@@ -8,7 +8,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -82,6 +82,15 @@ class Strategy:
     """What was prepared; None: anything may train in :meth:`run`."""
     _cross_replica = CrossReplica()
     _meter: StepMeter | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """TensorFlow's ``experimental_`` names are those without it: ``experimental_distribute_dataset``, …"""
+            plain = name.removeprefix("experimental_")
+            if plain != name and hasattr(type(self), plain):
+                return getattr(self, plain)
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property
     def num_replicas_in_sync(self) -> int:

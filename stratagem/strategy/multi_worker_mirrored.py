@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
@@ -15,11 +17,13 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy import roles
 from stratagem.strategy.devices import named_devices, parse_devices
+from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.synchronous import BUCKET_BYTES, SynchronousStrategy
 from stratagem.worker.reduction.compression import GradientCompression, compression_named
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.runtime import WorkerRuntime
+from stratagem.worker.step_meter import StepMeter
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
@@ -27,12 +31,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     The constructor starts this task's server, joins the cluster, meets the other workers and opens the lanes to them.
     In a process whose task type is chief it serves until the job ends and then ends the process. A worker with several
-    devices has a replica on each; they reduce among themselves first, then once with the other workers.
+    devices has a replica on each; they reduce among themselves first, then once with the other workers. Without any
+    cluster there is one worker, this process. In an evaluator it is one replica that evaluates and does not train.
 
     Args:
-        cluster_resolver: knows the cluster and this task; None: the environment (TF_CONFIG, torchrun's variables).
+        cluster_resolver: knows the cluster and this task; None: the environment (TF_CONFIG, torchrun's variables). In
+            its place may stand the implementation, as in ``MultiWorkerMirroredStrategy(CollectiveCommunication.RING)``.
         communication_options: lanes, bucket size, timeout; the same on every worker. None: what the flags of
             ``stratagem run`` and ``stratagem worker`` say.
+        communication: the implementation alone, by the name that TensorFlow had for it before.
         devices: where this worker computes, a replica each; every worker needs the same number. None: what
             ``--devices`` says, else its part of the GPUs of the host (LOCAL_RANK of LOCAL_WORLD_SIZE), else the CPU.
         cross_device_ops: how the replicas of this worker reduce among themselves; see :class:`MirroredStrategy`.
@@ -40,36 +47,47 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             :class:`GradientCompression`; None: what ``--compression`` says, else none.
 
     Raises:
-        ConfigurationError: there is no cluster, it has ps, or the workers want different things.
+        ConfigurationError: the cluster has ps, or the workers want different things.
         ClusterTimeoutError: the cluster did not come up in time; names who is missing.
     """
 
     communicator: Communicator
+    """Among the workers. Without a cluster there is none: None."""
+
+    def __new__(cls, cluster_resolver: Any = None, *_: Any, **__: Any) -> Any:
+        resolver = None if isinstance(cluster_resolver, CommunicationImplementation) else cluster_resolver
+        return EvaluatorStrategy() if roles.is_evaluator(resolver) else super().__new__(cls)
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | CommunicationImplementation | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
+        communication: CommunicationImplementation | str | None = None,
         devices: str | torch.device | Sequence[str | torch.device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         compression: str | GradientCompression | None = None,
     ) -> None:
-        config, cluster = roles.join_as(cluster_resolver)
-        if cluster.num_ps:
+        if isinstance(cluster_resolver, CommunicationImplementation):
+            communication, cluster_resolver = cluster_resolver, None
+        config, cluster = roles.join_or_alone(cluster_resolver)
+        if cluster is not None and cluster.num_ps:
             raise ConfigurationError(
                 f"MultiWorkerMirroredStrategy trains without parameter servers, but the cluster has {cluster.num_ps} "
                 "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
             )
         own = parse_devices(devices or named_devices(config.devices))
         self.options = communication_options or options_from(config)
+        if communication is not None:
+            self.options = dataclasses.replace(self.options, implementation=CommunicationImplementation(communication))
         chosen = config.compression if compression is None else compression
-        self._runtime = WorkerRuntime(config, cluster)
-        roles.say_goodbye_at_exit(self._runtime)
+        self._runtime = None if cluster is None else WorkerRuntime(config, cluster)
+        if self._runtime is not None:
+            roles.say_goodbye_at_exit(self._runtime)
         super().__init__(
             own,
-            self._runtime.meter,
-            workers=self._runtime.ring.form(self.options, own[0], config.start_timeout_s),
+            StepMeter() if self._runtime is None else self._runtime.meter,
+            workers=self._runtime.ring.form(self.options, own[0], config.start_timeout_s) if self._runtime else None,
             ops=cross_device_ops,
             bucket_bytes=self.options.bytes_per_pack or BUCKET_BYTES,
             compression=compression_named(chosen) if isinstance(chosen, str) and chosen else chosen or None,
@@ -77,20 +95,21 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     @property
     def is_lead(self) -> bool:
-        return self._runtime.is_lead()
+        return self._runtime is None or self._runtime.is_lead()
 
     @property
     def task(self) -> TaskId:
         """This worker."""
-        return self._runtime.task
+        return TaskId("worker", 0) if self._runtime is None else self._runtime.task
 
     def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return 0 if plan is None else self._runtime.chief.open_dataset(ordinal, plan)
+        return 0 if plan is None or self._runtime is None else self._runtime.chief.open_dataset(ordinal, plan)
 
     def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
-        plan, chief = dataset.plan, self._runtime.chief
-        if plan is None or self.communicator.rank:
+        plan = dataset.plan
+        if plan is None or self._runtime is None or self.communicator.rank:
             return None
+        chief = self._runtime.chief
 
         def report(epoch: int, steps: Sequence[int]) -> None:
             chief.leave_epoch(ordinal, epoch, [unit for step in steps for unit in plan.units_of(step)])

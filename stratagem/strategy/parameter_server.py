@@ -21,10 +21,12 @@ from stratagem.data.distribute import lendable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.strategy import roles
 from stratagem.strategy.base import Preparation, Strategy
 from stratagem.strategy.devices import default_device, parse_device
+from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.prepared import Prepared
@@ -32,7 +34,7 @@ from stratagem.strategy.ps_counts import SharedCounts
 from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
 from stratagem.strategy.ps_loading import load_once
 from stratagem.strategy.ps_schedules import follow
-from stratagem.strategy.ps_units import LeasedUnits, UnitListener
+from stratagem.strategy.ps_units import LeasedUnits, UnitListener, own_batches
 from stratagem.strategy.ps_variables import VariableGroups
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy, RolledBack, StepSlice
@@ -48,7 +50,8 @@ class ParameterServerStrategy(Strategy):
     """Asynchronous (default), bounded-staleness or synchronous training with parameter servers.
 
     The constructor starts this task's server, joins the cluster and returns when the cluster is complete. In a process
-    whose task type is chief or ps it serves until the job ends and then ends the process.
+    whose task type is chief or ps it serves until the job ends and then ends the process. In an evaluator it is one
+    replica that evaluates and does not train.
 
     A prepared scheduler that is stepped with every update follows the updates of the whole job, as TensorFlow's
     schedules follow ``optimizer.iterations``, although each worker makes a part of them; one that is stepped with every
@@ -69,6 +72,9 @@ class ParameterServerStrategy(Strategy):
     """
 
     holds_tables = True
+
+    def __new__(cls, cluster_resolver: ClusterResolver | None = None, *_: Any, **__: Any) -> Any:
+        return EvaluatorStrategy() if roles.is_evaluator(cluster_resolver) else super().__new__(cls)
 
     def __init__(
         self,
@@ -323,12 +329,21 @@ class ParameterServerStrategy(Strategy):
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
-    ) -> DistributedDataset:
-        """Cannot be done: what each worker makes for itself cannot be lent to another."""
-        raise ConfigurationError(
-            "under ParameterServerStrategy the chief lends batches to workers that come and go, so they cannot come "
-            "from a function of each worker's own: give distribute_dataset a DataLoader over a map-style dataset"
-        )
+    ) -> SplitDataset:
+        """See :meth:`Strategy.distribute_datasets_from_function`. Each worker goes through its own pipeline by itself,
+        for the chief cannot lend what it makes: what a worker that dies had of it is not trained on by others.
+
+        Raises:
+            ConfigurationError: not asynchronous, where steps belong to batches that the chief has lent.
+        """
+        if self.staleness != math.inf:
+            raise ConfigurationError(
+                f"at staleness {self.staleness:g} a step belongs to a batch that the chief lends, and it cannot lend "
+                "what a function makes on each worker: give distribute_dataset a DataLoader over a map-style dataset, "
+                "or train asynchronously (staleness=math.inf)"
+            )
+        context = InputContext(self._runtime.cluster.num_workers, self.task.index)
+        return own_batches(lambda _: dataset_fn(context), self.device, options, self._runtime.meter)
 
     def lend_evaluation(
         self, loader: DataLoader[Any], num_batches: int | None = None

@@ -8,7 +8,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from stratagem.cluster.units import Plan, Unit
+from stratagem.data.distribute import distribute_from_function
+from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.data.placement import Listener, Placement, StepShare
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.close_reports import CloseReports
@@ -38,6 +44,29 @@ class UnitListener(Protocol):
 
     def flush(self) -> None:
         """There is no further batch now, perhaps never: a step with what was accumulated is due."""
+
+
+def own_batches(
+    dataset_fn: Callable[[InputContext], Any], device: torch.device, options: DistributeOptions | None, meter: StepMeter
+) -> SplitDataset:
+    """The batches of a worker's own pipeline, which no chief lends."""
+    return distribute_from_function(
+        dataset_fn, placement=Placement((device,)), options=options, listener=_OwnBatches(meter)
+    )
+
+
+class _OwnBatches(Listener):
+    """Counts the examples of a worker's own pipeline; the steps are counted as they are pushed."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter = meter
+
+    def start_epoch(self, epoch: int) -> None:
+        self._meter.epoch = epoch
+        self._meter.start_clock()
+
+    def done(self, share: StepShare) -> None:
+        self._meter.examples += share.batch_examples
 
 
 class LeasedUnits:

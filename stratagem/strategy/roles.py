@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec]:
-    """The configuration of this worker. In a task that is no worker: serves until the job ends, then exits.
+    """The configuration of this worker. In a chief or a ps: serves until the job ends, then exits.
 
     Raises:
         ConfigurationError: there is no cluster to join.
@@ -37,23 +37,34 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     task, cluster = _place(resolver)
     if task.type in ("chief", "ps"):
         raise SystemExit(_serve(task, cluster, resolver))
-    if task.type == "evaluator":
-        raise ConfigurationError(
-            "an evaluator does not train: in the script, ask sg.is_evaluator() before building the strategy, and loop "
-            "over sg.new_checkpoints()"
-        )
     if not logging.getLogger("stratagem").handlers:
         configure_logging(str(task))
     config = cast(WorkerConfig, _config(task, cluster, resolver))
     return config, cluster
 
 
+def join_or_alone(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec | None]:
+    """As :func:`join_as`; without a cluster the configuration of the only worker, and None."""
+    if _told(resolver)[1] is not None:
+        return join_as(resolver)
+    return cast(WorkerConfig, gather("worker", os.environ)[0].config), None
+
+
+def is_evaluator(resolver: ClusterResolver | None) -> bool:
+    """Whether this process is the evaluator of a cluster."""
+    task, _ = _told(resolver)
+    return task is not None and task.type == "evaluator"
+
+
+def _told(resolver: ClusterResolver | None) -> tuple[TaskId | None, ClusterSpec | None]:
+    if resolver is not None:
+        return resolver.task, resolver.cluster_spec()
+    placement = placement_from_environment(os.environ)
+    return (None, None) if placement is None else (placement.task, placement.cluster)
+
+
 def _place(resolver: ClusterResolver | None) -> tuple[TaskId, ClusterSpec]:
-    if resolver is None:
-        placement = placement_from_environment(os.environ)
-        task, cluster = (placement.task, placement.cluster) if placement else (None, None)
-    else:
-        task, cluster = resolver.task, resolver.cluster_spec()
+    task, cluster = _told(resolver)
     if cluster is None:
         raise ConfigurationError(
             "there is no cluster to join: neither TF_CONFIG nor RANK is set, nor is this a step of Slurm. Start the "

@@ -124,6 +124,11 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
         module: that is trained, prepared.
         device: where the batches go under the pass-through strategy, which has no device of its own.
     """
+    if isinstance(source, SplitDataset) and isinstance(strategy, ParameterServerStrategy):
+        raise ConfigurationError(
+            "under parameter servers fit counts the batches that the chief lends, and it does not lend those of "
+            "distribute_datasets_from_function: give fit the DataLoader or the Dataset, or write the loop yourself"
+        )
     if isinstance(source, Distributed):
         return source
     if isinstance(source, DataLoader) and source.generator is None:

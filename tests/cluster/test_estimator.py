@@ -61,7 +61,8 @@ def check_evaluator(folder: Path, stderr: str, last: int) -> None:
 
 def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, alone: Path) -> None:
     folder = tmp_path / "model"
-    done = cluster(2, 0, "estimate.py", "--model-dir", folder, "--max-steps", MAX_STEPS, flags=["--evaluator"]).finish()
+    arguments = ["--strategy-first", "--model-dir", folder, "--max-steps", MAX_STEPS]
+    done = cluster(2, 0, "estimate.py", *arguments, flags=["--evaluator"]).finish()
     assert done.code == 0, done.stderr
     assert steps_in(folder) == steps_in(alone) == [8, 16, 24]
     check_alike(folder, alone)
@@ -100,7 +101,7 @@ def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
 @pytest.mark.thorough
 def test_max_steps_is_exact_on_parameter_servers_whatever_dies(cluster: Start, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    arguments = ["--count", "--model-dir", folder]
+    arguments = ["--count", "--place", "--model-dir", folder]
     faults = [{"task": "worker:1", "step": 3, "action": "kill"}, {"task": "worker:0", "step": 9, "action": "kill"}]
     first = cluster(2, 2, "estimate.py", *arguments, "--max-steps", 40, flags=["--evaluator"], faults=faults).finish()
     assert first.code == 0, first.stderr

@@ -12,9 +12,10 @@ from tests.conformance.datasets import flat, written
 from tests.conformance.law import cannot, law
 from tests.conformance.scenarios import sharding
 from tests.conformance.scenarios.examples import Steps
-from tests.conformance.strategies import COLUMNS, ONE, PARAMETER_SERVERS, PS_ASYNC, Column
+from tests.conformance.strategies import COLUMNS, ONE, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
 
 LENT = cannot(PARAMETER_SERVERS, "Under parameter servers the chief lends batches: LEASE, and no other policy.")
+NOT_LENT_IN_STEP = cannot([PS_SYNC], next(iter(LENT.values())))
 ONE_WORKER = cannot(
     [column for column in COLUMNS if column.num_workers == 1], "There is one worker, which reads everything."
 )
@@ -122,7 +123,7 @@ def test_other_batches(column: Column, results: list[str]) -> None:
 @law(
     "`distribute_datasets_from_function`: batches per replica, shards by its InputContext",
     sharding.from_function,
-    without=LENT,
+    without=NOT_LENT_IN_STEP,
 )
 def test_from_function(column: Column, results: list[dict[str, Any]]) -> None:
     each = 12 // column.num_replicas
@@ -137,7 +138,7 @@ def test_from_function(column: Column, results: list[dict[str, Any]]) -> None:
 @law(
     "functions that give unequally many batches: all stop together, batches of size 0 meanwhile",
     sharding.uneven_functions,
-    without=LENT | cannot(ONE, reasons.ONE_IN_SYNC),
+    without=NOT_LENT_IN_STEP | cannot([ONE, PS_ASYNC], reasons.ONE_IN_SYNC),
 )
 def test_uneven_functions(column: Column, results: list[Steps]) -> None:
     expected: Expected = {
@@ -152,7 +153,7 @@ def test_uneven_functions(column: Column, results: list[Steps]) -> None:
 @law(
     "a batch per replica of a global batch that does not divide is an error",
     sharding.indivisible,
-    without=LENT | cannot(ONE, reasons.ONE_IN_SYNC),
+    without=NOT_LENT_IN_STEP | cannot([ONE, PS_ASYNC], reasons.ONE_IN_SYNC),
 )
 def test_indivisible(column: Column, results: list[str]) -> None:
     for said in results:
@@ -190,5 +191,6 @@ def test_not_to_be_lent(column: Column, results: list[dict[str, str]]) -> None:
     for said in results:
         assert "the chief lends batches by number" in said["list"]
         assert "map-style dataset" in said["stream"] and "AnyOrder" in said["sampler"]
-        assert "cannot come from a function" in said["function"]
+        refused = "it cannot lend what a function makes on each worker" in said["function"]
+        assert refused if column is PS_SYNC else not said["function"]
         assert "on_empty" in said["skip"] and "prefetch" in said["prefetch"]

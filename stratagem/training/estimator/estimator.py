@@ -101,7 +101,8 @@ class Estimator:
         Args:
             input_fn: returns a DataLoader, or an iterable, of GLOBAL batches ``(features, labels)``. One that takes
                 ``input_context`` returns batches for single replicas and shards by it, as in
-                ``distribute_datasets_from_function``. It may take ``mode``, ``params`` and ``config`` too.
+                ``distribute_datasets_from_function``; under parameter servers, where the chief lends the batches, it is
+                told of one pipeline. It may take ``mode``, ``params`` and ``config`` too.
             steps: updates to make.
             max_steps: updates, counted over all trainings of this model, after which there is nothing left to do.
             saving_listeners: are told of each checkpoint, on the worker that saves it.

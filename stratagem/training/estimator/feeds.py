@@ -109,7 +109,8 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
         given: the input.
         build: creates the model with a small batch; returns its modules.
     """
-    if given.makes_replica_batches:
+    has_servers = isinstance(strategy, ParameterServerStrategy)  # the chief lends all batches: one pipeline
+    if given.makes_replica_batches and not has_servers:
         opened: list[tuple[Any, Any]] = []
 
         def open_here(context: InputContext) -> Any:

@@ -35,8 +35,8 @@ class RunConfig:
     keep_checkpoint_max: int | None = 5
     """Checkpoints to keep, the newest ones; None or 0: all."""
     train_distribute: StrategyOrFactory | None = None
-    """The strategy of ``train``, or what makes it, which an evaluator does not call: a class, a function. None: what
-    ``stratagem run`` and TF_CONFIG say (``sg.strategy_from_environment``)."""
+    """The strategy of ``train``, or what makes it: a class, a function. None: what ``stratagem run`` and
+    TF_CONFIG say (``sg.strategy_from_environment``)."""
     eval_distribute: StrategyOrFactory | None = None
     """The strategy of ``evaluate`` and ``predict``; None: one device."""
 

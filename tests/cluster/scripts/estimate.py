@@ -38,6 +38,12 @@ def input_fn(mode: ModeKeys) -> DataLoader[Any]:
     return DataLoader(rows, BATCH_SIZE, shuffle=mode == ModeKeys.TRAIN)  # type: ignore[arg-type]
 
 
+def input_of_its_place(mode: ModeKeys, input_context: sg.InputContext | None = None) -> DataLoader[Any]:
+    """As TensorFlow's documents write it; where the chief lends, it is told of the only pipeline."""
+    assert input_context is None or input_context.num_input_pipelines == 1
+    return input_fn(mode)
+
+
 def net_fn(features: Mapping[str, torch.Tensor], labels: Any, mode: ModeKeys) -> EstimatorSpec:
     """A net with momenta."""
     net = get_or_create("net", lambda: nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 2)))
@@ -96,18 +102,21 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=8)
     parser.add_argument("--count", action="store_true")
     parser.add_argument("--strategy")
+    parser.add_argument("--strategy-first", action="store_true")
+    parser.add_argument("--place", action="store_true")
     options = parser.parse_args()
+    distribute = (lambda: sg.strategy_from_environment(options.strategy)) if options.strategy else None
     config = RunConfig(
         model_dir=options.model_dir,
         seed=3,
         save_checkpoints_steps=options.save_steps,
         save_summary_steps=4,
-        train_distribute=(lambda: sg.strategy_from_environment(options.strategy)) if options.strategy else None,
+        train_distribute=sg.MultiWorkerMirroredStrategy() if options.strategy_first else distribute,
     )
     estimator = Estimator(with_faults(count_fn if options.count else net_fn), config=config)
     evaluated = train_and_evaluate(
         estimator,
-        TrainSpec(input_fn, options.max_steps),
+        TrainSpec(input_of_its_place if options.place else input_fn, options.max_steps),
         EvalSpec(input_fn, steps=None, start_delay_secs=0, throttle_secs=0, exporters=FinalExporter()),
     )
     if evaluated is not None:

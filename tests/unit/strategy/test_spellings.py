@@ -1,0 +1,71 @@
+"""Forms that TensorFlow's documents use: accepted, or answered with what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import ConfigurationError
+
+CLUSTER = {"worker": ["127.0.0.1:4001"], "ps": ["127.0.0.1:0"], "evaluator": ["127.0.0.1:0"]}
+RING = sg.CollectiveCommunication.RING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "implementation"),
+    [
+        ((), {}, "AUTO"),
+        ((RING,), {}, "RING"),
+        ((), {"communication": RING}, "RING"),
+        ((), {"communication": "nccl"}, "NCCL"),
+        ((), {"communication_options": sg.CommunicationOptions(implementation=RING)}, "RING"),
+        ((sg.TFConfigClusterResolver(environ={}),), {}, "AUTO"),
+    ],
+)
+def test_several_workers_without_a_cluster_are_one(arguments: Any, named: Any, implementation: str) -> None:
+    strategy = sg.MultiWorkerMirroredStrategy(*arguments, **named, devices=["cpu:0", "cpu:1"])
+    assert strategy.options.implementation.name == implementation
+    assert (strategy.num_replicas_in_sync, strategy.is_lead, str(strategy.task)) == (2, True, "worker:0")
+    with strategy.scope():
+        model = sg.Model(torch.nn.Linear(2, 1))
+        model.compile(optimizer="SGD", loss="mse")
+    history = model.fit(torch.ones(8, 2), torch.ones(8, 1), batch_size=4, epochs=2, verbose=0).history
+    assert history["loss"][1] < history["loss"][0]
+    strategy.close()
+
+
+def test_an_unknown_communication_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="expected CommunicationImplementation of AUTO, RING, NCCL"):
+        sg.MultiWorkerMirroredStrategy(communication="mpi")
+
+
+@pytest.mark.parametrize("kind", [sg.MultiWorkerMirroredStrategy, sg.ParameterServerStrategy])
+def test_a_strategy_built_in_the_evaluator_evaluates_and_does_not_train(kind: Any) -> None:
+    strategy: sg.Strategy = kind(sg.SimpleClusterResolver(CLUSTER, "evaluator", 0))
+    assert strategy.num_replicas_in_sync == 1 and not isinstance(strategy, sg.ParameterServerStrategy)
+    config = sg.RunConfig(train_distribute=strategy)
+    assert config.train_distribute == strategy
+    model = strategy.prepare(torch.nn.Linear(2, 1))
+    assert strategy.local_results(strategy.run(model, args=(torch.ones(3, 2),)))[0].shape == (3, 1)
+    with pytest.raises(ConfigurationError, match=r"an evaluator does not train: .* sg.is_evaluator\(\)"):
+        strategy.prepare(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_names_that_begin_with_experimental() -> None:
+    strategy: Any = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert strategy.experimental_local_results(strategy.run(lambda: 1)) == (1, 1)
+    dataset = strategy.experimental_distribute_dataset([torch.arange(4)])
+    assert [part.tolist() for part in strategy.local_results(next(iter(dataset)))] == [[0, 1], [2, 3]]
+    with pytest.raises(AttributeError, match="MirroredStrategy has no attribute 'experimental_run_v2'"):
+        _ = strategy.experimental_run_v2
+    strategy.close()
+    module: Any = sg
+    assert module.experimental_set_strategy is sg.set_strategy
+    assert module.distribute.experimental.CommunicationOptions is sg.CommunicationOptions
+    assert module.distribute.cluster_resolver.TFConfigClusterResolver is sg.TFConfigClusterResolver
+    assert module.distribute.experimental.partitioners.MinSizePartitioner is sg.MinSizePartitioner
+    with pytest.raises(AttributeError, match="module 'stratagem' has no attribute 'nothing'"):
+        _ = module.experimental.nothing
