@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -133,8 +132,7 @@ class SocketLanes:
             raise LimitError(f"{sender.task} has {num_lanes} lanes here, which is max_lanes_per_peer")
         if family == "shm":
             self._shared().take(1)
-        kind = socket.AF_UNIX if family == "shm" else socket.AF_INET
-        way = self._door.expect((*sender.life, purpose), kind, sender.task)
+        way = self._door.expect((*sender.life, purpose), family, sender.task)
         if purpose == "down":
             thread = threading.Thread(target=self._serve, args=(sender, family), name=name, daemon=True)
             thread.start()

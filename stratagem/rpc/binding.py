@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ConfigurationError
@@ -48,6 +49,22 @@ def advertised_address(advertise: str, bound: str) -> str:
             "--advertise host:port, or in TF_CONFIG"
         )
     return (advertise or bound) if port else f"{advertise.rpartition(':')[0]}:{split_address(bound)[1]}"
+
+
+def listening(host: str, port: int = 0) -> socket.socket:
+    """A TCP socket that listens at ``host``: an IPv4 address, an IPv6 one ("::" is both), or a name, IPv4 first.
+
+    Args:
+        host: name or address, IPv6 without brackets.
+        port: 0: a free one.
+
+    Raises:
+        OSError: the host is not of this machine, or the port is taken.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=is_dual)
 
 
 def check_token_path(address: str, insecure: bool) -> None:

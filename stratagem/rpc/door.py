@@ -17,13 +17,16 @@ import struct
 import threading
 import time
 from collections.abc import Hashable
+from typing import Literal
 
 from stratagem.cluster.identity import server_name
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError
+from stratagem.rpc.binding import listening
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.tcp_lane import tune
 from stratagem.rpc.tls_files import Stamp, identity_of
 
+Kind = Literal["tcp", "shm"]
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
 """Seconds a visitor may take for the TLS handshake and its token, both together."""
@@ -74,20 +77,20 @@ class Door:
         self._visitors: dict[threading.Thread, socket.socket] = {}
         """Those being looked at, the oldest first."""
         self._context: tuple[Stamp, ssl.SSLContext | None] = (), None
-        self._listeners: dict[int, socket.socket] = {}
+        self._listeners: dict[Kind, socket.socket] = {}
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
-    def expect(self, who: Hashable, family: socket.AddressFamily, task: str = "") -> Way:
+    def expect(self, who: Hashable, kind: Kind, task: str = "") -> Way:
         """Lets ``who`` in once.
 
         Args:
             who: identity of the visitor and its purpose; :meth:`wait` is asked for the same.
-            family: ``AF_INET`` or ``AF_UNIX``.
+            kind: of the lane: "shm" comes in by a Unix socket.
             task: task id of the visitor; over TLS its certificate has to say so too.
 
         Raises:
-            PeerUnavailableError: the door is closed.
+            PeerUnavailableError: the door is closed, or cannot be opened at its host.
             LimitError: too many are expected; names the limit.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -99,9 +102,9 @@ class Door:
             if stale is not None:
                 stale[1].close()
             self._check_room(task)
-            listener = self._listeners.get(family) or self._listen(family)
+            listener = self._listeners.get(kind) or self._listen(kind)
             self._tokens[token] = _Guest(who, task)
-        if family == socket.AF_UNIX:
+        if kind == "shm":
             return Way(token, socket_name=listener.getsockname()[1:].decode())
         return Way(token, port=listener.getsockname()[1])
 
@@ -155,14 +158,17 @@ class Door:
         if len(self._tokens) >= _MAX_TOKENS:
             raise LimitError(f"{len(self._tokens)} lanes are expected here, and no more can be")
 
-    def _listen(self, family: socket.AddressFamily) -> socket.socket:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        if family == socket.AF_UNIX:
-            listener.bind(f"\0stratagem-{os.getpid()}-{secrets.token_hex(8)}")
-        else:
-            listener.bind((self._host, 0))
-        listener.listen(128)
-        self._listeners[family] = listener
+    def _listen(self, kind: Kind) -> socket.socket:
+        try:
+            if kind == "tcp":
+                listener = listening(self._host)
+            else:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                listener.bind(f"\0stratagem-{os.getpid()}-{secrets.token_hex(8)}")
+                listener.listen(128)
+        except OSError as error:
+            raise PeerUnavailableError(f"cannot listen for {kind} lanes at {self._host}: {error}") from None
+        self._listeners[kind] = listener
         thread = threading.Thread(target=self._accept, args=(listener,), name="door", daemon=True)
         self._threads.append(thread)
         thread.start()

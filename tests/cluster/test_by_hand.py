@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.rpc.binding import listening
 from tests.cluster.test_exactly_once import check_counts
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def free_addresses(count: int) -> list[str]:
+def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
     """Addresses that were free a moment ago: TF_CONFIG names ports, so somebody must choose them."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    sockets = [listening(host.strip("[]")) for _ in range(count)]
+    addresses = [f"{host}:{one.getsockname()[1]}" for one in sockets]
     for one in sockets:
         one.close()
     return addresses
@@ -47,6 +48,18 @@ def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_p
     assert [task.returncode for task in tasks] == [0] * len(tasks), "\n".join(errors)
     check_counts(out, 2)
     assert ("started one at" in errors[2]) is not with_chief
+
+
+@pytest.mark.thorough
+def test_over_ipv6(tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_TRANSPORT", "tcp")
+    addresses = free_addresses(3, "[::1]")
+    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
+    out = tmp_path / "out.pt"
+    tasks.extend(start(cluster, role, index, "--out", out) for role, index in [("ps", 0), ("worker", 1), ("worker", 0)])
+    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0] * 3, "\n".join(errors)
+    check_counts(out, 2)
 
 
 def test_an_evaluator_that_the_cluster_does_not_name(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
-from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Way
+from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Kind, Way
 from stratagem.rpc.generated import chief_pb2, common_pb2, lane_pb2, worker_pb2
 from stratagem.rpc.grpc_lane import ServedGrpcLane, Stream
 from stratagem.rpc.inbox import INBOX_BYTES
@@ -25,7 +24,7 @@ from stratagem.worker.ring.peers import PATIENCE_S
 
 Visitor = tuple[str, int, int, str]
 """Task, incarnation, generation, purpose."""
-_FAMILIES = {lane_pb2.TCP: socket.AF_INET, lane_pb2.SHM: socket.AF_UNIX}
+_KINDS: dict[int, Kind] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
 
 
 class Entrance:
@@ -104,9 +103,9 @@ class Entrance:
                     )
                 self._tokens[token] = visitor
             return Way(token)
-        if request.kind not in _FAMILIES:
+        if request.kind not in _KINDS:
             raise ConfigurationError(f"expected a lane of grpc, tcp or shm, got kind {request.kind}")
-        return self.door.expect(visitor, _FAMILIES[request.kind], request.sender.task)
+        return self.door.expect(visitor, _KINDS[request.kind], request.sender.task)
 
     def exchange(self, token: bytes, messages: Iterator[bytes], stream: Stream) -> None:
         """Serves a grpc lane until it ends.

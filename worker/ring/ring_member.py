@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
-from stratagem.errors import CollectiveError, ConfigurationError, PeerUnavailableError, SegmentError
+from stratagem.errors import (
+    CollectiveError,
+    ConfigurationError,
+    FencedError,
+    JobStoppedError,
+    PeerUnavailableError,
+    StratagemError,
+)
 from stratagem.rpc.generated import chief_pb2, worker_pb2
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.place import place_of_this_process
@@ -129,7 +137,9 @@ class RingMember:
             meeting += 1
             group, failed = self._try(plan, peers, options, device, said[0].store_address, meeting)
             replies = peers.meet(meeting, worker_pb2.Description(task=me.task, failures=failed), deadline)
-            new = {lane: f"{one.task}: {why}" for one in replies for lane, why in one.failures.items()}
+            new: dict[str, str] = {}
+            for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
+                new[lane] = f"{new[lane]}; {task}: {why}" if lane in new else f"{task}: {why}"
             if not new and group is not None:
                 break
             if group is not None:
@@ -210,32 +220,34 @@ def _build(
         made.append(group)
         return group
 
-    try:
+    with _trying(plan.ring or "shm", made):
         flat = ring(ranks, "ring") if plan.ring is not None else None
         if flat is not None and plan.flat:
             flat.barrier(PROBE)
             return flat
         host_ranks = plan.host_of(rank)
         leaders = ring(plan.leaders, "hosts") if plan.ring is not None and rank == host_ranks[0] else None
-    except (PeerUnavailableError, CollectiveError) as error:
-        _close_all(made)
-        raise _LaneFailedError(plan.ring or "shm", error) from None
-    try:
+    with _trying("shm", made):
         links = opener.links(host_ranks, f"links, {purpose}")
         host = HostGroup(host_ranks.index(rank), len(host_ranks), links, timeout_s=timeout_s)
         made.append(host)
         host.barrier(PROBE)
-    except (PeerUnavailableError, CollectiveError, SegmentError) as error:
-        _close_all(made)
-        raise _LaneFailedError("shm", error) from None
     return (
         host if flat is None else TwoLevelGroup(host, leaders, flat, host_ranks=host_ranks, leader_ranks=plan.leaders)
     )
 
 
-def _close_all(groups: Sequence[Group]) -> None:
-    for group in groups:
-        group.close("the ring did not form")
+@contextlib.contextmanager
+def _trying(lane: str, made: Sequence[Group]) -> Iterator[None]:
+    """Around the attempt at a lane: whatever goes wrong, others may do."""
+    try:
+        yield
+    except StratagemError as error:
+        for group in made:
+            group.close("the ring did not form")
+        if isinstance(error, FencedError | JobStoppedError):
+            raise
+        raise _LaneFailedError(lane, error) from None
 
 
 def _check_agreement(said: Sequence[worker_pb2.Description]) -> None:

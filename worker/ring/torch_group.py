@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.rpc.binding import listening
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.schedule import cut
 
@@ -33,7 +33,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 def free_store_address(host: str) -> str:
     """ "host:port" at which rank 0's store can listen; another process might take the port before it does."""
-    with socket.create_server((host, 0)) as listener:
+    with listening(host) as listener:
         return f"{host}:{listener.getsockname()[1]}"
 
 
@@ -231,7 +231,7 @@ def _store(rank: int, size: int, address: str, timeout_s: float) -> TCPStore:
     timeout = datetime.timedelta(seconds=timeout_s)
     if rank != 0:
         return TCPStore(host, int(port), size, False, timeout, wait_for_workers=False)
-    listener = socket.create_server((host, int(port)))
+    listener = listening(host, int(port))
     return TCPStore(host, int(port), size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 

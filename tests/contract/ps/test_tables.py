@@ -36,6 +36,7 @@ from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import RunningServer, add_servicer, serve
+from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps_variables import OptimizedVariables, VariableGroups
 from stratagem.worker import remote_table
@@ -116,10 +117,10 @@ class Job:
         return {shelf.group.num_updates for store in self.stores for shelf in store.state.shelves.values()}
 
 
-def start_server(store: Store, lanes: SocketLanes) -> RunningServer:
+def start_server(store: Store, lanes: SocketLanes, host: str) -> RunningServer:
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     return serve(
-        "127.0.0.1:0", lambda server: add_servicer(SERVICE, servicer, server), services=[SERVICE.full_name],
+        f"{host}:0", lambda server: add_servicer(SERVICE, servicer, server), services=[SERVICE.full_name],
         limits=ServerLimits(max_message_bytes=8 << 20),
         insecure=False,
     )  # fmt: skip
@@ -129,12 +130,12 @@ def start_server(store: Store, lanes: SocketLanes) -> RunningServer:
 def start() -> Iterator[Callable[..., Job]]:
     undo: list[Callable[[], None]] = []
 
-    def job(transport: Transport = "tcp", num_ps: int = 2, frame_bytes: int = 1 << 20) -> Job:
+    def job(transport: Transport = "tcp", num_ps: int = 2, frame_bytes: int = 1 << 20, host: str = "127.0.0.1") -> Job:
         stores, tasks = [], []
         for index in range(num_ps):
             store = Store(f"ps:{index}", index, frames_timeout_s=5.0)
-            lanes = SocketLanes(store, "127.0.0.1")
-            server = start_server(store, lanes)
+            lanes = SocketLanes(store, host.strip("[]"))
+            server = start_server(store, lanes, host)
             stores.append(store)
             tasks.append(common_pb2.TaskInfo(task=f"ps:{index}", address=server.address, live=True))
 
@@ -215,6 +216,16 @@ def test_training_equals_one_process(start: Callable[..., Job], transport: Trans
         job.step()
     check_equal(model, train_alone(optimizer, 5, backwards=2))
     assert job.num_updates() == {5}
+
+
+def test_over_ipv6_the_sockets_are_ipv6_too(start: Callable[..., Job]) -> None:
+    job = start("tcp", host="[::1]")
+    assert [type(client.lane) for client in job.clients] == [TcpLane, TcpLane]
+    model, optimizers = build("SGD", Remote())
+    job.prepare(model, *optimizers)
+    backward(model, 0)
+    job.step()
+    check_equal(model, train_alone("SGD", 1))
 
 
 def test_no_ps_holds_or_sends_more_than_its_rows(start: Callable[..., Job]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from stratagem.errors import LimitError, PeerUnavailableError
 from stratagem.rpc import door as door_module
-from stratagem.rpc.door import Door, Way, knock, peer_uid
+from stratagem.rpc.door import Door, Kind, Way, knock, peer_uid
 from stratagem.rpc.security import OPEN
 from tests.contract.rpc.securities import make_certificates, with_tls
 
@@ -31,19 +31,19 @@ def door() -> Iterator[Door]:
     made.close()
 
 
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
-def test_a_visitor_with_a_token_gets_in(door: Door, family: socket.AddressFamily) -> None:
-    way = door.expect(("worker:1", 4), family)
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_visitor_with_a_token_gets_in(door: Door, kind: Kind) -> None:
+    way = door.expect(("worker:1", 4), kind)
     with knock(way, "127.0.0.1", soon()) as outside, door.wait(("worker:1", 4), soon()) as inside:
         outside.sendall(b"hello")
         assert inside.recv(5) == b"hello"
-        if family == socket.AF_UNIX:
+        if kind == "shm":
             assert peer_uid(inside) == os.getuid()
 
 
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
-def test_a_wrong_token_is_refused_and_the_right_one_still_works(door: Door, family: socket.AddressFamily) -> None:
-    way = door.expect("a", family)
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_wrong_token_is_refused_and_the_right_one_still_works(door: Door, kind: Kind) -> None:
+    way = door.expect("a", kind)
     with pytest.raises(PeerUnavailableError, match="could not open a lane"):
         knock(Way(bytes(32), way.port, way.socket_name), "127.0.0.1", soon())
     knock(way, "127.0.0.1", soon()).close()
@@ -51,7 +51,7 @@ def test_a_wrong_token_is_refused_and_the_right_one_still_works(door: Door, fami
 
 
 def test_a_token_works_once(door: Door) -> None:
-    way = door.expect("a", socket.AF_INET)
+    way = door.expect("a", "tcp")
     knock(way, "127.0.0.1", soon()).close()
     door.wait("a", soon()).close()
     with pytest.raises(PeerUnavailableError):
@@ -59,7 +59,7 @@ def test_a_token_works_once(door: Door) -> None:
 
 
 def test_a_newer_token_replaces_the_older(door: Door) -> None:
-    old, new = door.expect("a", socket.AF_INET), door.expect("a", socket.AF_INET)
+    old, new = door.expect("a", "tcp"), door.expect("a", "tcp")
     with pytest.raises(PeerUnavailableError):
         knock(old, "127.0.0.1", soon())
     knock(new, "127.0.0.1", soon()).close()
@@ -68,7 +68,7 @@ def test_a_newer_token_replaces_the_older(door: Door) -> None:
 
 def test_visitors_that_say_nothing_keep_nobody_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "TOKEN_TIMEOUT_S", 0.5)
-    way = door.expect("a", socket.AF_INET)
+    way = door.expect("a", "tcp")
     silent = [socket.create_connection(("127.0.0.1", way.port)) for _ in range(20)]
     knock(way, "127.0.0.1", soon()).close()
     door.wait("a", soon()).close()
@@ -80,12 +80,31 @@ def test_visitors_that_say_nothing_keep_nobody_out(door: Door, monkeypatch: pyte
 def test_waiting_ends_at_the_deadline_and_with_the_door(door: Door) -> None:
     with pytest.raises(PeerUnavailableError, match="did not connect"):
         door.wait("nobody", soon(0.05))
-    way = door.expect("a", socket.AF_INET)
+    way = door.expect("a", "tcp")
     door.close()
     with pytest.raises(PeerUnavailableError):
         knock(way, "127.0.0.1", soon(1))
     with pytest.raises(PeerUnavailableError):
-        door.expect("b", socket.AF_INET)
+        door.expect("b", "tcp")
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "localhost", "0.0.0.0"])
+def test_it_listens_wherever_a_server_does(host: str) -> None:
+    door = Door(host)
+    try:
+        for caller in {"::": ("::1", "127.0.0.1"), "0.0.0.0": ("127.0.0.1",)}.get(host, (host,)):
+            way = door.expect("a", "tcp")
+            knock(way, caller, soon()).close()
+            door.wait("a", soon()).close()
+    finally:
+        door.close()
+
+
+def test_where_it_cannot_listen_the_peer_hears_why() -> None:
+    door = Door("2001:db8::1")
+    with pytest.raises(PeerUnavailableError, match=r"cannot listen for tcp lanes at 2001:db8::1: .*[Cc]annot assign"):
+        door.expect("a", "tcp")
+    door.close()
 
 
 @pytest.fixture
@@ -96,12 +115,12 @@ def folder(tmp_path: Path) -> Path:
 def test_over_tls_the_token_opens_only_for_the_task_it_was_given_to(folder: Path) -> None:
     door = Door("127.0.0.1", with_tls(folder, "ps:0"))
     try:
-        way = door.expect("up", socket.AF_INET, "worker:0")
+        way = door.expect("up", "tcp", "worker:0")
         with pytest.raises(PeerUnavailableError):
             knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:1"))  # used up, and refused
         with pytest.raises(PeerUnavailableError, match="did not connect"):
             door.wait("up", soon(0.05))
-        way = door.expect("up", socket.AF_INET, "worker:0")
+        way = door.expect("up", "tcp", "worker:0")
         outside = knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0"))
         with outside, door.wait("up", soon()) as inside:
             assert isinstance(outside, ssl.SSLSocket) and isinstance(inside, ssl.SSLSocket)
@@ -118,7 +137,7 @@ def test_over_tls_a_door_of_another_task_or_authority_and_one_in_the_clear_get_n
     for security in (with_tls(folder, "worker:1"), with_tls(strangers, "ps:0"), OPEN):
         door = Door("127.0.0.1", security)
         try:
-            way = door.expect("up", socket.AF_INET, "worker:0")
+            way = door.expect("up", "tcp", "worker:0")
             with pytest.raises(PeerUnavailableError):
                 knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0"))
             assert door._tokens, "the token was shown"
@@ -129,7 +148,7 @@ def test_over_tls_a_door_of_another_task_or_authority_and_one_in_the_clear_get_n
 def test_over_tls_visitors_in_the_clear_are_dropped(folder: Path) -> None:
     door = Door("127.0.0.1", with_tls(folder, "ps:0"))
     try:
-        way = door.expect("up", socket.AF_INET, "worker:0")
+        way = door.expect("up", "tcp", "worker:0")
         with pytest.raises(PeerUnavailableError):
             knock(way, "127.0.0.1", soon())
         knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:0")).close()
@@ -142,7 +161,7 @@ def test_a_visitor_that_dribbles_its_token_has_no_more_time_than_others(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(door_module, "TOKEN_TIMEOUT_S", 0.3)
-    way = door.expect("a", socket.AF_INET)
+    way = door.expect("a", "tcp")
     with socket.create_connection(("127.0.0.1", way.port)) as slow:
         slow.settimeout(0.05)
         deadline, answer = soon(), None
@@ -158,7 +177,7 @@ def test_a_visitor_that_dribbles_its_token_has_no_more_time_than_others(
 def test_when_too_many_visitors_wait_the_oldest_goes(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_module, "MAX_VISITORS", 4)
     monkeypatch.setattr(door_module, "TOKEN_TIMEOUT_S", 60.0)
-    way = door.expect("a", socket.AF_INET)
+    way = door.expect("a", "tcp")
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", way.port))) for _ in range(12)]
         for sock in silent[:8]:
@@ -175,7 +194,7 @@ def test_a_silent_tls_visitor_is_sent_away_too(tmp_path: Path, monkeypatch: pyte
     folder = make_certificates(tmp_path, "ps:0", "worker:1")
     door = Door("127.0.0.1", with_tls(folder, "ps:0"))
     try:
-        way = door.expect("a", socket.AF_INET, "worker:1")
+        way = door.expect("a", "tcp", "worker:1")
         with socket.create_connection(("127.0.0.1", way.port)) as silent:
             silent.settimeout(10)
             knock(way, "127.0.0.1", soon(), "ps:0", with_tls(folder, "worker:1")).close()
@@ -189,16 +208,16 @@ def test_a_silent_tls_visitor_is_sent_away_too(tmp_path: Path, monkeypatch: pyte
 def test_one_task_has_so_many_lanes_and_others_have_theirs() -> None:
     door = Door("127.0.0.1", max_lanes_per_peer=2)
     try:
-        ways = [door.expect(("worker:1", index), socket.AF_INET, "worker:1") for index in range(2)]
+        ways = [door.expect(("worker:1", index), "tcp", "worker:1") for index in range(2)]
         knock(ways[0], "127.0.0.1", soon()).close()
         deadline = soon()
         while not door._arrived:  # comes in a moment after it was let in; nobody has taken it, and it still counts
             assert time.monotonic() < deadline
         with pytest.raises(LimitError, match="worker:1 has 2 lanes that are not open yet, which is max_lanes_per_peer"):
-            door.expect(("worker:1", 2), socket.AF_INET, "worker:1")
-        door.expect(("worker:1", 1), socket.AF_INET, "worker:1")  # in the place of its own older one
-        door.expect(("worker:2", 0), socket.AF_INET, "worker:2")
+            door.expect(("worker:1", 2), "tcp", "worker:1")
+        door.expect(("worker:1", 1), "tcp", "worker:1")  # in the place of its own older one
+        door.expect(("worker:2", 0), "tcp", "worker:2")
         door.wait(("worker:1", 0), soon()).close()
-        door.expect(("worker:1", 2), socket.AF_INET, "worker:1")
+        door.expect(("worker:1", 2), "tcp", "worker:1")
     finally:
         door.close()

@@ -61,7 +61,7 @@ def tcp_pair(tls: bool = False) -> Iterator[Pair]:
 def _tcp_pair(server: Security, client: Security) -> Iterator[Pair]:
     door = Door("127.0.0.1", server)
     try:
-        way = door.expect("peer", socket.AF_INET, "worker:0")
+        way = door.expect("peer", "tcp", "worker:0")
         outward = knock(way, "127.0.0.1", soon(), "worker:1", client)
         sent, received = BytesMeter(), BytesMeter()
         pair = Pair(

@@ -1,0 +1,103 @@
+"""Two workers of one process form a ring over real servers: over IPv6, and where a lane cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.cluster.communication import CommunicationOptions
+from stratagem.rpc.door import Door
+from stratagem.rpc.generated import chief_pb2, common_pb2
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.security import OPEN
+from stratagem.rpc.server import add_servicer, serve
+from stratagem.worker.ring import ring_member
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.ring_member import RingMember
+from stratagem.worker.servicer import SERVICE, WorkerServicer
+
+CPU = torch.device("cpu")
+
+
+def session_of(index: int, membership: chief_pb2.Membership) -> Any:
+    """What the chief says, without a chief."""
+    return SimpleNamespace(
+        task=f"worker:{index}",
+        incarnation=index + 1,
+        security=OPEN,
+        membership=membership,
+        on_membership=lambda callback: None,
+        wait_ready=lambda timeout_s: membership,
+        wait_stopped=lambda timeout_s: None,
+        raise_if_stopped=lambda: None,
+    )
+
+
+@contextlib.contextmanager
+def formed(host: str, doors: list[Door], options: CommunicationOptions) -> Iterator[list[Communicator]]:
+    """The ring of two workers whose servers listen at ``host``; ``doors`` let sockets in."""
+    membership = chief_pb2.Membership(ready=True, lead="worker:0")
+    with contextlib.ExitStack() as undo:
+        members = []
+        for index, door in enumerate(doors):
+            entrance = Entrance(host, lambda: membership, BytesMeter())
+            entrance.door = door
+            running = serve(
+                f"[{host}]:0" if ":" in host else f"{host}:0",
+                lambda server, entrance=entrance: add_servicer(SERVICE, WorkerServicer(entrance), server),  # type: ignore[misc]
+                services=[SERVICE.full_name],
+                limits=ServerLimits(max_message_bytes=1 << 20),
+                insecure=False,
+            )
+            undo.callback(running.stop, 0)
+            membership.tasks.append(
+                common_pb2.TaskInfo(task=f"worker:{index}", address=running.address, incarnation=index + 1, live=True)
+            )
+            members.append(RingMember(entrance, session_of(index, membership), BytesMeter()))
+            undo.callback(members[-1].close, "the test is over")
+        pool = undo.enter_context(futures.ThreadPoolExecutor(2))
+        yield list(pool.map(lambda member: member.form(options, CPU, 60.0), members))
+
+
+def sums(ring: list[Communicator]) -> list[float]:
+    """What an all-reduce of 1 and 2 gives the ranks."""
+    with futures.ThreadPoolExecutor(2) as pool:
+        tensors = (torch.full((100,), float(one.rank + 1)) for one in ring)
+        return [float(total[7]) for total in pool.map(lambda one, tensor: one.all_reduce(tensor), ring, tensors)]
+
+
+def test_over_ipv6_the_sockets_are_ipv6_too() -> None:
+    with formed("::1", [Door("::1"), Door("::1")], CommunicationOptions(transport="tcp", chunk_bytes=1 << 16)) as ring:
+        assert [one.group.name for one in ring] == ["ring over tcp"] * 2
+        assert sums(ring) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("door", "why"),
+    [
+        (Door("2001:db8::1"), "cannot listen for tcp lanes at 2001:db8::1"),
+        (Door("127.0.0.1", OPEN, 0), "has 0 lanes that are not open yet, which is max_lanes_per_peer"),
+    ],
+    ids=["no such address", "refused by a limit"],
+)
+def test_without_sockets_auto_takes_grpc_and_says_why(
+    door: Door, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ring_member, "place_of_this_process", lambda: threading.current_thread().name)  # two hosts
+    monkeypatch.setattr(ring_member, "OPEN_S", 1.0)  # the other rank waits for the visit that does not come
+    with (
+        caplog.at_level("INFO"),
+        formed("127.0.0.1", [Door("127.0.0.1"), door], CommunicationOptions(chunk_bytes=1 << 16)) as ring,
+    ):
+        assert [one.group.name for one in ring] == ["ring over grpc"] * 2
+        assert sums(ring) == [3.0, 3.0]
+    assert "no tcp: worker:0: " in caplog.text and why in caplog.text
