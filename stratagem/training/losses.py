@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,13 +14,32 @@ from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
+
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
-_CLASSES = (functional.cross_entropy, ("cross_entropy", "sparse_categorical_crossentropy", "categorical_crossentropy"))
+KERAS_EPSILON = 1e-7
+"""How near to 0 and 1 a probability counts as it is, in Keras's losses."""
+_NEAR = 1e-2
+"""What rounding in 16 bits may add to a sum of probabilities."""
+
+
+def _of_probabilities(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    logarithms = outputs.clamp(KERAS_EPSILON, 1 - KERAS_EPSILON).log()
+    return functional.cross_entropy(logarithms, targets, reduction=reduction)
+
+
+def _of_binary_probabilities(outputs: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    near = outputs.clamp(KERAS_EPSILON, 1 - KERAS_EPSILON)
+    return functional.binary_cross_entropy(near, targets, reduction=reduction)
+
+
 _TABLE: tuple[tuple[Callable[..., torch.Tensor], tuple[str, ...]], ...] = (
-    _CLASSES,
+    (functional.cross_entropy, ("cross_entropy",)),
+    (_of_probabilities, ("sparse_categorical_crossentropy", "categorical_crossentropy")),
     (functional.binary_cross_entropy_with_logits, ("bce_with_logits", "binary_cross_entropy_with_logits")),
-    (functional.binary_cross_entropy, ("bce", "binary_cross_entropy", "binary_crossentropy")),
+    (functional.binary_cross_entropy, ("bce", "binary_cross_entropy")),
+    (_of_binary_probabilities, ("binary_crossentropy",)),
     (functional.nll_loss, ("nll", "nll_loss")),
     (functional.mse_loss, ("mse", "mse_loss", "mean_squared_error")),
     (functional.l1_loss, ("mae", "l1", "l1_loss", "mean_absolute_error")),
@@ -26,7 +47,8 @@ _TABLE: tuple[tuple[Callable[..., torch.Tensor], tuple[str, ...]], ...] = (
     (functional.huber_loss, ("huber", "huber_loss")),
 )
 _NAMED = {name: function for function, names in _TABLE for name in names}
-_OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
+_OF_CLASSES = (functional.cross_entropy, _of_probabilities, functional.nll_loss)
+_BINARY = (functional.binary_cross_entropy, _of_binary_probabilities)
 
 
 class LossValue(NamedTuple):
@@ -41,9 +63,11 @@ class LossValue(NamedTuple):
 class Loss:
     """A loss that knows what it divides by.
 
-    Names expect logits where torch's functions of that name do: "cross_entropy" (also "sparse_categorical_crossentropy"
-    and "categorical_crossentropy") and "bce_with_logits"; "bce" (also "binary_crossentropy") expects probabilities,
-    "nll" log-probabilities. The others are "mse", "mae", "huber" and "smooth_l1".
+    Names are torch's, and mean what torch means by them: "cross_entropy" and "bce_with_logits" expect logits, "bce"
+    probabilities, "nll" log-probabilities. Keras's expect probabilities, as Keras does: the outputs of a softmax for
+    "sparse_categorical_crossentropy" (targets are class numbers) and "categorical_crossentropy" (one-hot rows), of a
+    sigmoid for "binary_crossentropy"; classes are dimension 1. The first batch shows whether the outputs are that. The
+    others are "mse", "mae", "huber" and "smooth_l1".
 
     Weights of examples and classes make a weighted mean: divided by the sum of the weights, as torch does it.
 
@@ -68,13 +92,14 @@ class Loss:
             )
         self._given = _NAMED[given] if isinstance(given, str) else given
         self._is_named = isinstance(given, str)
+        self._is_looked_at = False
         self._on: dict[torch.device, Any] = {}
         self.class_weight = dict(class_weight) if class_weight else None
 
     @property
     def takes_probabilities(self) -> bool:
         """Whether outputs are probabilities of a positive answer, not logits."""
-        return self._given is functional.binary_cross_entropy or isinstance(self._given, nn.BCELoss)
+        return self._given in _BINARY or isinstance(self._given, nn.BCELoss)
 
     def weighted(self, class_weight: Mapping[int, float] | None) -> Loss:
         """The same loss with weights of classes."""
@@ -91,10 +116,15 @@ class Loss:
             outputs: of the module.
             targets: of the batch.
             weights: one for each example.
+
+        Raises:
+            ConfigurationError: targets or weights that do not fit, or, at the first batch, outputs that are not what
+                the name of the loss expects.
         """
         if targets is None:
             raise ConfigurationError("the loss needs targets: give y, or batches of (inputs, targets)")
         if self._is_named:
+            self._look_at(outputs)
             targets = self._fitting(outputs, targets)
         if self.class_weight is not None:
             by_class = _weights_by_class(self.class_weight, targets)
@@ -124,9 +154,44 @@ class Loss:
             )
         return values.flatten(1).mean(1) if values.dim() > 1 else values
 
+    @torch.no_grad()
+    def _look_at(self, outputs: torch.Tensor) -> None:
+        """At the first outputs: probabilities where logits belong, and the other way round, train another loss."""
+        if self._is_looked_at or not outputs.numel():
+            return
+        self._is_looked_at = True
+        low, high = (float(value) for value in outputs.detach().float().aminmax())
+        seen = f"the module's outputs go from {low:.3g} to {high:.3g}"
+        name = next(names[0] for function, names in _TABLE if function is self._given)
+        if self._given is functional.nll_loss and high > _NEAR:
+            raise ConfigurationError(
+                f'loss="{name}" expects log-probabilities, and {seen}: use "cross_entropy" for logits'
+            )
+        if self._given in _BINARY and (low < 0 or high > 1):
+            raise ConfigurationError(
+                f'loss="{name}" expects probabilities, and {seen}: end the module with a sigmoid, or use '
+                '"bce_with_logits" for logits'
+            )
+        if self._given not in (functional.cross_entropy, _of_probabilities) or outputs.dim() < 2:
+            return
+        are_probabilities = low >= 0 and high <= 1 and bool(((outputs.float().sum(1) - 1).abs() < _NEAR).all())
+        if self._given is _of_probabilities and not are_probabilities and math.isfinite(low + high):
+            raise ConfigurationError(
+                f'loss="{name}" is Keras\'s name and expects probabilities that add up to 1, and {seen}: end the '
+                'module with a softmax, or use "cross_entropy" for logits'
+            )
+        if self._given is functional.cross_entropy and are_probabilities and outputs.shape[1] > 1:
+            logger.warning(
+                'loss="cross_entropy" expects logits, and the module\'s outputs look like probabilities (a softmax at '
+                'the end?): it takes the softmax of them once more. "sparse_categorical_crossentropy" takes '
+                "probabilities"
+            )
+
     def _fitting(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Targets of the form of the outputs, where the loss compares them element by element."""
         if self._given in _OF_CLASSES:
+            if targets.shape == outputs.shape and outputs.dim() > 1:  # one-hot rows, of whole numbers perhaps
+                return targets.to(outputs.dtype)
             return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
         if targets.shape != outputs.shape:
             if targets.numel() != outputs.numel():
