@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint test test-all test-containers conformance fuzz demo bench wheel clean
+.PHONY: install protos check-protos lint test test-all test-containers test-kubernetes conformance fuzz demo bench wheel clean
 
 install: $(STAMP)
 
@@ -44,6 +44,13 @@ test-containers: $(STAMP)
 	TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_image.py tests/deploy/test_compose.py \
 		tests/deploy/test_compose_readme.py tests/deploy/test_run_containers.py \
 		tests/deploy/test_metrics_prometheus.py $(if $(ONLY),-k "$(ONLY)")
+
+# What needs a one-node Kubernetes (KUBECONFIG) that runs images of the engine of DOCKER_HOST, and is there for tests
+# alone; then every row of the table in docs/kubernetes.md, which takes half an hour. SHORT=1: two minutes of it.
+test-kubernetes: $(STAMP)
+	TEST_KUBERNETES=1 TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_kubernetes_target.py \
+		tests/deploy/test_kubernetes_jobs.py $(if $(SHORT),-m "not thorough")
+	$(if $(SHORT),,$(BIN)/python -m tests.deploy.kubernetes_faults --json docs/measurements/kubernetes.jsonl)
 
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
 conformance: $(STAMP)

@@ -12,7 +12,7 @@ import yaml
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, TASK_MACHINES, MachineConfig
+from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
 from stratagem.launch.manifests import jobset, kubernetes, trainjob
 from stratagem.launch.manifests.pod import Object
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
@@ -40,22 +40,8 @@ def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
     for role, name in _pairs("--machine", texts).items():
         if role not in TASK_MACHINES:
             raise ConfigurationError(f"unknown role {role!r} in --machine; {nearest(role, tuple(TASK_MACHINES))}")
-        machines[role] = _machine(name)
+        machines[role] = parse_machine(name)
     return machines
-
-
-def _machine(text: str) -> MachineConfig:
-    if text in COMMON_MACHINE_CONFIGS:
-        return COMMON_MACHINE_CONFIGS[text]
-    cores, _, rest = text.partition(":")
-    memory, _, gpus = rest.partition(":")
-    try:
-        return MachineConfig(float(cores), float(memory), accelerator_count=int(gpus or 0))
-    except ValueError:
-        raise ConfigurationError(
-            f"expected a machine like 4:16 (cores, GiB) or 4:16:1 (and GPUs), or one by name, got {text!r}; "
-            f"{nearest(text, COMMON_MACHINE_CONFIGS)}"
-        ) from None
 
 
 @click.command("render", context_settings={"allow_interspersed_args": False, "show_default": True})

@@ -15,7 +15,7 @@ from stratagem.launch.manifests.workload import ACCESS_MODES
 from stratagem.launch.submit.api import submit_and_follow
 from stratagem.launch.submit.request import TARGETS, JobRequest
 
-_MACHINES = f"auto, or one of {', '.join(COMMON_MACHINE_CONFIGS)}."
+_MACHINES = f"auto, CORES:GIB[:GPUS], or one of {', '.join(COMMON_MACHINE_CONFIGS)}."
 
 
 @click.command("submit", context_settings={"allow_interspersed_args": False, "show_default": True})

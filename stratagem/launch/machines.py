@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
 
 
@@ -49,6 +50,26 @@ COMMON_MACHINE_CONFIGS: Mapping[str, MachineConfig] = {
     "H100_8X": MachineConfig(208, 1872, "nvidia-h100-80gb", 8),
 }
 """Machines by the names people use. "auto" is ``"CPU"``, and for a chief beside workers that of ``TASK_MACHINES``."""
+
+
+def parse_machine(text: str) -> MachineConfig:
+    """The machine of a name, or of figures: "4:16" (cores, GiB), "4:16:1" (and GPUs).
+
+    Raises:
+        ConfigurationError: it is neither; offers the nearest name.
+    """
+    if text in COMMON_MACHINE_CONFIGS:
+        return COMMON_MACHINE_CONFIGS[text]
+    cores, _, rest = text.partition(":")
+    memory, _, gpus = rest.partition(":")
+    try:
+        return MachineConfig(float(cores), float(memory), accelerator_count=int(gpus or 0))
+    except ValueError:
+        raise ConfigurationError(
+            f"expected a machine like 4:16 (cores, GiB) or 4:16:1 (and GPUs), or one by name, got {text!r}; "
+            f"{nearest(text.upper(), COMMON_MACHINE_CONFIGS)}"
+        ) from None
+
 
 TASK_MACHINES: Mapping[str, MachineConfig] = {
     "chief": MachineConfig(cpu_cores=0.1, memory_gib=0.5),

@@ -1,15 +1,20 @@
-"""One image of this tree for all tests of a session."""
+"""One image of this tree for all tests of a session; compose projects, desks to submit from, a registry."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.deploy.containers import Project, copy_tree, need_engine, run
+from tests.deploy.containers import Project, built_image, copy_tree, need_engine, wait_for
+from tests.deploy.desk import Desk, answers
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +29,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def image(clone: Path) -> Iterator[str]:
     """The image of this tree, built as a user builds it; its tag goes with the session."""
     need_engine()
-    name = f"stratagem-test:{os.getpid()}"
-    environ = {"IMAGE": name, "BUILD_NETWORK": "host"}
-    run(["docker", "compose", "build", "--quiet"], folder=clone, environ=environ, timeout_s=600)
-    yield name
-    run(["docker", "image", "rm", "--force", name], code=None)
+    with built_image(clone) as name:
+        yield name
 
 
 @pytest.fixture
@@ -44,3 +46,38 @@ def project(clone: Path, image: str) -> Iterator[Callable[..., Project]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path)
+    yield desk
+    for job in desk.jobs():
+        desk.stratagem("jobs", "cancel", job["id"], code=None)
+        desk.stratagem("jobs", "remove", job["id"], code=None)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[str]:
+    """Debian's docker-registry on a free port of loopback."""
+    program = shutil.which("docker-registry")
+    if program is None:
+        assert not os.environ.get("TEST_DOCKER"), "TEST_DOCKER is set, but there is no docker-registry"
+        pytest.skip("there is no docker-registry: apt-get install docker-registry")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config = {
+        "version": 0.1,
+        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
+        "http": {"addr": address},
+    }
+    (tmp_path / "registry.yml").write_text(yaml.safe_dump(config))
+    with (tmp_path / "registry.log").open("w") as log:
+        process = subprocess.Popen([program, "serve", str(tmp_path / "registry.yml")], stdout=log, stderr=log)
+    try:
+        wait_for(lambda: answers(f"http://{address}/v2/"), "the registry", (tmp_path / "registry.log").read_text)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(10)

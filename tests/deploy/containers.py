@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ def copy_tree(target: Path) -> None:
             continue  # deleted, and not committed yet
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target / name, follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def built_image(clone: Path) -> Iterator[str]:
+    """The image of a copy of this tree, built as a user builds it; its tag goes at the end."""
+    name = f"stratagem-test:{os.getpid()}"
+    environ = {"IMAGE": name, "BUILD_NETWORK": "host"}
+    run(["docker", "compose", "build", "--quiet"], folder=clone, environ=environ, timeout_s=600)
+    yield name
+    run(["docker", "image", "rm", "--force", name], code=None)
 
 
 def inspect(name: str) -> Any:

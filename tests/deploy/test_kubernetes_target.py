@@ -23,7 +23,7 @@ from stratagem.launch.submit.kubernetes_target import FILE, KubernetesTarget
 from stratagem.launch.submit.record import JobRecord
 from tests.deploy.cluster import Namespace, namespace, need_cluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:Unverified HTTPS request")]
 
 JOB = Workload(
     "job", "python:3.11-slim", "train.py", num_workers=2, num_ps=1, access_mode="ReadWriteOnce", volume_gib=1
@@ -86,6 +86,7 @@ def test_a_job_runs_and_leaves_nothing_when_it_is_removed(
     assert target.state(record, tmp_path).phase == "unknown"
 
 
+@pytest.mark.thorough
 def test_cancel_lets_the_pods_end_and_keeps_the_volume(
     space: Namespace, target: KubernetesTarget, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_job_that_waits_says_why(
     assert any(line.startswith("stratagem: ") for line in target.logs(record, tmp_path, follow=False))
 
 
+@pytest.mark.thorough
 def test_the_log_that_is_followed_says_what_the_job_waits_for(
     space: Namespace, target: KubernetesTarget, tmp_path: Path
 ) -> None:

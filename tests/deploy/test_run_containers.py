@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
-import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 import stratagem as sg
 from stratagem.launch.manifests.kubernetes import render
@@ -23,8 +16,8 @@ from stratagem.launch.manifests.workload import Workload
 from stratagem.launch.submit.build_context import read_context
 from stratagem.launch.submit.dockerignore import IgnoreRules
 from stratagem.launch.submit.request import machine_of
-from tests.deploy.containers import DEADLINE_S, ROOT, need_engine, run, wait_for
-from tests.notebooks import EXECUTE, notebook_of
+from tests.deploy.containers import need_engine, run, wait_for
+from tests.deploy.desk import Desk, answers
 from tests.unit.launch.submit.api_server import api_server
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,45 +53,6 @@ print("waiting", flush=True)
 while True:
     time.sleep(0.1)
 """
-
-
-class Desk:
-    """A project folder and the records of its jobs.
-
-    Args:
-        folder: an empty one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "project"
-        self.folder.mkdir()
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAGEM_")}
-        self.environ = environ | {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT)}
-
-    def stratagem(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
-        """Runs a command of ours in the project."""
-        return run(
-            [sys.executable, "-m", "stratagem.cli", *arguments], folder=self.folder, environ=self.environ, code=code
-        )
-
-    def execute(self, *cells: str) -> str:
-        """What these cells print in a kernel; the project is its folder."""
-        (self.folder / "work.ipynb").write_text(notebook_of(*cells))
-        command = [sys.executable, "-c", EXECUTE, "work.ipynb", str(DEADLINE_S)]
-        return run(command, folder=self.folder, environ=self.environ).stdout
-
-    def jobs(self) -> list[dict[str, Any]]:
-        """What `stratagem jobs list` knows."""
-        return [json.loads(line) for line in self.stratagem("jobs", "list", "--json").stdout.splitlines()]
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path)
-    yield desk
-    for job in desk.jobs():
-        desk.stratagem("jobs", "cancel", job["id"], code=None)
-        desk.stratagem("jobs", "remove", job["id"], code=None)
 
 
 def of_job(kind: str, job_id: str) -> list[str]:
@@ -166,41 +120,6 @@ def test_a_build_that_fails_says_why_and_leaves_no_job(desk: Desk) -> None:
     failed = desk.stratagem("submit", *options, "wait.py", code=1)
     assert f"the base image python:3.11-slim has no stratagem {sg.__version__}" in failed.stderr
     assert desk.jobs() == []
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
-    """Debian's docker-registry on a free port of loopback."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        assert not os.environ.get("TEST_DOCKER"), "TEST_DOCKER is set, but there is no docker-registry"
-        pytest.skip("there is no docker-registry: apt-get install docker-registry")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    config = {
-        "version": 0.1,
-        "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}},
-        "http": {"addr": address},
-    }
-    (tmp_path / "registry.yml").write_text(yaml.safe_dump(config))
-    with (tmp_path / "registry.log").open("w") as log:
-        process = subprocess.Popen([program, "serve", str(tmp_path / "registry.yml")], stdout=log, stderr=log)
-    try:
-        wait_for(lambda: answers(f"http://{address}/v2/"), "the registry", (tmp_path / "registry.log").read_text)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def answers(url: str) -> bool:
-    """Whether a server is there."""
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except urllib.error.URLError:
-        return False
 
 
 @pytest.fixture

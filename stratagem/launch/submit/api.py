@@ -61,8 +61,9 @@ def run(
             accelerator is asked for). Or "one", "mirrored", "central", "ring", "ps". None: the script makes its own.
         docker_base_image: image with Python and this version of stratagem; None: ``stratagem``, which
             deploy/Dockerfile makes.
-        chief_config: machine of the chief: a name of ``COMMON_MACHINE_CONFIGS`` or a ``MachineConfig``. It trains if
-            there are no workers ("auto": "CPU"), and else coordinates ("auto": 0.1 core, 0.5 GiB).
+        chief_config: machine of the chief: a name of ``COMMON_MACHINE_CONFIGS``, "CORES:GIB[:GPUS]" or a
+            ``MachineConfig``. It trains if there are no workers ("auto": "CPU"), and else coordinates ("auto": 0.1
+            core, 0.5 GiB).
         worker_config: machine of each worker; "auto": "CPU".
         worker_count: workers; 0: the chief trains alone.
         entry_point_args: arguments of the script.

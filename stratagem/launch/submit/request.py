@@ -11,7 +11,7 @@ from pathlib import Path
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
-from stratagem.launch.machines import COMMON_MACHINE_CONFIGS, TASK_MACHINES, MachineConfig
+from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
 from stratagem.launch.manifests.workload import ACCESS_MODES
 from stratagem.launch.submit.labels import check_labels
 
@@ -207,21 +207,18 @@ class JobRequest:
 
 
 def machine_of(config: object, name: str) -> MachineConfig:
-    """The machine of a name, or the one given; "auto" is "CPU".
+    """The machine of a name or of figures ("4:16"), or the one given; "auto" is "CPU".
 
     Raises:
         ConfigurationError: no such machine; offers the nearest.
     """
     if isinstance(config, MachineConfig):
         return config
-    if config == "auto":
-        return COMMON_MACHINE_CONFIGS["CPU"]
-    if isinstance(config, str) and config in COMMON_MACHINE_CONFIGS:
-        return COMMON_MACHINE_CONFIGS[config]
-    if isinstance(config, str):
+    if not isinstance(config, str):
         raise ConfigurationError(
-            f"unknown machine {config!r} in {name}; {nearest(config.upper(), COMMON_MACHINE_CONFIGS)}"
+            f"expected {name} to be 'auto', a name of COMMON_MACHINE_CONFIGS or a MachineConfig, got {config!r}"
         )
-    raise ConfigurationError(
-        f"expected {name} to be 'auto', a name of COMMON_MACHINE_CONFIGS or a MachineConfig, got {config!r}"
-    )
+    try:
+        return parse_machine("CPU" if config == "auto" else config)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from None
