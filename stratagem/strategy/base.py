@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +22,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.context import ReplicaContext
+from stratagem.strategy.replicas.copyable import check_parameters
+from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values, part_of_replica
 from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.ring.communicator import Communicator
@@ -178,7 +182,8 @@ class Strategy:
             what stands for the object, or the tuple of objects, in the order given.
 
         Raises:
-            ConfigurationError: an object is none of these, or an argument is out of its range.
+            ConfigurationError: an object is none of these, an argument is out of its range, or an optimizer has a
+                parameter that no prepared model has.
             UnsupportedOptimizerError: the strategy cannot run the optimizer.
         """
         kinds = torch.nn.Module | torch.optim.Optimizer | LRScheduler | torch.amp.GradScaler
@@ -191,6 +196,7 @@ class Strategy:
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile)
         others = [item for item in objects if not _is_metric(item)]
         rest = iter(self._prepare(others, preparation) if others else ())
+        self._check_parameters([original(item) for item in others])
         prepared = [self._prepare_metric(item) if _is_metric(item) else next(rest) for item in objects]
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 
@@ -200,6 +206,21 @@ class Strategy:
 
         prepare_metric(metric, self, lambda one: PreparedMetric(one, self))
         return metric
+
+    def _check_parameters(self, objects: Sequence[Any]) -> None:
+        """Makes sure, once all is in its place, that optimizers change what prepared models compute with."""
+        from stratagem.strategy.replicas.variable import variables_of
+
+        self._prepared_models.update(item for item in objects if isinstance(item, torch.nn.Module))
+        known = {id(parameter) for model in self._prepared_models for parameter in model.parameters()}
+        known.update(id(tensor) for variable in variables_of(self) for tensor in variable.tensors)
+        for item in objects:
+            if isinstance(item, torch.optim.Optimizer):
+                check_parameters(item, lambda parameter: id(parameter) in known)
+
+    @functools.cached_property
+    def _prepared_models(self) -> weakref.WeakSet[torch.nn.Module]:
+        return weakref.WeakSet()
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
         """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""

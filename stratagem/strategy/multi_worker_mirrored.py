@@ -55,12 +55,12 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     """Among the workers. Without a cluster there is none: None."""
 
     def __new__(cls, cluster_resolver: Any = None, *_: Any, **__: Any) -> Any:
-        resolver = None if isinstance(cluster_resolver, CommunicationImplementation) else cluster_resolver
+        resolver = None if isinstance(cluster_resolver, CommunicationImplementation | str) else cluster_resolver
         return EvaluatorStrategy() if roles.is_evaluator(resolver) else super().__new__(cls)
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver | CommunicationImplementation | None = None,
+        cluster_resolver: ClusterResolver | CommunicationImplementation | str | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
         communication: CommunicationImplementation | str | None = None,
@@ -68,7 +68,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         cross_device_ops: CrossDeviceOps | None = None,
         compression: str | GradientCompression | None = None,
     ) -> None:
-        if isinstance(cluster_resolver, CommunicationImplementation):
+        if isinstance(cluster_resolver, CommunicationImplementation | str):
             communication, cluster_resolver = cluster_resolver, None
         config, cluster = roles.join_or_alone(cluster_resolver)
         if cluster is not None and cluster.num_ps:

@@ -36,6 +36,7 @@ from stratagem.strategy.ps_loading import load_once
 from stratagem.strategy.ps_schedules import follow
 from stratagem.strategy.ps_units import LeasedUnits, UnitListener, own_batches
 from stratagem.strategy.ps_variables import VariableGroups
+from stratagem.strategy.replicas.copies import move_original
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy, RolledBack, StepSlice
 from stratagem.worker.leases import Grant, LeaseClient
@@ -156,7 +157,7 @@ class ParameterServerStrategy(Strategy):
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for model in models:
             _refuse_sparse(model)
-            model.to(self.device)
+            move_original(model, self.device, optimizers)
         preparation.compile(models)
 
         def on_backward() -> None:

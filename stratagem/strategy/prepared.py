@@ -34,8 +34,9 @@ class Prepared:
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, Container[int]]] = {}
         """By identity, and the parameters that it may change."""
         self._optimized: set[int] = set()
-        self._created: list[weakref.ref[nn.Parameter]] = []
-        """In the scope, and neither prepared nor watched so far."""
+        self._created: list[tuple[weakref.ref[nn.Module], str]] = []
+        """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
+        move a parameter to XLA that has a weak reference."""
         self._is_running = False
         _watch_torch()
 
@@ -63,23 +64,24 @@ class Prepared:
     def running(self) -> Iterator[None]:
         """Around :meth:`Strategy.run`."""
         waiting = []
-        for reference in self._created:
-            parameter = reference()
+        for reference, name in self._created:
+            module = reference()
+            parameter = None if module is None else module._parameters.get(name)
             if parameter is None or id(parameter) in self._parameters:
                 continue
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._check_gradient)
             else:
-                waiting.append(reference)
+                waiting.append((reference, name))
         self._created, self._is_running = waiting, True
         try:
             yield
         finally:
             self._is_running = False
 
-    def created(self, parameter: nn.Parameter) -> None:
+    def created(self, module: nn.Module, name: str) -> None:
         """A parameter was given to a module in the scope."""
-        self._created.append(weakref.ref(parameter))
+        self._created.append((weakref.ref(module), name))
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step in a replica.
@@ -135,4 +137,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     strategy = strategy_of_scope()
     if strategy is not None and strategy.prepared is not None:
-        strategy.prepared.created(parameter)
+        strategy.prepared.created(module, name)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections import ChainMap, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copyable import copied
 
+_converting = threading.Lock()
+"""How torch converts modules is said for the whole process."""
 Settings = dict[str, Any]
 """Of a parameter group: all but its parameters."""
 
@@ -161,10 +165,18 @@ def moved_state(state: Any, source: torch.device, target: torch.device, with_ste
     }
 
 
-def move_original(item: nn.Module, device: torch.device, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Moves a model to the device of replica 0, with the state that optimizers already have for its parameters."""
+def move_original(item: nn.Module, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Moves a model in place, with the state that optimizers already have for its parameters.
+
+    Raises:
+        ConfigurationError: a parameter cannot stay the same object, as something else holds on to its memory.
+    """
     before = {id(parameter): parameter.device for parameter in item.parameters()}
-    item.to(device)
+    there = torch.empty(0, device=device)
+    if all(one.is_meta or torch._has_compatible_shallow_copy_type(one, there) for one in item.parameters()):
+        item.to(device)
+    else:
+        _swap_parameters(item, device)
     for optimizer in optimizers:
         moving = _with_moving_steps(optimizer)
         for key, state in optimizer.state.items():
@@ -172,9 +184,25 @@ def move_original(item: nn.Module, device: torch.device, optimizers: list[torch.
                 optimizer.state[key] = moved_state(state, before[id(key)], device, id(key) in moving)
 
 
+def _swap_parameters(item: nn.Module, device: torch.device) -> None:
+    """Where ``item.to(device)`` makes new parameters (XLA), which no optimizer knows, they stay the same objects."""
+    with _converting:
+        swapping = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            item.to(device)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"{type(item).__name__} cannot be moved to {device} ({error.__cause__ or error}); call prepare before "
+                "anything else holds on to its parameters, a weak reference say"
+            ) from error
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swapping)
+
+
 def travelled(value: Any, source: torch.device, target: torch.device) -> Any:
     """``value``, with the tensors in it that are on ``source`` on ``target``; itself, if there are none."""
-    if isinstance(value, nn.Parameter) or source == target:
+    if isinstance(value, nn.Parameter) or source == target or source.type == "meta":
         return value
     if isinstance(value, torch.Tensor):
         return value.to(target) if value.device == source else value

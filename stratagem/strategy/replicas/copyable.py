@@ -80,20 +80,35 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.
     Raises:
         ConfigurationError: says what to do.
     """
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not is_known(parameter):
-                raise ConfigurationError(
-                    f"group {index} of {_kind(optimizer)} has a tensor of {list(parameter.shape)} that no prepared "
-                    "model has; prepare the model with its optimizer or before it, and make a tensor of its own an "
-                    "nn.Parameter of a module or an sg.Variable(trainable=True)"
-                )
+    check_parameters(optimizer, is_known)
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise ConfigurationError(
             f"{_kind(optimizer)} has a step of its own as an attribute, which cannot be copied for another replica; "
             "make it a method of a subclass, or use register_step_pre_hook and register_step_post_hook"
         )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.Tensor], bool]) -> None:
+    """Refuses an optimizer that would change what no model computes with.
+
+    Args:
+        optimizer: prepared, or about to be.
+        is_known: whether a tensor is a parameter of a prepared model, or a variable of the strategy.
+
+    Raises:
+        ConfigurationError: names what is not.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", [""] * len(group["params"]))
+        for name, parameter in zip(names, group["params"], strict=True):
+            if not is_known(parameter):
+                raise ConfigurationError(
+                    f"group {index} of {_kind(optimizer)} has a tensor of {list(parameter.shape)} "
+                    f"{f'({name}) ' if name else ''}that no prepared model has; prepare the model with its optimizer "
+                    "or before it, and make a tensor of its own an nn.Parameter of a module or an "
+                    "sg.Variable(trainable=True)"
+                )
 
 
 def _culprit(module: nn.Module) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from stratagem.strategy.replicas.context import ReplicaContext
+from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.crew import Crew, current_replica
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_group import LocalGroup
@@ -107,9 +108,10 @@ class OneReplica(LocalReplicas):
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """See :meth:`LocalReplicas.add`."""
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for item in objects:
             if isinstance(item, torch.nn.Module):
-                item.to(self.devices[0])
+                move_original(item, self.devices[0], optimizers)
         return list(objects)
 
     def on_replica(self, item: Any, replica: int) -> Any:

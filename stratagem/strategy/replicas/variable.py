@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,11 @@ class Variable(TensorOperators):
     def shape(self) -> torch.Size:
         """Shape of the value on one replica."""
         return self._tensors[0].shape
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The value on each local replica, or the only one."""
+        return self._tensors
 
     @property
     def dtype(self) -> torch.dtype:

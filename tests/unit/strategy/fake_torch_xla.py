@@ -1,4 +1,8 @@
-"""A stand-in for torch_xla whose replicas are threads and whose devices are the CPU. Nothing is lazy."""
+"""A stand-in for torch_xla whose replicas are threads and whose devices are the CPU. Nothing is lazy.
+
+For what the real one, on CPUs, cannot run: several replicas in sync. As with the real one, the memory of a tensor
+cannot become that of another device's, so that moving a module makes new parameters (or swaps them).
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,7 @@ class FakeXla:
                 "all_gather": self._all_gather,
             },
         }
+        monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)
         for module, names in members.items():
             module.__dict__.update(names)
             monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import re
@@ -90,6 +91,16 @@ ROWS: dict[str, Row] = {
         lambda given, *_: sg.CommunicationOptions(given).implementation,
         None,
     ),
+    "MultiWorkerMirroredStrategy.__init__(cluster_resolver)": (
+        sg.CommunicationImplementation,
+        lambda given, *_: _ring(given),
+        None,
+    ),
+    "MultiWorkerMirroredStrategy.__init__(communication)": (
+        sg.CommunicationImplementation,
+        lambda given, *_: _ring(communication=given),
+        None,
+    ),
     "DistributeOptions.__init__(auto_shard_policy)": (
         sg.AutoShardPolicy,
         lambda given, *_: sg.DistributeOptions(given).auto_shard_policy,
@@ -97,6 +108,17 @@ ROWS: dict[str, Row] = {
     ),
     "EstimatorSpec.__init__(mode)": (sg.ModeKeys, lambda given, *_: _spec(given).mode, None),
 }
+
+REFUSED = ("foo", "", None, 0, True, Other.SUM)
+ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "MultiWorkerMirroredStrategy.__init__(cluster_resolver)": ("foo", ""),  # or a resolver, or None
+    "MultiWorkerMirroredStrategy.__init__(communication)": ("foo", "", 0, True, Other.SUM),  # or None
+}
+
+
+def _ring(*args: Any, **kwargs: Any) -> sg.CommunicationImplementation:
+    with contextlib.closing(sg.MultiWorkerMirroredStrategy(*args, **kwargs, devices="cpu")) as strategy:
+        return strategy.options.implementation
 
 
 def _functions() -> Iterator[Callable[..., Any]]:
@@ -146,7 +168,7 @@ def test_anything_else_is_refused_with_the_choices(
 ) -> None:
     kind, call, _ = ROWS[name]
     choices = ", ".join(member.name for member in kind)
-    for given in ("foo", "", None, 0, True, Other.SUM):
+    for given in ELSEWHERE.get(name, REFUSED):
         expected = f"expected {kind.__name__} of {choices} (the member or its name), got {given!r}"
         with pytest.raises(ConfigurationError, match=re.escape(expected)):
             call(given, strategy, workers)

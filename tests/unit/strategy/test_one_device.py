@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -144,3 +146,32 @@ def test_scopes() -> None:
             pass
     assert sg.get_strategy().num_replicas_in_sync == 1
     assert sg.get_strategy() is not outer
+
+
+@pytest.mark.parametrize("make", [sg.Strategy, lambda: sg.OneDeviceStrategy("cpu")])
+def test_an_optimizer_of_what_no_prepared_model_has_is_refused(make: Callable[[], sg.Strategy]) -> None:
+    strategy = make()
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)
+    strategy.prepare(first)
+    strategy.prepare(torch.optim.SGD(first.parameters(), 0.1))
+    message = r"group 0 of SGD has a tensor of \[3, 2\] \(weight\) that no prepared model has; prepare the model with"
+    with pytest.raises(ConfigurationError, match=message):
+        strategy.prepare(torch.optim.SGD(second.named_parameters(), 0.1))
+    with strategy.scope():
+        factor = sg.Variable(1.0, trainable=True)
+    strategy.prepare(torch.optim.SGD([factor.value()], 0.1))
+
+
+class NewParameters(torch.nn.Linear):
+    """Moves as modules do on devices whose tensors cannot take the place of others."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NewParameters:
+        self.weight = torch.nn.Parameter(fn(self.weight).detach().clone())
+        return self
+
+
+def test_parameters_that_placing_has_replaced_are_noticed() -> None:
+    model = NewParameters(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ConfigurationError, match=r"group 0 of SGD has a tensor of \[1, 2\] that no prepared model has"):
+        sg.OneDeviceStrategy("cpu").prepare(model, optimizer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +117,48 @@ def test_replicas_equal_one_process_on_the_joined_batch(monkeypatch: pytest.Monk
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert fake.num_syncs == [4] * size
     assert (fake.num_reduced_in_place > 0) == (size > 1)
+
+
+def test_moving_replaces_parameters_on_the_stand_in_as_on_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeXla(monkeypatch, 1)
+    model = net()
+    before = list(model.parameters())
+    model.to("cpu")
+    assert not any(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_an_optimizer_that_has_stepped_goes_on_after_the_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeXla(monkeypatch, 1)
+    x = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+
+    def step(model: Net, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (model(x) + model.unused).square().mean().backward()
+        optimizer.step()
+
+    def work(strategy: TPUStrategy | None) -> dict[str, torch.Tensor]:
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            model = net()
+        model.unused = model.second.bias  # two names
+        before, optimizer = dict(model.named_parameters()), torch.optim.Adam(model.parameters(), 0.05)
+        step(model, optimizer)
+        if strategy is not None:
+            strategy.prepare(model, optimizer)
+        step(model, optimizer)
+        assert model.unused is model.second.bias and before == dict(model.named_parameters())
+        return model.state_dict()
+
+    torch.testing.assert_close(fake.launch(with_strategy(work))[0], work(None))
+
+
+def test_what_holds_on_to_parameters_while_they_move_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeXla(monkeypatch, 1)
+    model = net()
+    watched = weakref.ref(model.first.weight)
+    message = r"Net cannot be moved to cpu \(Cannot swap t1 because it has weakref.*call prepare before"
+    with pytest.raises(ConfigurationError, match=message):
+        fake.launch(with_strategy(lambda strategy: strategy.prepare(model)))
+    assert watched() is model.first.weight
 
 
 def test_clipping_and_sync_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
