@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint test test-all test-containers test-kubernetes conformance fuzz demo bench wheel clean
+.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes conformance fuzz demo bench wheel clean
 
 install: $(STAMP)
 
@@ -31,6 +31,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site of docs/, with the reference from the docstrings. Warnings are errors.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"

@@ -1,4 +1,4 @@
-"""Immutable versions: the weights of one version, copied once and shown to all readers (PROTOCOL.md 9).
+"""Immutable versions: the weights of one version, copied once and shown to all readers (docs/protocol.md 9).
 
 Nobody reads a version that is being written: its frames are copies of the weights, made while the group's lock is held,
 and never change. They lie in the memory from which the lane of the first reader sends without another copy. A lane
@@ -33,7 +33,7 @@ class HeldFrame:
 
 
 class ReplyLane(Protocol):
-    """The way back to one worker. Whatever moves payload implements it (PROTOCOL.md 34)."""
+    """The way back to one worker. Whatever moves payload implements it (docs/protocol.md 34)."""
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         """Copies a piece to where this lane sends from; ``transfer`` is the one it will most likely be sent under."""

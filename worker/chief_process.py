@@ -1,4 +1,4 @@
-"""A cluster without a chief: worker 0 spawns one beside itself, at worker 0's address (PROTOCOL.md 13)."""
+"""A cluster without a chief: worker 0 spawns one beside itself, at worker 0's address (docs/protocol.md 13)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``optimizer.step()`` under parameter servers: commit what was staged, take the new weights, exactly once.
 
 The optimizer keeps its object and its ``param_groups``. A pre-hook of its ``step`` commits and sets the gradients to
-None, so that torch's own step finds nothing to do; the post-hook puts them back (PROTOCOL.md 7).
+None, so that torch's own step finds nothing to do; the post-hook puts them back (docs/protocol.md 7).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``optimizer.state_dict()`` and ``load_state_dict()`` while the state lives on parameter servers (PROTOCOL.md 7)."""
+"""``optimizer.state_dict()`` and ``load_state_dict()`` while state lives on parameter servers (docs/protocol.md 7)."""
 
 from __future__ import annotations
 

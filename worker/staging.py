@@ -1,4 +1,4 @@
-"""Staging: gradient frames leave while backward still runs. Nothing staged counts before its commit (PROTOCOL.md 3)."""
+"""Gradient frames leave while backward still runs. Nothing staged counts before its commit (docs/protocol.md 3)."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def version_command() -> None:
 
 
 def exit_code_of(error: StratagemError) -> int:
-    """The exit code that DESIGN.md gives an error."""
+    """The exit code of an error (docs/semantics.md, "Exit codes")."""
     if isinstance(error, JobStoppedError):
         return error.exit_code
     return EXIT_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED

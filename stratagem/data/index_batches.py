@@ -1,4 +1,4 @@
-"""The global batches of a map-style dataset, as indices: the same on every worker (PROTOCOL.md 27)."""
+"""The global batches of a map-style dataset, as indices: the same on every worker (docs/protocol.md 27)."""
 
 from __future__ import annotations
 

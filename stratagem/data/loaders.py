@@ -1,4 +1,4 @@
-"""Taking a user's DataLoader apart and building it again over our own batches (PROTOCOL.md 27)."""
+"""Taking a user's DataLoader apart and building it again over our own batches (docs/protocol.md 27)."""
 
 from __future__ import annotations
 

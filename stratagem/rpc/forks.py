@@ -1,4 +1,4 @@
-"""Sockets that forked children must not keep (PROTOCOL.md 28).
+"""Sockets that forked children must not keep (docs/protocol.md 28).
 
 A forked child (a DataLoader's worker) has copies of all descriptors: with them open a peer would not notice that this
 process died, and an object that the child's garbage collector frees could speak in this process's name.

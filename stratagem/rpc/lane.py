@@ -1,4 +1,4 @@
-"""What payload moves over. Logic knows only these interfaces (PROTOCOL.md 34)."""
+"""What payload moves over. Logic knows only these interfaces (docs/protocol.md 34)."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ class Strategy:
     def averaged_buffers(self, *models: torch.nn.Module) -> Iterator[None]:
         """Inside, the buffers of models (statistics of BatchNorm) are the same on every replica; then each has its own.
 
-        Floats are averages, weighted by the examples that each replica has seen, integers the maximum (PROTOCOL.md 21):
+        Floats are averages, weighted by the examples each replica has seen, integers the maximum (docs/protocol.md 21):
         for saving and evaluating. Every worker must enter it.
         """
         yield

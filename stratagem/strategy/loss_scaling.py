@@ -1,4 +1,4 @@
-"""Losses divided by the global batch, by the names and rules of ``tf.nn`` (SEMANTICS.md, "Loss scaling")."""
+"""Losses divided by the global batch, by the names and rules of ``tf.nn`` (docs/semantics.md, "Loss scaling")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was prepared, and an error for what trains inside ``run`` without (SEMANTICS.md, "Contexts and values")."""
+"""What was prepared, and an error for what trains inside ``run`` without (docs/semantics.md, "Contexts and values")."""
 
 from __future__ import annotations
 

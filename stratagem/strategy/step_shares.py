@@ -1,4 +1,4 @@
-"""How much each local replica counts in a step (SEMANTICS.md, "Loss scaling")."""
+"""How much each local replica counts in a step (docs/semantics.md, "Loss scaling")."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gradients on XLA devices: when ``backward()`` returns, ``p.grad`` is the global gradient, still lazy.
 
-As :mod:`stratagem.worker.reduction.reducer` (PROTOCOL.md 15), but without buckets: XLA compiles the whole step and
+As :mod:`stratagem.worker.reduction.reducer` (docs/protocol.md 15), but without buckets: XLA compiles the whole step and
 overlaps by itself. All that crosses to the host is one small vector at the end of a backward.
 """
 

@@ -1,1 +1,5 @@
 """Training without a loop of your own: Model, callbacks, checkpoints, export."""
+
+import lazy_loader
+
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, ["callbacks"])

@@ -273,7 +273,7 @@ class Checkpoint:
             for name, state in states.items()
         }
         draft.add_json(DESCRIPTION, {"format": FORMAT, "objects": objects})
-        # What the bits of a training depend on besides its script (PROTOCOL.md 24).
+        # What the bits of a training depend on besides its script (docs/protocol.md 24).
         facts = {
             "strategy": type(self._strategy).__name__,
             "num_workers": self._members.size,

@@ -1,4 +1,4 @@
-"""Writes a trained model so that plain PyTorch runs it without Stratagem (PROTOCOL.md 31)."""
+"""Writes a trained model so that plain PyTorch runs it without Stratagem (docs/protocol.md 31)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as a program of torch.export that takes any number of rows (PROTOCOL.md 31)."""
+"""A model as a program of torch.export that takes any number of rows (docs/protocol.md 31)."""
 
 from __future__ import annotations
 

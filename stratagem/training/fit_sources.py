@@ -137,7 +137,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
         return distribute(source, placement=Placement((device,)))
     if isinstance(strategy, ParameterServerStrategy):
         return strategy.distribute_dataset(source)
-    # A replica without examples adds zeros, as to one process; BatchNorm cannot do without examples (PROTOCOL.md 20).
+    # A replica without examples adds zeros, as to one process; BatchNorm needs examples (docs/protocol.md 20).
     needs_examples = any(
         isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) for layer in module.modules()
     )

@@ -1,7 +1,8 @@
-"""Every command in the README works: what trains is run here; `make demo` and `make test` are steps of `.ci/run`."""
+"""Every command and every Python block of README and docs works: what trains is run here, `make` by `.ci/run`."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,8 +16,25 @@ import yaml
 from stratagem.cluster.tf_config import parse_tf_config
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-COMMANDS = [line.split("   #")[0].strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+
+def blocks(language: str) -> list[tuple[Path, str]]:
+    """The blocks of code in a language, and the page of each."""
+    found = [(page, re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)) for page in PAGES]
+    return [(page, block) for page, several in found for block in several]
+
+
+COMMANDS = list(
+    dict.fromkeys(
+        line.split("   #")[0].strip()
+        for page, block in blocks("bash")
+        if page.name not in ("SECURITY.md",)  # tests/cluster/test_tls.py goes through it
+        for line in block.splitlines()
+        if line.strip()
+    )
+)
 TRAINING = [command for command in COMMANDS if command.startswith(("stratagem run", "python examples"))]
 # One for each way to start; `make demo`, a step of `.ci/run`, is a cluster.
 BRIEF = [
@@ -50,7 +68,30 @@ def test_training_commands(command: str) -> None:
     assert done.stdout
 
 
-def test_brief_commands_are_in_the_readme() -> None:
+# The README's loop has a DataLoader that its reader has; sg.run() returns at once in a job.
+BLOCKS_OF_PYTHON = """
+import json, sys, torch
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 20), torch.randint(2, (64,)))
+for page, block in json.load(sys.stdin):
+    exec(compile(block, page, "exec"), {"__name__": page, "loader": torch.utils.data.DataLoader(data, batch_size=16)})
+    print(page)
+"""
+
+
+def test_blocks_of_python(tmp_path: Path) -> None:
+    found = [(str(page.relative_to(ROOT)), block) for page, block in blocks("python")]
+    assert {page for page, _ in found} > {"README.md", "docs/start/first_job.md", "docs/guides/checkpoints.md"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STRATAGEM_JOB_ID": "here", "STRATAGEM_JOB_TARGET": "local"}
+    command = [sys.executable, "-c", BLOCKS_OF_PYTHON]
+    done = subprocess.run(
+        command, input=json.dumps(found), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) >= {page for page, _ in found}
+
+
+def test_brief_commands_are_in_the_pages() -> None:
     assert set(BRIEF) <= set(TRAINING)
 
 
@@ -79,6 +120,8 @@ def test_other_commands(command: str) -> None:
         )
     elif program == "stratagem":
         assert run(command).returncode == 0
+    elif program == ".ci/run":
+        assert os.access(ROOT / command, os.X_OK)
     elif program == "docker":
         check_compose(shlex.split(command))
     else:
@@ -99,6 +142,17 @@ def check_compose(words: list[str]) -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
-    assert len(links) > 20
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text())]
+    assert len(links) > 40
+    assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    assert len(text.splitlines()) <= 120
+
+
+def test_what_code_cites_is_there() -> None:
+    listed = subprocess.run(["git", "grep", "-IhoE", r"\b[A-Z]{4,}\.md"], cwd=ROOT, capture_output=True, text=True)
+    assert sorted(name for name in set(listed.stdout.split()) if not (ROOT / name).exists()) == []

@@ -1,4 +1,4 @@
-"""The reference of PROTOCOL.md 21: one process that runs the slices of every replica, with each replica's seed."""
+"""The reference of docs/protocol.md 21: one process that runs the slices of every replica, with each replica's seed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Datasets: re-splitting.
 
-SEMANTICS.md, "Datasets". Written for all replicas: "0 1 | 2 3 ; 4 | 5" is two steps of two replicas.
+docs/semantics.md, "Datasets". Written for all replicas: "0 1 | 2 3 ; 4 | 5" is two steps of two replicas.
 """
 
 from __future__ import annotations

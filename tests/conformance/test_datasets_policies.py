@@ -1,6 +1,6 @@
 """Datasets: who gets what.
 
-SEMANTICS.md, "Datasets": the policies, dataset functions, leases. Expected steps are those of one worker each.
+docs/semantics.md, "Datasets": the policies, dataset functions, leases. Expected steps are those of one worker each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The README's section on docker-compose, word for word: every command on a real engine, in a copy of the tree.
+"""docs/guides/compose.md, word for word: every command on a real engine, in a copy of the tree.
 
-What follows each command is here, by the command: a line of the README that nobody expects fails the first test.
+What follows each command is here, by the command: a line of the page that nobody expects fails the first test.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ TRAINED = re.compile(r"held-out accuracy ([\d.]+)% on 360")
 
 
 class Shell:
-    """Runs commands of the README as they stand.
+    """Runs commands of the page as they stand.
 
     Args:
         folder: a copy of the tree.
-        environ: what the README says may be set: the image's name, ports.
+        environ: what the page says may be set: the image's name, ports.
     """
 
     def __init__(self, folder: Path, environ: dict[str, str]) -> None:
@@ -94,9 +94,9 @@ def shell(clone: Path, image: str) -> Iterator[Shell]:
     one.run("docker compose --profile '*' down --volumes --remove-orphans --timeout 1")
 
 
-def test_these_are_the_commands_of_the_readme() -> None:
-    section = (ROOT / "README.md").read_text().split("## docker-compose\n")[1].split("\n## ")[0]
-    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
+def test_these_are_the_commands_of_the_page() -> None:
+    page = (ROOT / "docs" / "guides" / "compose.md").read_text()
+    block = re.search(r"```bash\n(.*?)```", page, re.DOTALL)
     assert block is not None
     assert tuple(line.split("   #")[0].strip() for line in block[1].splitlines()) == COMMANDS
 

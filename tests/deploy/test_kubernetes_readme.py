@@ -17,7 +17,7 @@ from tests.deploy.kubernetes_tools import REPOSITORY, Tools, unpacked, why_unava
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
-FILES = (REPOSITORY / "README.md", REPOSITORY / "deploy" / "kubernetes" / "README.md")
+FILES = (REPOSITORY / "docs" / "guides" / "kubernetes.md", REPOSITORY / "deploy" / "kubernetes" / "README.md")
 
 
 def commands(*programs: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""BatchNorm over the examples of all ranks, and the average of buffers that differ (PROTOCOL.md 21)."""
+"""BatchNorm over the examples of all ranks, and the average of buffers that differ (docs/protocol.md 21)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class BucketPart:
 class GradientCompression(abc.ABC):
     """Reduces float32 buckets with fewer bytes than an all-reduce. Every rank ends with identical bits.
 
-    State is kept by bucket and changes only when the step commits (PROTOCOL.md 22): what a backward computes
+    State is kept by bucket and changes only when the step commits (docs/protocol.md 22): what a backward computes
     stays aside until :meth:`commit`, so a backward whose gradients are dropped leaves no trace.
     """
 

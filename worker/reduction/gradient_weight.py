@@ -1,4 +1,4 @@
-"""How much the gradient of one rank counts (SEMANTICS.md, "Loss scaling")."""
+"""How much the gradient of one rank counts (docs/semantics.md, "Loss scaling")."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Weight:
     """
 
     scale: float
-    """The rank's gradient is multiplied by it. 0: it is replaced by zeros, whatever it is (PROTOCOL.md 20)."""
+    """The rank's gradient is multiplied by it. 0: it is replaced by zeros, whatever it is (docs/protocol.md 20)."""
     numerator: float | None = None
     """When set, the sum over ranks is divided by the sum of all ranks' numerators."""
 

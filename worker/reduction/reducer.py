@@ -1,6 +1,6 @@
 """Gradients are reduced while backward runs; when ``backward()`` returns, ``p.grad`` is the global gradient.
 
-The recipe is PROTOCOL.md 15. A hook on each parameter puts ``p.grad`` aside before autograd adds to it, so that the
+The recipe is docs/protocol.md 15. A hook on a parameter puts ``p.grad`` aside before autograd adds to it, so that the
 post-accumulate hook sees the gradient of this backward alone; weighted, it goes into its bucket. A bucket leaves when
 it is complete and all earlier ones have left. A callback of the engine, at the end of backward, sends what is left and
 one small vector that says who has a gradient for what, waits, and merges.

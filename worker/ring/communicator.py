@@ -1,4 +1,4 @@
-"""The collectives of a worker: one order for all of them, one error that says who and where (PROTOCOL.md 19)."""
+"""The collectives of a worker: one order for all of them, one error that says who and where (docs/protocol.md 19)."""
 
 from __future__ import annotations
 

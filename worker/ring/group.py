@@ -17,7 +17,7 @@ from stratagem.cluster.communication import ReduceOp
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """Which collective a message belongs to (PROTOCOL.md 19). Ranks that are not at the same tag must not mix."""
+    """Which collective a message belongs to (docs/protocol.md 19). Ranks that are not at the same tag must not mix."""
 
     ordinal: int
     """Collectives of this generation so far; starts at 1 and grows by 1 with each."""

@@ -18,7 +18,7 @@ JOB_RESTARTS = 3
 """Restarts of all tasks together, after one of them has used up its own."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _NO_RETRY, _PREEMPTED = (2, 42), 143
-"""Exit codes, see DESIGN.md."""
+"""Exit codes: docs/semantics.md."""
 
 
 def render(workload: Workload) -> list[Object]:

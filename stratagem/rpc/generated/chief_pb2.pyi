@@ -214,7 +214,7 @@ class Goodbye(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
-    """Exit code of the task as DESIGN.md numbers them."""
+    """Exit code of the task as docs/semantics.md numbers them."""
     message: _builtins.str
     """One paragraph about a failure; empty on success."""
     def __init__(

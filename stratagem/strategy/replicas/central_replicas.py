@@ -141,7 +141,7 @@ def _which() -> int | None:
 
 @torch.no_grad()
 def _average(buffer: torch.Tensor, copies: Sequence[torch.Tensor], weights: Sequence[int]) -> None:
-    """Floats become averages, integers the maximum (PROTOCOL.md 21)."""
+    """Floats become averages, integers the maximum (docs/protocol.md 21)."""
     here = [copy.to(buffer.device) for copy in copies]
     if not buffer.is_floating_point():
         buffer.copy_(torch.stack(here).amax(0) if not buffer.is_complex() else here[0])

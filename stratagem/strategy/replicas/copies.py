@@ -1,4 +1,4 @@
-"""Copies of models, optimizers and GradScalers for one more replica, on its device (PROTOCOL.md 16)."""
+"""Copies of models, optimizers and GradScalers for one more replica, on its device (docs/protocol.md 16)."""
 
 from __future__ import annotations
 

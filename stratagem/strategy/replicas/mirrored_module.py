@@ -65,7 +65,7 @@ for _name in ("apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "sh
 
 
 class OnlyReplica:
-    """Forward pre-hook that refuses a replica's module to the other replicas (PROTOCOL.md 16).
+    """Forward pre-hook that refuses a replica's module to the other replicas (docs/protocol.md 16).
 
     Args:
         replica: whose module it is.

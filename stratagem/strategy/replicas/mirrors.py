@@ -1,4 +1,4 @@
-"""The prepared objects of a process with several replicas (PROTOCOL.md 16 and 18)."""
+"""The prepared objects of a process with several replicas (docs/protocol.md 16 and 18)."""
 
 from __future__ import annotations
 

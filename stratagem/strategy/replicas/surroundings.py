@@ -11,7 +11,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """The modes and choices in which a thread computes (PROTOCOL.md 17)."""
+    """The modes and choices in which a thread computes (docs/protocol.md 17)."""
 
     grad: bool
     inference: bool

@@ -1,6 +1,6 @@
 """Starting to train on parameter servers: from a checkpoint, in the middle of a job, or from nothing.
 
-The lead's values become the job's only where the job has none yet (PROTOCOL.md 13). So a checkpoint is read into the
+The lead's values become the job's where it has none yet (docs/protocol.md 13). So a checkpoint is read into the
 modules before they are prepared: a worker that was started again then takes the live values, and the older ones of the
 checkpoint are forgotten. The step at which the job started is a variable too. The lead creates it last, and whoever
 has got it knows that the state of the optimizers is in place as well.

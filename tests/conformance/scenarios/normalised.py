@@ -1,4 +1,4 @@
-"""Training runs with layers that look beyond one example, or at chance: BatchNorm and dropout (PROTOCOL.md 21)."""
+"""Training runs with layers that look beyond one example, or at chance: BatchNorm and dropout (docs/protocol.md 21)."""
 
 from __future__ import annotations
 

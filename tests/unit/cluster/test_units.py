@@ -1,4 +1,4 @@
-"""Plans and bitmaps; the splits are those of SEMANTICS.md."""
+"""Plans and bitmaps; the splits are those of docs/semantics.md."""
 
 from __future__ import annotations
 

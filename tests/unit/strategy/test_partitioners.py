@@ -1,4 +1,4 @@
-"""Partitioners and placement; the numbers are those of SEMANTICS.md."""
+"""Partitioners and placement; the numbers are those of docs/semantics.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request means and which ones are refused: each row of the automatic table, each refusal of SEMANTICS.md."""
+"""What a request means, which are refused: each row of the automatic table, each refusal of docs/semantics.md."""
 
 from __future__ import annotations
 
