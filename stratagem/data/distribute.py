@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -134,6 +134,17 @@ def lendable(
     return batched
 
 
+def checked_batch_size(batch_size: int) -> int:
+    """The number of examples in a batch.
+
+    Raises:
+        ConfigurationError: below 1, or no whole number.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, SupportsIndex) or batch_size.__index__() < 1:
+        raise ConfigurationError(f"expected a batch_size of at least 1, a whole number, got {batch_size!r}")
+    return batch_size.__index__()
+
+
 def _with_batches(source: Any, batch_size: int | None) -> Any:
     if isinstance(source, Dataset):
         if batch_size is None:
@@ -141,7 +152,7 @@ def _with_batches(source: Any, batch_size: int | None) -> Any:
                 f"{type(source).__name__} gives single examples: add batch_size=, or wrap it in a DataLoader "
                 "(DataLoader(dataset, batch_size=None) if its items are batches)"
             )
-        return DataLoader(source, batch_size=batch_size)
+        return DataLoader(source, batch_size=checked_batch_size(batch_size))
     if batch_size is not None:
         raise ConfigurationError(f"batch_size is for a Dataset; a {type(source).__name__} has batches of its own")
     if isinstance(source, str | bytes) or not hasattr(source, "__iter__"):

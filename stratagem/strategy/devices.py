@@ -43,8 +43,11 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | N
     if not names:
         raise ConfigurationError("expected a device for each replica, got none; leave devices out for all GPUs")
     spelled = [str(name).lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda") for name in names]
-    if len(set(spelled)) != len(spelled):
-        raise ConfigurationError(f"expected each device once, got {', '.join(map(str, names))}")
+    if len({name if ":" in name else f"{name}:0" for name in spelled}) != len(spelled):
+        raise ConfigurationError(
+            f"expected each device once, got {', '.join(map(str, names))} ('cpu' is 'cpu:0'); for trying "
+            "things out there are logical CPUs: 'cpu:0', 'cpu:1'"
+        )
     return tuple(map(parse_device, names))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from stratagem.data.distribute import distribute
+from stratagem.data.distribute import checked_batch_size, distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
 from stratagem.data.options import DistributeOptions
@@ -86,11 +86,12 @@ def source_of(
     Raises:
         ConfigurationError: arguments that do not go together.
     """
+    num_in_batch = DEFAULT_BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
     if _is_arrays(x, y):
         if sample_weight is not None and y is None:
             raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
         arrays = keep(Arrays([part for part in (x, y, sample_weight) if part is not None]))
-        return DataLoader(arrays, batch_size or DEFAULT_BATCH_SIZE, shuffle=shuffle, collate_fn=_as_is)
+        return DataLoader(arrays, num_in_batch, shuffle=shuffle, collate_fn=_as_is)
     for name, given in (("y", y), ("sample_weight", sample_weight)):
         if given is not None:
             raise ConfigurationError(
@@ -99,7 +100,7 @@ def source_of(
             )
     if isinstance(x, Dataset):
         shuffle = shuffle and not isinstance(x, IterableDataset)
-        return DataLoader(x, batch_size or DEFAULT_BATCH_SIZE, shuffle=shuffle)
+        return DataLoader(x, num_in_batch, shuffle=shuffle)
     if batch_size is not None:
         raise ConfigurationError(f"batch_size= is for arrays and Datasets; a {type(x).__name__} has batches of its own")
     if isinstance(x, str | bytes) or not hasattr(x, "__iter__"):

@@ -62,8 +62,9 @@ def test_names_of_devices(column: Column) -> None:
         else:
             with pytest.raises(ConfigurationError, match=f"'{name}' was asked for, but torch sees no CUDA device"):
                 sg.MirroredStrategy([name])
-    with pytest.raises(ConfigurationError, match="each device once"):
-        sg.MirroredStrategy(["cpu:0", "cpu:0"])
+    for names in (["cpu:0", "cpu:0"], ["cpu", "cpu:0"], ["/cpu:0", "cpu"]):
+        with pytest.raises(ConfigurationError, match=r"each device once.*'cpu' is 'cpu:0'"):
+            sg.MirroredStrategy(names)
 
 
 @law(

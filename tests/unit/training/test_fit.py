@@ -270,6 +270,20 @@ def test_a_loss_of_ones_own_and_losses_that_cannot_be_shared(data: tuple[torch.T
         make_model(loss=nn.CrossEntropyLoss(reduction="sum"))
 
 
+@pytest.mark.parametrize("batch_size", [0, -4, 2.5, True])
+def test_a_batch_has_examples(data: tuple[torch.Tensor, torch.Tensor], batch_size: Any) -> None:
+    model, dataset = make_model(), TensorDataset(*data)
+    calls: list[Callable[[], Any]] = [
+        lambda: model.fit(*data, batch_size=batch_size, verbose=0),
+        lambda: model.evaluate(dataset, batch_size=batch_size, verbose=0),
+        lambda: model.predict(data[0], batch_size=batch_size),
+        lambda: model.strategy.distribute_dataset(dataset, batch_size=batch_size),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="batch_size of at least 1"):
+            call()
+
+
 def test_losses_divide_by_what_counts() -> None:
     outputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 1, 2, 0, 1, 2])
