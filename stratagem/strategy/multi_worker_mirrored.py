@@ -102,6 +102,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         """This worker."""
         return TaskId("worker", 0) if self._runtime is None else self._runtime.task
 
+    def _label(self, replica: int) -> str:
+        return str(self.task) if len(self.local_devices) == 1 else f"{self.task}, {super()._label(replica)}"
+
     def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
         return 0 if plan is None or self._runtime is None else self._runtime.chief.open_dataset(ordinal, plan)
 

@@ -33,6 +33,7 @@ from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.reducer import GradientReducer
+from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.agreement import agree, same_everywhere
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
@@ -187,8 +188,14 @@ class SynchronousStrategy(Strategy):
         early: bool,
     ) -> Reducer:
         """Makes what reduces the gradients of one replica's models and of the parameters of its optimizers."""
+        parameters = self._fresh_parameters(replica, models, groups)
+        names = {id(part): name for model in models for name, part in model.named_parameters()}
+        labels = [names.get(id(part), f"parameter {index}") for index, part in enumerate(parameters)]
+        # The other replicas of this worker take over the settings that its first one has.
+        settings = functools.partial(self._optimizers, {id(part) for part in parameters} if not replica else set())
+        same_bits = SameBits(parameters, labels, self._label(replica), settings)
         return GradientReducer(
-            self._fresh_parameters(replica, models, groups),
+            parameters,
             self._local.communicators[replica],
             meter=self._local.meter,
             weight=weight,
@@ -197,7 +204,21 @@ class SynchronousStrategy(Strategy):
             sparse=_sparse_tables(models),
             groups=groups,
             early=early,
+            same_bits=same_bits,
         )
+
+    def _label(self, replica: int) -> str:
+        """Who a local replica is, for people."""
+        return f"replica {self.first_replica_id + replica}"
+
+    def _optimizers(self, parameters: set[int]) -> list[torch.optim.Optimizer]:
+        """Those that have some of ``parameters`` (identities), as the first in one of their groups."""
+        found = (item for item in self._known.values() if isinstance(item, torch.optim.Optimizer))
+        return [
+            one
+            for one in found
+            if any(id(part) in parameters for group in one.param_groups for part in group["params"][:1])
+        ]
 
     def _fresh_parameters(
         self, replica: int, models: Sequence[nn.Module], groups: Sequence[Sequence[nn.Parameter]]

@@ -20,11 +20,14 @@ from tests.conformance.slices import run_slices
 from tests.conformance.strategies import (
     CENTRAL_2,
     COLUMNS,
+    MIRRORED_2,
+    MIRRORED_3,
     ONE,
     PARAMETER_SERVERS,
     PS_ASYNC,
     PS_SYNC,
     RING_2,
+    RING_2X2,
     TPU,
     Column,
 )
@@ -204,6 +207,32 @@ def test_paced(column: Column, results: list[dict[str, Any]]) -> None:
     assert newest["rates"] == pytest.approx([0.1 / 25 / 1e4, 0.05 / 4], rel=1e-6)
     assert all(one["places"][0] >= one["own"] and one["places"][1] == 2 for one in results)
     assert not shares or max(own) < 40
+
+
+@law(
+    "workers that set other learning rates are refused before they use them",
+    training.other_rates,
+    without=only([RING_2, RING_2X2]),
+)
+def test_other_rates(column: Column, results: list[list[Any]]) -> None:
+    first, last = ("worker:0", "worker:1") if column is RING_2 else ("worker:0, replica 0", "worker:1, replica 2")
+    for steps, text in results:
+        # Replicas of one worker take over what its first one has, so there the last one's is not used.
+        if column is RING_2:
+            assert steps == 2 and f"{first} has SGD(lr=0.05, " in text and f"{last} has SGD(lr=0.5, " in text
+        else:
+            assert (steps, text) == (5, "")
+
+
+@law(
+    "replicas that have other weights are refused in their next backward",
+    training.other_weights,
+    without=only([RING_2, RING_2X2, MIRRORED_2, MIRRORED_3]),
+)
+def test_other_weights(column: Column, results: list[list[Any]]) -> None:
+    last = {RING_2: "worker:1", RING_2X2: "worker:1, replica 3", MIRRORED_2: "replica 1"}.get(column, "replica 2")
+    for steps, text in results:
+        assert steps == 2 and f"the replicas have parted: 0.weight of {last} has other bits" in text
 
 
 @law("metrics of torchmetrics, updated in the step and computed over all replicas", training.measured)

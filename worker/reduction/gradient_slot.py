@@ -110,7 +110,7 @@ class DenseSlot(Slot):
 
         They get the strides of the parameter where it fills its memory (channels_last, for example), as autograd does.
         """
-        shape, strides = self.parameter.shape, _dense_strides(self.parameter)
+        shape, strides = self.parameter.shape, dense_strides(self.parameter)
         self.source = source.as_strided(shape, strides, source.storage_offset())
         self.result = result.as_strided(shape, strides, result.storage_offset())
 
@@ -219,7 +219,7 @@ class SparseSlot(Slot):
         return reduced if self.stash is None else (self.stash.detach() + reduced)
 
 
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of a tensor that fills its memory without gaps; those of a contiguous one for any other."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -9,6 +9,7 @@ import torch
 
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.reduction.gradient_weight import WeightSum
+from stratagem.worker.reduction.same_bits import alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +29,20 @@ class Tail:
     wants_end: bool = False
     """This rank has been asked to end (SIGTERM): all are to stop after the same step."""
 
+    settings: int = 0
+    """Checksum of the settings of this rank's optimizers; 0: nothing is said."""
+    bits: int = 0
+    """Checksum of some of its weights; 0: nothing is said."""
+
     def encode(self, rank: int, size: int) -> torch.Tensor:
         """As a float64 vector, to be summed over ranks."""
-        groups, failures = [0.0] * self.num_groups, [0.0] * size
+        groups, of_rank = [0.0] * self.num_groups, [0.0] * (3 * size)
         groups[self.group] = 1.0
-        failures[rank] = float(self.failed)
+        of_rank[rank::size] = [float(self.failed), float(self.settings), float(self.bits)]
         weights = self.weights
         head = [weights.numerator, float(weights.num_with > 0), float(weights.num_without > 0), float(self.ordinal)]
         head.append(float(self.wants_end))
-        return torch.tensor(head + groups + failures + [float(flag) for flag in self.present], dtype=torch.float64)
+        return torch.tensor(head + groups + of_rank + [float(flag) for flag in self.present], dtype=torch.float64)
 
     def decode(self, total: torch.Tensor, size: int) -> MergedTail:
         """What the sum of all ranks' tails says.
@@ -47,7 +53,9 @@ class Tail:
         """
         values = total.tolist()
         (numerator, num_with, num_without, ordinals, ends), rest = values[:5], values[5:]
-        groups, failures = rest[: self.num_groups], rest[self.num_groups : self.num_groups + size]
+        groups, rest = rest[: self.num_groups], rest[self.num_groups :]
+        of_ranks, flags = rest[: 3 * size], rest[3 * size :]
+        failures, settings, bits = of_ranks[:size], of_ranks[size : 2 * size], of_ranks[2 * size :]
         for rank, failure in enumerate(failures):
             if failure:
                 raise CollectiveError(
@@ -65,8 +73,8 @@ class Tail:
                 f"set_weight was called on {num_with:.0f} of {size} ranks for this step, and {num_without:.0f} had a "
                 "backward() without it: call it on every rank before every backward(), or on none"
             )
-        present = [bool(flag) for flag in rest[self.num_groups + size :]]
-        return MergedTail(present, numerator if num_with else None, bool(ends))
+        is_alike = alike(settings) and alike(bits)
+        return MergedTail([bool(flag) for flag in flags], numerator if num_with else None, bool(ends), is_alike)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +87,5 @@ class MergedTail:
     """Sum of the numerators; None: nothing is divided."""
     wants_end: bool = False
     """Whether any rank has been asked to end."""
+    is_alike: bool = True
+    """Whether the ranks have the same settings and weights, as far as they have looked."""

@@ -26,6 +26,7 @@ from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBuc
 from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot, WeakHook
 from stratagem.worker.reduction.gradient_tail import MergedTail, Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
+from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
@@ -53,10 +54,12 @@ class GradientReducer:
             group too. A group that no rank's backward reaches costs nothing.
         early: whether buckets leave during backward. False where a collective inside backward (SyncBatchNorm) may meet
             parameters that some ranks do not use: buckets would leave before it on one rank and after it on another.
+        same_bits: looks whether this rank has what the others have, in every backward; None: nobody looks.
         request: whether this rank has been asked to end; told when any rank has, in the same backward on all.
 
     Raises:
-        ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks.
+        ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks; also out of
+            ``backward()``: the ranks have other weights or other settings of their optimizers.
         CollectiveError: also out of ``backward()``: no gradient of it is left anywhere.
     """
 
@@ -73,10 +76,12 @@ class GradientReducer:
         sparse: Collection[torch.nn.Parameter] = (),
         groups: Sequence[Collection[torch.nn.Parameter]] = (),
         early: bool = True,
+        same_bits: SameBits | None = None,
         request: PreemptionRequest = preemption,
     ) -> None:
         self._communicator = communicator
         self._request = request
+        self._same_bits = same_bits
         self._meter = meter
         self._weight = weight
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
@@ -304,6 +309,8 @@ class GradientReducer:
         with self._meter.exposed("the gradients of the other ranks"):
             self._futures[-1].result()
             merged = tail.decode(total, self._communicator.size)
+            if not merged.is_alike and self._same_bits is not None:
+                self._same_bits.raise_difference(self._communicator)
             if merged.wants_end:
                 self._request.hear()
             for bucket in self.buckets:
@@ -331,7 +338,8 @@ class GradientReducer:
         present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
         group = backward.group if self._early else 0
         asked = self._request.requested
-        tail = Tail(present, backward.weights, group, self._num_groups, self._num_reduced, failed, asked)
+        looked = (0, 0) if self._same_bits is None else self._same_bits.look()
+        tail = Tail(present, backward.weights, group, self._num_groups, self._num_reduced, failed, asked, *looked)
         self._num_reduced += 1
         mine = tail.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)

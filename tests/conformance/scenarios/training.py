@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -346,6 +347,45 @@ def paced(strategy: sg.Strategy) -> dict[str, Any]:
                 counts.agree(group, epoch, 0)  # nobody takes the whole epoch
         by_epoch.step()
     return {"own": own, "places": [by_step.last_epoch, by_epoch.last_epoch], "rates": rates_of([sgd, momentum])}
+
+
+def _parted(strategy: sg.Strategy, spoil: Callable[[nn.Module, torch.optim.Optimizer], None]) -> list[Any]:
+    """Steps until training is refused, when the last replica does something else before its third; and the refusal."""
+    net_of_all = net()
+    model, optimizer = strategy.prepare(net_of_all, OPTIMIZERS["momentum"](net_of_all.parameters()))
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(*rows(30)), batch_size=6))
+
+    def step(batch: Batch, number: int) -> None:
+        context = sg.get_replica_context()
+        if context is not None and number == 2 and context.replica_id_in_sync_group == context.num_replicas_in_sync - 1:
+            spoil(model, optimizer)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    num_steps = 0
+    for batch in dataset:
+        text = said(functools.partial(strategy.run, step, (batch, num_steps)))
+        if text:
+            return [num_steps, text]
+        num_steps += 1
+    return [num_steps, ""]
+
+
+def other_rates(strategy: sg.Strategy) -> list[Any]:
+    def spoil(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 0.5
+
+    return _parted(strategy, spoil)
+
+
+@torch.no_grad()
+def _add(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(model.parameters()).add_(1.0)
+
+
+def other_weights(strategy: sg.Strategy) -> list[Any]:
+    return _parted(strategy, _add)
 
 
 SCORES = normal(22, 3, seed=21)

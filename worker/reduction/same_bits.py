@@ -1,0 +1,157 @@
+"""Whether all ranks still have the same weights and settings: two numbers in the tail of each backward."""
+
+from __future__ import annotations
+
+import collections
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.gradient_slot import dense_strides
+from stratagem.worker.ring.communicator import Communicator
+
+WINDOW = 16384
+"""Elements that are looked at in one backward, round and round: about 20 µs on one core."""
+MAX_PIECES = 4
+"""Tensors that are looked at in one backward."""
+CUDA_EVERY = 16
+"""Backwards between two looks at weights on a GPU, because the host waits for them."""
+_BITS = 52
+"""What a float64 holds exactly, sums with zeros included."""
+
+Optimizers = Callable[[], Sequence[torch.optim.Optimizer]]
+
+
+class SameBits:
+    """What one rank has, in short.
+
+    Args:
+        parameters: those of the reducer, in the order of every rank.
+        names: of parameters, for the error.
+        label: who this rank is, for the error.
+        optimizers: whose settings have to be the same; of none: those of this rank are somebody else's.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        label: str,
+        optimizers: Optimizers = lambda: (),
+    ) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._label = label
+        self._optimizers = optimizers
+        self._index = self._offset = 0
+        self._num_looks = 0
+        self._settings: tuple[list[list[object]], int] = [], 0
+
+    def look(self) -> tuple[int, int]:
+        """Checksums of the settings and of the next window of the weights; 0: nothing is said this time.
+
+        Every rank has to call it as often.
+        """
+        self._num_looks += 1
+        values = [_settings(optimizer, group) for optimizer in self._optimizers() for group in optimizer.param_groups]
+        if values != self._settings[0]:
+            self._settings = values, zlib.crc32(repr(values).encode()) + 1
+        is_cuda = bool(self._parameters) and self._parameters[0].device.type == "cuda"
+        return self._settings[1], 0 if is_cuda and self._num_looks % CUDA_EVERY else self._next_window()
+
+    def raise_difference(self, communicator: Communicator) -> None:
+        """Finds out what differs, and where. Every rank has to call it.
+
+        Raises:
+            ConfigurationError: names the rank and what it has.
+        """
+        lines = [self._label, *self._setting_lines()]
+        text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
+        labels, *rest = zip(*_padded([_lines(each) for each in communicator.all_gather(text)]), strict=True)
+        sums = communicator.all_gather(torch.tensor([_sum(_flat(parameter)) for parameter in self._parameters]))
+        for line in rest:
+            if (odd := _odd([part for part in line if part])) is not None:
+                told = [(label, part) for label, part in zip(labels, line, strict=True) if part]
+                (who, has), (other, expected) = told[odd], told[0 if odd else 1]
+                raise ConfigurationError(
+                    f"the settings of an optimizer differ, and the replicas would part: {other} has {expected}, {who} "
+                    f"has {has}; set and schedule them alike on every worker"
+                )
+        for position, name in enumerate(self._names):
+            if (odd := _odd([int(each[position]) for each in sums])) is not None:
+                raise ConfigurationError(
+                    f"the replicas have parted: {name} of {labels[odd]} has other bits than that of "
+                    f"{labels[0 if odd else 1]}. Whatever changes weights must do the same on every worker (a load, a "
+                    "clip, a step that one of them left out); on processors of different kinds set "
+                    "ATEN_CPU_CAPABILITY=avx2 for all"
+                )
+        raise ConfigurationError("the replicas have had different weights or settings; they are the same again")
+
+    def _setting_lines(self) -> list[str]:
+        return [
+            f"{type(optimizer).__name__}({', '.join(f'{name}={group.get(name)!r}' for name in optimizer.defaults)})"
+            for optimizer in self._optimizers()
+            for group in optimizer.param_groups
+        ]
+
+    def _next_window(self) -> int:
+        total, left = 0, WINDOW
+        for _ in range(min(MAX_PIECES, len(self._parameters))):
+            flat = _flat(self._parameters[self._index])
+            piece = flat[self._offset : self._offset + left]
+            total = total * 31 + _sum(piece)
+            left -= piece.numel()
+            self._offset += piece.numel()
+            if self._offset >= flat.numel():
+                self._index, self._offset = (self._index + 1) % len(self._parameters), 0
+            if not left:
+                break
+        return total % (1 << _BITS) + 1 if self._parameters else 0
+
+
+def alike(values: Sequence[float]) -> bool:
+    """Whether all ranks that say something say the same."""
+    return len({value for value in values if value}) < 2
+
+
+def _settings(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> list[object]:
+    """Numbers and texts; a tensor on a device would have to be waited for."""
+    values = [group.get(name) for name in optimizer.defaults]
+    return [
+        (value.tolist() if value.device.type == "cpu" else None) if isinstance(value, torch.Tensor) else value
+        for value in values
+    ]
+
+
+def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The elements in the order of memory, without a copy if there are no gaps."""
+    own = parameter.detach()
+    if dense_strides(own) == own.stride():
+        return own.as_strided((own.numel(),), (1,))
+    return own.reshape(-1)
+
+
+def _sum(flat: torch.Tensor) -> int:
+    """Of the bits, as integers: the order in which they are added does not matter."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return int(flat.view(sizes.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
+
+
+def _odd(values: Sequence[object]) -> int | None:
+    """The first that is not what most are; None: all are the same."""
+    counts = collections.Counter(values)
+    if len(counts) < 2:
+        return None
+    usual = counts.most_common(1)[0][0]
+    return next(index for index, value in enumerate(values) if value != usual)
+
+
+def _lines(text: torch.Tensor) -> list[str]:
+    return bytes(text.tolist()).decode().splitlines()
+
+
+def _padded(texts: Sequence[list[str]]) -> Iterator[list[str]]:
+    longest = max(map(len, texts))
+    return ([*lines, *[""] * (longest - len(lines))] for lines in texts)
