@@ -29,17 +29,26 @@ class Fleet:
     Args:
         connect: makes the connection to (life, address).
         is_open: whether a life still has an open session; a call to one that has not is given up.
+        is_ready: whether it has its values too; a ps that has just come back has none.
     """
 
-    def __init__(self, connect: Connect, is_open: Callable[[Life], bool]) -> None:
+    def __init__(
+        self, connect: Connect, is_open: Callable[[Life], bool], is_ready: Callable[[Life], bool] = lambda life: True
+    ) -> None:
         self._connect = connect
         self._is_open = is_open
+        self._is_ready = is_ready
         self._servers: dict[Life, Server] = {}
 
     @property
     def servers(self) -> list[Server]:
         """Those with an open session, by index."""
         return [self._servers[life] for life in sorted(self._servers) if self._is_open(life)]
+
+    @property
+    def ready(self) -> list[Server]:
+        """Those that workers may use."""
+        return [server for server in self.servers if self._is_ready(server.life)]
 
     def add(self, life: Life, address: str) -> Server:
         """A ps joined."""

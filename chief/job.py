@@ -7,6 +7,7 @@ loop. A task that fails unexpectedly stops the job: nothing may hang because the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+from stratagem.checkpoint.ended import write_end
 from stratagem.chief import checkpoints, status
 from stratagem.chief.attendance import Attendance
 from stratagem.chief.bell import Bell
@@ -40,7 +42,7 @@ from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
 
-LATE_S = 20.0  # for tasks that have not joined yet when the job is over already
+LATE_S = 20.0  # for tasks that have not joined yet, or a ps that was lost, when the job is over already
 RETRY_S = 0.25  # between two looks whether all ps are back for the first checkpoint
 
 
@@ -83,10 +85,9 @@ class Job:
         for dataset, plan in history.plans.items():
             self.lending.open_dataset(dataset, plan)
         self.lending.know_accepted(history.accepted)
-        self.fleet = Fleet(connect(epoch), lambda life: life in self.sessions.servers)
+        self.fleet = Fleet(connect(epoch), lambda life: life in self.sessions.servers, self.sessions.is_live)
         self.quiet = Quiet(self.fleet, chief_epoch=epoch, num_ps=config.num_ps)
         self.saving = Saving(
-            self.fleet,
             self.lending,
             chief_epoch=epoch,
             quiet=self.quiet,
@@ -138,6 +139,7 @@ class Job:
             logger.info("chief epoch %d goes on from the journal in %s", epoch, config.state_dir)
         if config.checkpoint_dir:
             checkpoints.sweep(config.checkpoint_dir)
+            write_end(config.checkpoint_dir, "", ())
 
     # Verbs of the service
 
@@ -322,25 +324,42 @@ class Job:
     async def _finish(self, stop: StopJob) -> None:
         log = logger.info if stop.exit_code == 0 else logger.error
         log("The job ends with exit code %d: %s", stop.exit_code, stop.reason)
+        # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
+        # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
+        sessions, is_good = self.sessions, stop.exit_code == 0
+        deadline = self._clock() + (LATE_S if is_good else 0.0)
+        await self._until(lambda: not sessions.absent_servers, deadline)
         if stop.exit_code in (0, 143):
             try:
                 await self._rounds.save_last()
             except StratagemError as error:
                 logger.error("No last checkpoint: %s", error)
+        self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")])
         self.journal.write("stopped", reason=stop.reason)
         self.attendance.broadcast(Stop(stop.exit_code, stop.reason))
-        # Scripts may end before every task of their cluster has started: those that come late are to hear of it.
-        late = stop.exit_code == 0 and self.sessions.never_came
-        deadline = self._clock() + (LATE_S if late else self.config.session_timeout_s)
-        while (not self.sessions.deserted or (late and self.sessions.never_came)) and (
-            left_s := deadline - self._clock()
-        ) > 0:
-            try:
-                await asyncio.wait_for(self.bell.heard(), left_s)
-            except TimeoutError:
-                break
+
+        def all_gone() -> bool:
+            is_late = sessions.absent_servers or sessions.never_came
+            return sessions.deserted and not (is_good and is_late)
+
+        await self._until(all_gone, max(deadline, self._clock() + self.config.session_timeout_s))
+        self._write_end(stop, sessions.absent_servers)
         if not self.finished.done():
             self.finished.set_result(stop.exit_code)
+
+    async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Waits for it, on the clock of the job."""
+        while not condition() and (left_s := deadline - self._clock()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.bell.heard(), left_s)
+
+    def _write_end(self, stop: StopJob, missing: Sequence[str]) -> None:
+        """For the ps that have not said goodbye: those that start again find no chief any more."""
+        if stop.exit_code == 0 and self.config.checkpoint_dir:
+            try:
+                write_end(self.config.checkpoint_dir, stop.reason, missing)
+            except OSError as error:
+                logger.warning("The end of the job is not in %s: %s", self.config.checkpoint_dir, error)
 
     def _resume(self, life: Life, held: Sequence[Loan]) -> None:
         self.lending.resume(life, held)

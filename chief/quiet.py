@@ -87,7 +87,7 @@ class Quiet:
         """
         async with self._lock:
             if self._num_inside:
-                self._check_all(what)
+                self.check_all(what)
             else:
                 await self._begin(what, complete)
                 self._prolonging = asyncio.create_task(self._prolong())
@@ -109,6 +109,20 @@ class Quiet:
                 token = self.token
                 await self._fleet.insist(server, lambda each: each.hold_commits(token, HOLD_S))
 
+    def check_all(self, what: str) -> list[Server]:
+        """All ps of the cluster.
+
+        Raises:
+            PeerUnavailableError: one is away, or is being put back to a checkpoint.
+        """
+        servers = self._fleet.ready
+        if len(servers) < self._num_ps:
+            raise PeerUnavailableError(
+                f"{what} needs all {self._num_ps} ps; {len(servers)} are here now. "
+                "It is repeated once the others are back."
+            )
+        return servers
+
     def close(self) -> None:
         """Ends the chief's part; holds end by themselves."""
         self._stop_prolonging()
@@ -116,7 +130,7 @@ class Quiet:
     async def _begin(self, what: str, complete: bool) -> None:
         torn: dict[Life, list[Update]] = {}
         for attempt in range(1, ATTEMPTS + 1):
-            servers = self._check_all(what)
+            servers = self.check_all(what)
             self._num_tokens += 1
             is_held = False
             try:
@@ -134,15 +148,6 @@ class Quiet:
             f"of its ps, but {_names(torn)} still lack some. A worker stopped in the middle of a step; look at "
             "`stratagem status`."
         )
-
-    def _check_all(self, what: str) -> list[Server]:
-        servers = self._fleet.servers
-        if len(servers) < self._num_ps:
-            raise PeerUnavailableError(
-                f"{what} needs all {self._num_ps} ps; {len(servers)} are here now. "
-                "It is repeated once the others are back."
-            )
-        return servers
 
     async def _hold(self, servers: list[Server], complete: bool) -> dict[Life, list[Update]]:
         """Holds commits; what is torn and could not be completed."""
@@ -174,7 +179,7 @@ class Quiet:
     async def _prolong(self) -> None:
         while True:
             await asyncio.sleep(HOLD_S / 3)
-            servers, token = self._fleet.servers, self.token
+            servers, token = self._fleet.ready, self.token
             await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers), return_exceptions=True)
 
     def _stop_prolonging(self) -> None:

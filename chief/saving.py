@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from stratagem.chief import checkpoints
 from stratagem.chief.checkpoints import Manifest
-from stratagem.chief.fleet import Fleet
 from stratagem.chief.lending import Lending, Positions
 from stratagem.chief.quiet import Quiet
 from stratagem.chief.servers import Description, Server
@@ -27,7 +26,6 @@ class Saving:
     """Takes checkpoints, one at a time.
 
     Args:
-        fleet: the ps.
         lending: the units.
         chief_epoch: process life of the chief.
         quiet: holds commits.
@@ -37,7 +35,6 @@ class Saving:
 
     def __init__(
         self,
-        fleet: Fleet,
         lending: Lending,
         *,
         chief_epoch: int,
@@ -47,7 +44,6 @@ class Saving:
     ) -> None:
         self.lock = asyncio.Lock()
         """Held while a checkpoint is taken; a restore takes it too."""
-        self._fleet = fleet
         self._lending = lending
         self._chief_epoch = chief_epoch
         self._quiet = quiet
@@ -67,7 +63,7 @@ class Saving:
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
         async with self.lock, self._quiet.held("a checkpoint", complete=complete) as token:
-            return await self._write(self._fleet.servers, token, directory, automatic)
+            return await self._write(self._quiet.check_all("a checkpoint"), token, directory, automatic)
 
     async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> Committed:
         described = await asyncio.gather(*(server.describe_units() for server in servers))

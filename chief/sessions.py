@@ -213,6 +213,17 @@ class Sessions:
         return any(self.tasks[task].state is State.WAITING for task in self.required)
 
     @property
+    def absent_servers(self) -> list[str]:
+        """ps that were in the cluster and are away without a goodbye, or are back and not prepared."""
+        away = (State.LOST, State.JOINED)
+        return [str(s.task) for s in self.tasks.values() if s.task.type == "ps" and s.state in away]
+
+    def is_live(self, life: Life) -> bool:
+        """Whether this life is, and is known to all."""
+        session = self.tasks.get(life.task)
+        return session is not None and session.life == life and session.state is State.LIVE
+
+    @property
     def settled(self) -> bool:
         """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
         return not any(

@@ -15,6 +15,7 @@ from typing import Any
 import pydantic
 import torch
 
+from stratagem.checkpoint.ended import read_end
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
@@ -118,23 +119,31 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
 
     def note_ready(membership: chief_pb2.Membership) -> None:
         if any(info.task == config.task and info.live for info in membership.tasks):
+            store.incarnation = session.incarnation
             server.set_serving(True)
 
     session.on_membership(note_ready)
     try:
-        store.incarnation = session.start(config.start_timeout_s)
+        session.start(config.start_timeout_s, lambda: _end_of_job(config))
         stopped = session.wait_stopped(None)
         assert stopped is not None
-        if not isinstance(stopped, JobStoppedError):
-            raise stopped
+        raise stopped
+    except JobStoppedError as stopped:
         logger.info("The job is over: %s", stopped)
-        session.goodbye(0)
+        if session.incarnation:
+            session.goodbye(0)
         return stopped.exit_code
     except _Terminated:
         session.goodbye(EXIT_TERMINATED, f"{config.task} was ended by a signal")
         raise
     finally:
         session.close()
+
+
+def _end_of_job(config: PsConfig) -> JobStoppedError | None:
+    """That the job has ended, when its chief has written so for this ps."""
+    reason = read_end(config.checkpoint_dir, config.task) if config.checkpoint_dir else ""
+    return JobStoppedError(f"{reason} (written in {config.checkpoint_dir}; the chief has ended)", 0) if reason else None
 
 
 def _progress(store: Store) -> chief_pb2.Progress:

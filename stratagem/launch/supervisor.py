@@ -183,6 +183,9 @@ class Supervisor:
                     return self._renew(task, now)
                 return [self._start(task)]
             actions = self._fail(Failure(task, code, reason), now)
+        elif self.phase is Phase.DRAINING and task.type == "ps" and self._why_not_again(task, code) is None:
+            self.restarts[task] = self.restarts.get(task, 0) + 1  # the chief waits for it with the last checkpoint
+            return [self._start(task)]
         elif self.phase is Phase.DRAINING and self.failure is None:
             self.failure = Failure(task, code, "it failed after the workers were done")
         if self.phase is Phase.ENDING and task.type == "chief" and not actions:

@@ -34,6 +34,8 @@ from stratagem.rpc.security import OPEN, Security
 logger = logging.getLogger(__name__)
 
 RECONNECT_PAUSE_S = 0.2
+LOOK_S = 10.0
+"""Seconds without a chief after which a task looks for a reason."""
 PREEMPTED = 143
 """Exit code of a job that was preempted: its members leave at their own time, and nobody breaks off because of it."""
 
@@ -98,15 +100,25 @@ class SessionClient:
         """Why the session is over; None while it lives."""
         return self._stopped
 
-    def start(self, timeout_s: float = 60.0) -> int:
+    def start(self, timeout_s: float = 60.0, look: Callable[[], StratagemError | None] = lambda: None) -> int:
         """Joins; returns the incarnation.
+
+        Args:
+            timeout_s: seconds for the chief to answer.
+            look: asked every :data:`LOOK_S` seconds without an answer for a reason to give up.
 
         Raises:
             PeerUnavailableError: no chief answers at the address within ``timeout_s`` seconds.
+            StratagemError: the session has ended already, or ``look`` gave this.
         """
+        deadline = time.monotonic() + timeout_s
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._welcomed or self._stopped is not None, timeout_s)
+            while (left_s := deadline - time.monotonic()) > 0:
+                if self._changed.wait_for(lambda: self._welcomed or self._stopped is not None, min(left_s, LOOK_S)):
+                    break
+                if (error := look()) is not None:
+                    raise error
             if self._stopped is not None:
                 raise self._stopped
             if not self._welcomed:
@@ -240,7 +252,9 @@ class SessionClient:
                 yield request
                 return
             yield request
-            if (self._closing and self._outbox.empty()) or self._stopped is not None:
+            # After a stop the task still says goodbye: without it, it would count as lost.
+            is_told = isinstance(self._stopped, JobStoppedError)
+            if (self._closing and self._outbox.empty()) or (self._stopped is not None and not is_told):
                 return
 
     def _handle(self, event: chief_pb2.SessionEvent) -> None:

@@ -185,6 +185,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.session: Task | None = None
         self.fence_gate = asyncio.Event()
         self.fence_gate.set()
+        self.restore_gate = asyncio.Event()
+        self.restore_gate.set()
 
     def apply(self, unit: Unit, ordinal: int = 0, num_servers: int = 2) -> None:
         self.open[Update((unit,), ordinal)] = num_servers
@@ -248,6 +250,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         return ps_pb2.ReleaseCommitsReply()
 
     async def RestoreShards(self, request: Any, context: Any) -> Any:
+        await self.restore_gate.wait()
         self.restored_from = request.directory
         self.open, self.closed, self.initialized = {}, {}, True
         return ps_pb2.RestoreShardsReply(store_epoch=2)

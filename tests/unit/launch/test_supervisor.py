@@ -52,6 +52,15 @@ def test_a_job_that_goes_well() -> None:
     assert supervisor.failure is None
 
 
+def test_a_ps_that_dies_before_the_last_checkpoint_is_started_again() -> None:
+    supervisor = _running()
+    for task in (W1, W0):
+        assert supervisor.exited(task, 0, 5.0) == []
+    assert supervisor.exited(PS, -9, 6.0) == [Start(PS)]
+    assert supervisor.exited(CHIEF, 0, 7.0) == []
+    assert supervisor.exited(PS, -9, 7.5) == [Finish(1)], "no chief would answer another life"
+
+
 def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     supervisor = Supervisor([W0], [CHIEF, PS, EVALUATOR], POLICY)
     supervisor.begin(0.0)
@@ -179,7 +188,7 @@ def test_servers_that_stay_after_the_workers_are_a_failure() -> None:
 
 
 def test_a_server_that_fails_after_the_workers_is_named() -> None:
-    supervisor = _running()
+    supervisor = _running(dataclasses.replace(POLICY, max_restarts=0))
     supervisor.exited(W0, 0, 1.0)
     supervisor.exited(W1, 0, 1.0)
     supervisor.exited(PS, -11, 1.0)

@@ -1,0 +1,129 @@
+"""The end of a job: every ps hears of it, also one that died a moment before, or comes when the chief is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from stratagem.checkpoint import ended
+from stratagem.chief import job as chief_job
+from stratagem.chief.sessions import State
+from stratagem.cluster.config import PsConfig
+from stratagem.cluster.units import Unit
+from stratagem.ps.__main__ import run as run_ps
+from stratagem.rpc import session as rpc_session
+from stratagem.rpc.session import SessionClient
+from tests.contract.chief.fakes import FakePs, chief, cluster, ps, run, until
+
+
+def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+            await until(lambda: running.job.journal.history.checkpoint)
+            assert servers[1].session is not None
+            await servers[1].session.die()
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            servers[0].apply(Unit(1, 0, 0))
+            for worker in workers:
+                worker.goodbye()
+            await until(lambda: running.job.sessions.stopping)
+            assert servers[0].session is not None and not servers[0].session.ended("stop"), "the last checkpoint waits"
+            async with ps(running.address, FakePs(1)) as reborn:
+                assert reborn.session is not None
+                for session in (servers[0].session, reborn.session):
+                    assert (await until(functools.partial(session.ended, "stop"))).exit_code == 0
+                    session.goodbye()
+                assert await running.exit_code() == 0
+                assert "save" in reborn.calls and (tmp_path / "latest").read_text() == "step-00000001\n"
+            assert not (tmp_path / ended.NAME).exists(), "everybody has heard of the end"
+
+    run(scenario)
+
+
+def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
+            await until(lambda: running.job.journal.history.checkpoint)
+            assert servers[1].session is not None
+            await servers[1].session.die()
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            reborn = FakePs(1)
+            reborn.restore_gate.clear()
+            async with ps(running.address, reborn):
+                await until(lambda: len(running.job.sessions.servers) == 2)
+                with pytest.raises(Exception, match="a checkpoint needs all 2 ps; 1 are here now"):
+                    await running.job.saving.save(str(tmp_path), automatic=False)
+                reborn.restore_gate.set()
+                await until(lambda: len(running.job.sessions.live("ps")) == 2)
+                await running.job.saving.save(str(tmp_path), automatic=False)
+
+    run(scenario)
+
+
+def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chief_job, "LATE_S", 0.2)
+
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path), session_timeout_s=1.0) as (running, workers, servers):
+            await until(lambda: running.job.journal.history.checkpoint)
+            assert servers[1].session is not None and servers[0].session is not None
+            await servers[1].session.die()
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            for worker in workers:
+                worker.goodbye()
+            await until(functools.partial(servers[0].session.ended, "stop"))
+            servers[0].session.goodbye()
+            assert await running.exit_code() == 0
+        assert ended.read_end(str(tmp_path), "ps:1") == "every worker has finished"
+        assert ended.read_end(str(tmp_path), "ps:0") == "", "it has said goodbye"
+        async with chief(checkpoint_dir=str(tmp_path)):
+            assert ended.read_end(str(tmp_path), "ps:1") == "", "another job has begun"
+
+    run(scenario)
+
+
+def test_a_ps_that_finds_the_end_ends_well_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rpc_session, "LOOK_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
+    codes: list[int] = []
+
+    def start(task: str) -> int:
+        config = PsConfig(task=task, chief=nobody, checkpoint_dir=str(tmp_path), start_timeout_s=2.0)
+        thread = threading.Thread(target=lambda: codes.append(run_ps(config)))
+        with caplog.at_level(logging.INFO):
+            thread.start()
+            thread.join(30)
+        return codes.pop()
+
+    assert start("ps:1") == 0
+    assert f"The job is over: every worker has finished (written in {tmp_path}; the chief has ended)" in caplog.text
+    assert start("ps:0") == 1 and "ps:0 found no chief" in caplog.text
+
+
+def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None:
+    """A ps whose heartbeat fell between the two was reported as lost at the end of a good run."""
+
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=1, heartbeat_interval_s=0.01) as running:
+            session = SessionClient(running.address, "ps:0", "127.0.0.1:1")
+            await asyncio.to_thread(session.start)
+            joined_at = running.job.sessions.tasks["ps:0"].heard_at
+            await until(lambda: running.job.sessions.tasks["ps:0"].heard_at > joined_at)
+            running.job.stop(0, "all done")
+            await asyncio.to_thread(session.wait_stopped, 10.0)
+            await asyncio.sleep(0.2)  # some heartbeats
+            await asyncio.to_thread(session.goodbye, 0)
+            await until(lambda: not running.job.sessions.tasks["ps:0"].open)
+            assert running.job.sessions.tasks["ps:0"].state is State.DONE
+
+    run(scenario)
