@@ -55,7 +55,7 @@ test-containers: $(STAMP)
 test-kubernetes: $(STAMP)
 	TEST_KUBERNETES=1 TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_kubernetes_target.py \
 		tests/deploy/test_kubernetes_jobs.py $(if $(SHORT),-m "not thorough")
-	$(if $(SHORT),,$(BIN)/python -m tests.deploy.kubernetes_faults --json docs/measurements/kubernetes.jsonl)
+	$(if $(SHORT),,$(BIN)/python -m tests.deploy.kubernetes_faults --json build/kubernetes.jsonl)
 
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
 conformance: $(STAMP)

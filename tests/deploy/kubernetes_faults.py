@@ -56,8 +56,8 @@ class Fault:
 class Outcome:
     """What came of it."""
 
-    seconds: float
-    """From the fault, or else from the start, until every Job was Complete; inf: not within ``DEADLINE_S``."""
+    seconds: float | None
+    """From the fault, or else from the start, until every Job was Complete; None: not within ``DEADLINE_S``."""
     updates_lost: int
     """Updates of parameters that a ps lost with its memory, by the chief's journal."""
     steps: int
@@ -103,7 +103,7 @@ def outcome_of(fault: Fault, image: str) -> Outcome:
         while waiting and time.monotonic() - begun < DEADLINE_S:
             time.sleep(0.2)
             waiting = _jobs_waiting(space)
-        seconds = float("inf") if waiting else time.monotonic() - begun
+        seconds = None if waiting else round(time.monotonic() - begun, 1)
         pods = space.find("pods")
         containers = [each for pod in pods for each in pod["status"].get("containerStatuses", ())]
         restarts = len(pods) - 5 + sum(int(each["restartCount"]) for each in containers)
@@ -111,7 +111,7 @@ def outcome_of(fault: Fault, image: str) -> Outcome:
         if waiting:
             for name in waiting:
                 print(space.kubectl("logs", f"job/{name}", code=None)[-3000:], file=sys.stderr)
-        return Outcome(round(seconds, 1), *_on_the_volume(space), restarts, ", ".join(waiting))
+        return Outcome(seconds, *_on_the_volume(space), restarts, ", ".join(waiting))
 
 
 def _strike(space: Namespace, fault: Fault) -> float:
@@ -177,7 +177,7 @@ def table(rows: Sequence[tuple[Fault, Outcome]]) -> str:
     head = ("objects", "pod", "when", "how", "seconds to Complete", "restarts", "updates lost")
     lines = [f"| {' | '.join(head)} |\n", "|---" * len(head) + "|\n"]
     for fault, came in rows:
-        seconds = f"not within {DEADLINE_S:.0f}: {came.waiting}" if came.waiting else f"{came.seconds:.0f}"
+        seconds = f"not within {DEADLINE_S:.0f}: {came.waiting}" if came.seconds is None else f"{came.seconds:.0f}"
         cells = (fault.source, fault.pod, fault.when, fault.how, seconds, str(came.restarts), str(came.updates_lost))
         lines.append(f"| {' | '.join(cell or '–' for cell in cells)} |\n")
     return "".join(lines)
@@ -208,6 +208,7 @@ def main() -> int:
                     | dataclasses.asdict(rows[-1][0])
                     | dataclasses.asdict(rows[-1][1])
                 )
+                options.json.parent.mkdir(parents=True, exist_ok=True)
                 with options.json.open("a") as file:
                     file.write(json.dumps(record) + "\n")
     print(table(rows))
