@@ -380,6 +380,8 @@ class Sessions:
             if away and not session.given_up and self.was_added(task):
                 session.given_up = True
                 actions += self._end_of_work()
+        if self.ready and self.settled:  # a chief that restarts after the last goodbye hears none any more
+            actions += self._end_of_work()
         return actions
 
     def stop(self, exit_code: int, reason: str) -> list[Action]:

@@ -231,6 +231,23 @@ def end_of(sessions: Sessions) -> int | None:
     return sessions.stopping.exit_code if sessions.stopping is not None else None
 
 
+@pytest.mark.parametrize("is_back", [True, False], ids=["ps-is-back", "ps-is-gone"])
+def test_a_chief_that_restarts_after_the_last_goodbye_ends_the_job(is_back: bool) -> None:
+    sessions = make(newest_incarnation=3, done={"worker:0": 1, "worker:1": 2}, awaited={"ps:0": 3}, ready=True)
+    assert sessions.tick(1.0) == [], "a last checkpoint needs the ps"
+    if is_back:
+        join(sessions, "ps:0", 1, 2.0, resume=3)
+    sessions.tick(6.5 if not is_back else 3.0)
+    assert end_of(sessions) == 0 and sessions.stopping == StopJob(0, "every worker has finished")
+
+
+def test_a_chief_that_restarts_in_mid_job_does_not_end_it() -> None:
+    sessions = make(newest_incarnation=3, done={"worker:0": 1}, awaited={"ps:0": 3, "worker:1": 2}, ready=True)
+    join(sessions, "ps:0", 1, 1.0, resume=3)
+    sessions.tick(6.5)  # worker:1 is lost
+    assert is_settled(sessions) and end_of(sessions) is None
+
+
 def test_workers_beyond_those_waited_for_come_and_go() -> None:
     sessions = ready(max_workers=4, session_timeout_s=1000.0)
     with pytest.raises(ConfigurationError, match="is not a task of this cluster"):
