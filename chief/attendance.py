@@ -68,6 +68,8 @@ class Attendance:
         resume: Resume,
     ) -> None:
         self.progress: dict[str, bytes] = {}
+        self.waiting_steps: dict[str, int] = {}
+        """Of the workers that wait for the update of a step of the job: which step."""
         self._sessions = sessions
         self._journal = journal
         self._bell = bell
@@ -149,6 +151,7 @@ class Attendance:
                         )
                     self._sessions.heartbeat(task, stream, self._clock())
                     self.progress[task] = request.progress or self.progress.get(task, b"")
+                    self.waiting_steps[task] = request.waiting_step
                 elif isinstance(request, Goodbye):
                     logger.info("%s said goodbye with exit code %d", task, request.exit_code)
                     self.perform(

@@ -28,6 +28,8 @@ class Heartbeat:
 
     progress: bytes = b""
     """What the task says about itself, as it came: the chief only shows it."""
+    waiting_step: int = 0
+    """Staleness 0: step of the job whose update the task waits for; 0: none."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -248,6 +248,7 @@ class Job:
             self.lending,
             self.journal.history,
             self.attendance.progress,
+            self.attendance.waiting_steps,
             self._waits.noted,
             status.chief_report(self.address, self.journal.history.chief_epoch, os.getpid()),
             self._clock(),

@@ -26,8 +26,9 @@ class TaskReport:
     state: str
     """"waiting", "live", "lost" or "done"."""
     waiting_on: str = ""
-    """What the task waits for inside the chief; empty when it does not."""
+    """What the task waits for, as the chief knows it; empty: as the task says."""
     waiting_s: float = 0.0
+    """0: as the task says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ def report(
     lending: Lending,
     history: History,
     progress: Mapping[str, bytes],
+    waiting_steps: Mapping[str, int],
     waits: Mapping[Life, tuple[str, float]],
     chief: TaskReport,
     now: float,
@@ -79,6 +81,7 @@ def report(
         lending: units.
         history: what the journal says.
         progress: newest progress of each task, as it came.
+        waiting_steps: step of the job whose update a task waits for; 0: none.
         waits: what each life waits for inside the chief, and since when.
         chief: what the chief says about itself.
         now: seconds, on the clock of the heartbeats.
@@ -87,6 +90,10 @@ def report(
     for session in sessions.known:
         name = str(session.task)
         waiting_on, since = waits.get(session.life, ("", now))
+        step = waiting_steps.get(name, 0) if session.state is State.LIVE else 0
+        late = [life.task for life in lending.steps.unfinished(step) if waiting_steps.get(life.task) != step]
+        if late and not waiting_on:
+            waiting_on = f"{', '.join(late)} to deliver their part of step {step}"
         tasks.append(
             TaskReport(
                 member=member_of(session),

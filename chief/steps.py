@@ -170,6 +170,11 @@ class Steps:
         earlier = (other for other in self.open.values() if other.number < step.number)
         return sorted({s.life for other in earlier for s in other.slices if s.unfinished and s.life is not None})
 
+    def unfinished(self, number: int) -> list[Life]:
+        """Workers that still have to deliver a slice of a step."""
+        slices = self.open[number].slices if number in self.open else ()
+        return sorted({each.life for each in slices if each.unfinished and each.life is not None})
+
     def grant(self, life: Life, step: Step) -> Slice:
         """Hands ``life`` its slice of ``step``."""
         own = self._own(life, step)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.chief.lives import Life
 
+SAME_S = 1.0
+"""A call that follows within this on one that waited for the same goes on waiting."""
+
 
 class Waits:
     """Notes of who waits for what, and since when.
@@ -19,6 +22,7 @@ class Waits:
         self._clock = clock
         self.noted: dict[Life, tuple[str, float]] = {}
         """In words, and since when."""
+        self._left: dict[Life, tuple[str, float, float]] = {}
 
     @contextlib.contextmanager
     def of(self, life: Life) -> Iterator[None]:
@@ -26,10 +30,14 @@ class Waits:
         try:
             yield
         finally:
-            self.noted.pop(life, None)
+            if life in self.noted:
+                self._left[life] = (*self.noted.pop(life), self._clock())
 
     def note(self, life: Life, what: str, others: Sequence[Life]) -> None:
         """``life`` waits for ``others`` to do something."""
         text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
         if self.noted.get(life, ("",))[0] != text:
-            self.noted[life] = (text, self._clock())
+            now = self._clock()
+            before, since, until = self._left.pop(life, ("", now, now))
+            # Calls that wait long are made anew, to see the end of the job: it is the same wait then.
+            self.noted[life] = (text, since if before == text and now - until < SAME_S else now)

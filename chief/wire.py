@@ -182,7 +182,8 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
         held = tuple(loan_from_proto(grant) for grant in join.held)
         return events.Join(join.task, join.address, join.pid, join.resume_incarnation, held, join.store_epoch)
     if request.HasField("heartbeat"):
-        return events.Heartbeat(request.heartbeat.progress.SerializeToString())
+        progress = request.heartbeat.progress
+        return events.Heartbeat(progress.SerializeToString(), progress.waiting_step)
     if request.HasField("goodbye"):
         return events.Goodbye(request.goodbye.exit_code, request.goodbye.message)
     raise ProtocolError("expected Join, Heartbeat or Goodbye in a session, got an empty message")
@@ -241,7 +242,7 @@ def status_to_proto(status: JobStatus) -> chief_pb2.GetStatusReply:
     for task in status.tasks:
         progress = chief_pb2.Progress.FromString(task.progress)
         if task.waiting_on:
-            progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s
+            progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s or progress.waiting_s
         tasks.append(
             chief_pb2.TaskStatus(
                 info=_member_to_proto(task.member),

@@ -97,6 +97,7 @@ class GradientPush:
         self._servers = tuple(sorted({*self._layout.servers_of(self._layout.groups), *of_tables}))
         self._hyper: tuple[list[dict[str, Any]], list[struct_pb2.Struct]] = [], []
         self._store_epochs: dict[int, int] = {}
+        self._calls: dict[int, PendingCall | None] = {}
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
         self.num_pushed = 0
@@ -119,7 +120,7 @@ class GradientPush:
             return False
         self._check_stores(step_slice)  # a ps may have been found changed when rows were asked for
         scale, action = self._judge_own(step_slice is None)
-        with self._meter.exposed(self._waiting_text(step_slice)):
+        with self._meter.exposed(lambda: self._waiting_text(step_slice), step_slice.step if step_slice else 0):
             references = self._stage_all(step_slice)
             if step_slice is not None:
                 scale, action = self._prepare(update, step_slice, references, scale, action)
@@ -270,15 +271,17 @@ class GradientPush:
         finish: Callable[[int, Any], None],
     ) -> None:
         """One sequenced call on every ps at once; a ps that goes away is waited for and asked again."""
-        calls: dict[int, tuple[Any, PendingCall | None]] = {}
+        requests: dict[int, Any] = {}
+        self._calls.clear()
         for ps in self._servers:
-            request = build(ps)
+            requests[ps] = build(ps)
             try:
-                calls[ps] = request, self._clients[ps].start(method, request, sequenced=True)
+                self._calls[ps] = self._clients[ps].start(method, requests[ps], sequenced=True)
             except PeerUnavailableError:
-                calls[ps] = request, None
-        for ps, (request, call) in calls.items():
+                self._calls[ps] = None
+        for ps, request in requests.items():
             while True:
+                call = self._calls[ps]
                 try:
                     if call is None:
                         raise PeerUnavailableError("not connected")
@@ -290,7 +293,7 @@ class GradientPush:
                     self._recover(ps, step_slice)
                     references[ps] = self._staging.restage(ps)
                     request.gradients.CopyFrom(references[ps])
-                    call = self._repeat(method, request, ps)
+                    self._calls[ps] = self._repeat(method, request, ps)
 
     def _repeat(self, method: str, request: Any, ps: int) -> PendingCall | None:
         client = self._clients[ps]
@@ -357,7 +360,8 @@ class GradientPush:
         )
 
     def _waiting_text(self, step_slice: StepSlice | None) -> str:
-        servers = ", ".join(self._clients[ps].task for ps in self._servers)
+        late = [ps for ps in self._servers if (call := self._calls.get(ps)) is None or not call.done]
+        servers = ", ".join(self._clients[ps].task for ps in late or self._servers)
         return f"{servers} to apply " + (f"step {step_slice.step}" if step_slice else "its update")
 
 

@@ -105,7 +105,9 @@ class GradientSource:
             whole = torch.empty(self._parameters[variable].numel(), dtype=flat.dtype, pin_memory=True)
             self._pinned[variable] = whole
         pinned = whole[start : start + flat.numel()]
-        side = self._streams.setdefault(flat.device, torch.cuda.Stream(flat.device))
+        side = self._streams.get(flat.device)
+        if side is None:
+            side = self._streams[flat.device] = torch.cuda.Stream(flat.device)
         side.wait_stream(torch.cuda.current_stream(flat.device))
         with torch.cuda.stream(side):
             pinned.copy_(flat, non_blocking=True)

@@ -36,6 +36,11 @@ class PendingCall:
         self._client = client
         self._future = future
 
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        return bool(self._future.done())
+
     def result(self) -> Any:
         """The reply.
 

@@ -84,6 +84,7 @@ class WorkerRuntime:
         )
         self.ring = RingMember(entrance, self.session, self.bytes)
         """This worker's part in a ring, once a strategy forms one."""
+        self.meter.peer = self.ring.waiting
         self.chief = ChiefClient(self.session, config.peer_timeout_s)
         self.session.on_stop(_preempt)
         self._ended = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,20 @@ import torch
 from stratagem.rpc.generated import chief_pb2
 
 SMOOTHING = 0.9  # weight of the past in the running means: about the last ten steps
+
+
+WaitingOn = str | Callable[[], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    what: WaitingOn
+    since: float
+    step: int
+
+    def told(self) -> tuple[str, float]:
+        """In words, and for how many seconds."""
+        return self.what if isinstance(self.what, str) else self.what(), time.monotonic() - self.since
 
 
 _active: StepMeter | None = None
@@ -39,25 +54,32 @@ class StepMeter:
         self._exposed_s = 0.0
         self._exposed_now = 0.0
         self._last_end: float | None = None
-        self._waiting_on = ""
-        self._waiting_since = 0.0
+        self._wait: _Wait | None = None
+        self.peer: Callable[[], tuple[str, float] | None] = lambda: None
+        """Who a collective waits for at this moment, and since how many seconds, where somebody knows it."""
         self.newest_loss: torch.Tensor | None = None
         """Read only when somebody asks: reading waits for a GPU."""
         self.epoch = 0
         self.metrics: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def exposed(self, waiting_on: str) -> Iterator[None]:
-        """Time spent inside is exposed communication; ``waiting_on`` says on what, for ``stratagem status``."""
+    def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
+        """Time spent inside is exposed communication.
+
+        Args:
+            waiting_on: on what, for ``stratagem status``: words, or what gives them while it waits, from any thread.
+            step: of the job, if it waits until that is applied (staleness 0).
+        """
         start = time.monotonic()
         with self._lock:
-            self._waiting_on, self._waiting_since = waiting_on, start
+            outer, self._wait = self._wait, _Wait(waiting_on, start, step)
         try:
             yield
         finally:
             with self._lock:
-                self._exposed_now += time.monotonic() - start
-                self._waiting_on = ""
+                self._wait = outer
+                if outer is None:
+                    self._exposed_now += time.monotonic() - start
 
     def start_clock(self) -> None:
         """The next step is counted from now on (a loop begins)."""
@@ -87,11 +109,12 @@ class StepMeter:
 
     def report(self) -> dict[str, Any]:
         """What this process did, for ``stratagem run --summary``: counts, newest loss and metrics, seconds."""
+        loss = self._read_loss()
         with self._lock:
             return {
                 "steps": self.steps,
                 "examples": self.examples,
-                "loss": None if self.newest_loss is None else float(self.newest_loss),
+                "loss": loss,
                 "metrics": dict(self.metrics),
                 "skipped": self.skipped,
                 "step_time_s": self.total_s,
@@ -100,18 +123,25 @@ class StepMeter:
 
     def progress(self) -> chief_pb2.Progress:
         """What a heartbeat says."""
+        loss, wait = self._read_loss(), self._wait
+        waiting_on, waiting_s = self.peer() or (("", 0.0) if wait is None else wait.told())
         with self._lock:
-            waiting, loss = self._waiting_on, self.newest_loss
             return chief_pb2.Progress(
                 step=self.steps,
                 examples=self.examples,
-                loss=0.0 if loss is None else float(loss),
+                loss=loss or 0.0,
                 has_loss=loss is not None,
                 epoch=self.epoch,
                 step_s=self._step_s,
                 exposed_s=self._exposed_s,
-                waiting_on=waiting,
-                waiting_s=time.monotonic() - self._waiting_since if waiting else 0.0,
+                waiting_on=waiting_on,
+                waiting_s=waiting_s,
+                waiting_step=wait.step if wait is not None else 0,
                 skipped=self.skipped,
                 metrics=dict(self.metrics),
             )
+
+    def _read_loss(self) -> float | None:
+        """Not under the lock: a GPU may take a while, and the training must not wait for whoever asks."""
+        loss = self.newest_loss
+        return None if loss is None else float(loss)

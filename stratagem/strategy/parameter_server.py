@@ -382,15 +382,16 @@ class ParameterServerStrategy(Strategy):
 
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""
-        while True:
-            try:
-                self._groups.pull()
-                return
-            except (StaleStoreError, PeerUnavailableError):
-                if self.staleness == 0:
-                    self._roll_back()
-                else:
-                    self._groups.reconnect()
+        with self._runtime.meter.exposed("the newest weights"):
+            while True:
+                try:
+                    self._groups.pull()
+                    return
+                except (StaleStoreError, PeerUnavailableError):
+                    if self.staleness == 0:
+                        self._roll_back()
+                    else:
+                        self._groups.reconnect()
 
     @contextlib.contextmanager
     def listened(self, listener: UnitListener) -> Iterator[None]:

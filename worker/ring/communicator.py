@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,7 @@ class Communicator:
         self.step = 0
         """Step of the job, set by the strategy; ranks at different steps do not mix."""
         self.position = Position()
+        self._since = 0.0
         self._explain = explain
         self._error: CollectiveError | None = None
         self._turn = threading.RLock()
@@ -171,6 +173,11 @@ class Communicator:
         """Returns when every rank has called it."""
         self._collective("barrier", self.group.barrier)
 
+    def waiting(self) -> tuple[int, str, float] | None:
+        """The rank that this one waits for at this moment, in which collective, and for how many seconds it goes on."""
+        rank, position, since = self.group.waiting_on(), self.position, self._since
+        return None if rank is None else (rank, position.what, time.monotonic() - since)
+
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work``, which makes collectives, in the communicator's own thread, after all submitted before.
 
@@ -200,6 +207,7 @@ class Communicator:
             if self._error is not None:
                 raise self._error
             self.position = Position(self.position.ordinal + 1, self.step, what)
+            self._since = time.monotonic()
             try:
                 return run(self.position.tag)
             except CollectiveError as error:

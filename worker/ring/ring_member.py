@@ -100,6 +100,15 @@ class RingMember:
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
+    def waiting(self) -> tuple[str, float] | None:
+        """The worker that a collective waits for at this moment, in words, and since how many seconds it goes on."""
+        communicator, peers = self.entrance.communicator, self._peers
+        found = communicator.waiting() if communicator is not None else None
+        if found is None or peers is None:
+            return None
+        rank, what, seconds = found
+        return f"{peers.members.ranks[rank].task} in {what}", seconds
+
     def leave(self) -> None:
         """Waits for the others at the end of the script, so that nobody's last collective breaks."""
         communicator = self.entrance.communicator

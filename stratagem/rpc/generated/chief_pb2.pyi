@@ -158,6 +158,7 @@ class Progress(_message.Message):
     BYTES_HELD_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    WAITING_STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Completed steps (worker) or applied updates (ps)."""
     examples: _builtins.int
@@ -178,6 +179,8 @@ class Progress(_message.Message):
     bytes_held: _builtins.int
     skipped: _builtins.int
     """Updates skipped because of a NaN or Inf gradient under the policy "skip"."""
+    waiting_step: _builtins.int
+    """Staleness 0: the step of the job whose update the worker waits for; 0 when it waits for none."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named metrics of the script (strategy.report), newest values."""
@@ -198,10 +201,11 @@ class Progress(_message.Message):
         bytes_held: _builtins.int = ...,
         skipped: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        waiting_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_held", b"bytes_held", "epoch", b"epoch", "examples", b"examples", "exposed_s", b"exposed_s", "has_loss", b"has_loss", "loss", b"loss", "metrics", b"metrics", "skipped", b"skipped", "step", b"step", "step_s", b"step_s", "store_epoch", b"store_epoch", "waiting_on", b"waiting_on", "waiting_s", b"waiting_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_held", b"bytes_held", "epoch", b"epoch", "examples", b"examples", "exposed_s", b"exposed_s", "has_loss", b"has_loss", "loss", b"loss", "metrics", b"metrics", "skipped", b"skipped", "step", b"step", "step_s", b"step_s", "store_epoch", b"store_epoch", "waiting_on", b"waiting_on", "waiting_s", b"waiting_s", "waiting_step", b"waiting_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

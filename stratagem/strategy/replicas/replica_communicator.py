@@ -13,7 +13,7 @@ from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.group import Tag
-from stratagem.worker.step_meter import StepMeter
+from stratagem.worker.step_meter import StepMeter, WaitingOn
 
 T = TypeVar("T")
 
@@ -87,12 +87,12 @@ class WaitingMeter(StepMeter):
         self._all_wait = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def exposed(self, waiting_on: str) -> Iterator[None]:
+    def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
         with self._crew.waiting():
             with self._counting:
                 self._num_inside += 1
                 if self._num_inside == self._crew.size:
-                    self._all_wait.enter_context(self._meter.exposed(waiting_on))
+                    self._all_wait.enter_context(self._meter.exposed(waiting_on, step))
             try:
                 yield
             finally:

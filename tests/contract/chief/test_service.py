@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from stratagem.chief import wire
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
@@ -217,6 +218,49 @@ def test_status_shows_what_every_task_does() -> None:
             assert (status.tasks[1].state, status.tasks[1].units_held, status.tasks[1].pid) == ("live", 3, 7)
             assert (status.units_accepted, status.units_planned, status.examples_accepted) == (1, 4, 2)
             assert (status.ready, status.lead, list(status.waiting_for)) == (True, "worker:0", [])
+
+    run(scenario)
+
+
+def test_at_staleness_0_status_names_who_keeps_the_others_waiting() -> None:
+    async def scenario() -> None:
+        async with cluster(num_workers=3) as (running, workers, _):
+            plan = {"num_examples": 12, "batch_size": 6, "num_slices": 3, "staleness": 0.0}
+            for worker in workers:
+                await worker.open(**plan)
+                await worker.next()
+
+            def waits() -> list[tuple[str, float]]:
+                tasks = wire.status_to_proto(running.job.get_status()).tasks
+                named = {task.info.task: task.progress for task in tasks}
+                return [(named[task].waiting_on, named[task].waiting_s) for task in ("worker:0", "worker:1")]
+
+            workers[0].beat(waiting_on="ps:0 to apply step 1", waiting_s=3.0, waiting_step=1)
+            missing = "worker:1, worker:2 to deliver their part of step 1"
+            await until(lambda: waits() == [(missing, 3.0), ("", 0.0)])
+            workers[1].beat(waiting_on="ps:0, ps:1 to apply step 1", waiting_s=2.0, waiting_step=1)
+            await until(lambda: [text for text, _ in waits()] == ["worker:2 to deliver their part of step 1"] * 2)
+            workers[2].beat(waiting_on="ps:1 to apply step 1", waiting_s=2.0, waiting_step=1)
+            await until(lambda: [text for text, _ in waits()] == ["ps:0 to apply step 1", "ps:0, ps:1 to apply step 1"])
+
+    run(scenario)
+
+
+def test_a_call_that_is_made_anew_goes_on_waiting() -> None:
+    async def scenario() -> None:
+        async with cluster() as (running, workers, _):
+            await workers[0].open()
+            await workers[0].next(want=4)
+            request = chief_pb2.NextUnitsRequest(sender=workers[1].sender, dataset=1, want=1, wait=True)
+            await workers[1].open()
+            for _ in range(2):
+                error = await refused(workers[1].stub.NextUnits(request, timeout=0.4))
+                assert isinstance(error, PeerUnavailableError)
+            waiting = asyncio.create_task(workers[1].next())
+            report = await until(lambda: next((t for t in running.job.get_status().tasks if t.waiting_on), None))
+            assert report.waiting_on == "worker:0 to finish their units" and report.waiting_s >= 0.8
+            await workers[0].next([0, 1, 2, 3])
+            assert (await waiting).end
 
     run(scenario)
 

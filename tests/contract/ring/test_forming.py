@@ -24,8 +24,10 @@ from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.entrance import Entrance
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.servicer import SERVICE, WorkerServicer
+from tests.unit.ps.driver import poll
 
 CPU = torch.device("cpu")
+OVER_TCP = CommunicationOptions(transport="tcp", chunk_bytes=1 << 16)
 
 
 def session_of(index: int, membership: chief_pb2.Membership) -> Any:
@@ -43,7 +45,7 @@ def session_of(index: int, membership: chief_pb2.Membership) -> Any:
 
 
 @contextlib.contextmanager
-def formed(host: str, doors: list[Door], options: CommunicationOptions) -> Iterator[list[Communicator]]:
+def formed(host: str, doors: list[Door], options: CommunicationOptions) -> Iterator[list[RingMember]]:
     """The ring of two workers whose servers listen at ``host``; ``doors`` let sockets in."""
     membership = chief_pb2.Membership(ready=True, lead="worker:0")
     with contextlib.ExitStack() as undo:
@@ -65,7 +67,13 @@ def formed(host: str, doors: list[Door], options: CommunicationOptions) -> Itera
             members.append(RingMember(entrance, session_of(index, membership), BytesMeter()))
             undo.callback(members[-1].close, "the test is over")
         pool = undo.enter_context(futures.ThreadPoolExecutor(2))
-        yield list(pool.map(lambda member: member.form(options, CPU, 60.0), members))
+        list(pool.map(lambda member: member.form(options, CPU, 60.0), members))
+        yield members
+
+
+def ring_of(members: list[RingMember]) -> list[Communicator]:
+    """Their communicators."""
+    return [one for member in members if (one := member.entrance.communicator) is not None]
 
 
 def sums(ring: list[Communicator]) -> list[float]:
@@ -76,9 +84,23 @@ def sums(ring: list[Communicator]) -> list[float]:
 
 
 def test_over_ipv6_the_sockets_are_ipv6_too() -> None:
-    with formed("::1", [Door("::1"), Door("::1")], CommunicationOptions(transport="tcp", chunk_bytes=1 << 16)) as ring:
-        assert [one.group.name for one in ring] == ["ring over tcp"] * 2
-        assert sums(ring) == [3.0, 3.0]
+    with formed("::1", [Door("::1"), Door("::1")], OVER_TCP) as members:
+        assert [one.group.name for one in ring_of(members)] == ["ring over tcp"] * 2
+        assert sums(ring_of(members)) == [3.0, 3.0]
+
+
+def test_a_rank_that_is_late_is_named() -> None:
+    with formed("127.0.0.1", [Door("127.0.0.1"), Door("127.0.0.1")], OVER_TCP) as members:
+        first, second = ring_of(members)
+        assert [member.waiting() for member in members] == [None, None]
+        with futures.ThreadPoolExecutor(1) as pool:
+            early = pool.submit(first.all_reduce, torch.ones(3))
+            poll(lambda: (found := members[0].waiting()) is not None and found[1] > 0.2)
+            assert (members[0].waiting() or [""])[0] == "worker:1 in all_reduce sum of 3 float32"
+            assert members[1].waiting() is None
+            second.all_reduce(torch.ones(3))
+            early.result()
+        assert [member.waiting() for member in members] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +116,8 @@ def test_without_sockets_auto_takes_grpc_and_says_why(
 ) -> None:
     monkeypatch.setattr(ring_member, "place_of_this_process", lambda: threading.current_thread().name)  # two hosts
     monkeypatch.setattr(ring_member, "OPEN_S", 1.0)  # the other rank waits for the visit that does not come
-    with (
-        caplog.at_level("INFO"),
-        formed("127.0.0.1", [Door("127.0.0.1"), door], CommunicationOptions(chunk_bytes=1 << 16)) as ring,
-    ):
-        assert [one.group.name for one in ring] == ["ring over grpc"] * 2
-        assert sums(ring) == [3.0, 3.0]
+    options = CommunicationOptions(chunk_bytes=1 << 16)
+    with caplog.at_level("INFO"), formed("127.0.0.1", [Door("127.0.0.1"), door], options) as members:
+        assert [one.group.name for one in ring_of(members)] == ["ring over grpc"] * 2
+        assert sums(ring_of(members)) == [3.0, 3.0]
     assert "no tcp: worker:0: " in caplog.text and why in caplog.text

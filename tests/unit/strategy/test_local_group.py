@@ -23,7 +23,7 @@ from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator
 from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.schedule import cut
-from stratagem.worker.step_meter import StepMeter
+from stratagem.worker.step_meter import StepMeter, WaitingOn
 from tests.unit.reduction.reducing import Net, batch, build, mean_loss, share_of, weight_of
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 from tests.unit.strategy.replica_crews import Replicas, replicas
@@ -441,8 +441,8 @@ def test_only_what_all_replicas_wait_for_counts_as_communication(two: Replicas) 
 
     class Recorder(StepMeter):
         @contextlib.contextmanager
-        def exposed(self, waiting_on: str) -> Iterator[None]:
-            inside.append(waiting_on)
+        def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
+            inside.append(str(waiting_on))
             yield
             inside.append("no more")
 
