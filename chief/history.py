@@ -43,6 +43,8 @@ class History:
     """Path of the checkpoint that the job started from."""
     updates_undone: int = 0
     """Updates of newer checkpoints that were not whole: they are computed again."""
+    ending: bool = False
+    """The work is done and its last checkpoint written; tasks may not have heard of it yet."""
     stopped: str | None = None
     """Why the job is over."""
 
@@ -76,6 +78,7 @@ class History:
             "checkpoint": self.checkpoint,
             "restored": self.restored,
             "updates_undone": self.updates_undone,
+            "ending": self.ending,
             "stopped": self.stopped,
         }
 
@@ -92,6 +95,7 @@ class History:
         self.evaluations = {TallyName(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
         self.agreed = {TallyName(group, n): value for group, n, value in record["agreed"]}
         self.checkpoint, self.stopped = record["checkpoint"], record["stopped"]
+        self.ending = record["ending"]
         self.restored, self.updates_undone = record["restored"], record["updates_undone"]
 
     def _chief(self, record: Mapping[str, Any]) -> None:
@@ -168,6 +172,9 @@ class History:
     def _restored(self, record: Mapping[str, Any]) -> None:
         self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
 
+    def _ending(self, record: Mapping[str, Any]) -> None:
+        self.ending = True
+
     def _stopped(self, record: Mapping[str, Any]) -> None:
         self.stopped = record["reason"]
 
@@ -192,6 +199,7 @@ _RECORDS = {
     "lost": History._lost,
     "checkpoint": History._checkpoint,
     "restored": History._restored,
+    "ending": History._ending,
     "stopped": History._stopped,
 }
 

@@ -139,7 +139,8 @@ class Job:
             logger.info("chief epoch %d goes on from the journal in %s", epoch, config.state_dir)
         if config.checkpoint_dir:
             checkpoints.sweep(config.checkpoint_dir)
-            write_end(config.checkpoint_dir, "", ())
+            if not history.ending:
+                write_end(config.checkpoint_dir, "", ())
 
     # Verbs of the service
 
@@ -329,14 +330,16 @@ class Job:
         # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
         sessions, is_good = self.sessions, stop.exit_code == 0
         deadline = self._clock() + (LATE_S if is_good else 0.0)
-        await self._until(lambda: not sessions.absent_servers, deadline)
-        if stop.exit_code in (0, 143):
-            try:
-                await self._rounds.save_last()
-            except StratagemError as error:
-                logger.error("No last checkpoint: %s", error)
-        self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")])
-        self.journal.write("stopped", reason=stop.reason)
+        if not self.journal.history.ending:  # else an earlier life of the chief has come that far
+            await self._until(lambda: not sessions.absent_servers, deadline)
+            if stop.exit_code in (0, 143):
+                try:
+                    await self._rounds.save_last()
+                except StratagemError as error:
+                    logger.error("No last checkpoint: %s", error)
+            self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")])
+        # A chief that dies before it has told all goes on with that; only then the next one begins another job.
+        self.journal.write("ending" if is_good else "stopped", reason=stop.reason)
         self.attendance.broadcast(Stop(stop.exit_code, stop.reason))
 
         def all_gone() -> bool:
@@ -345,6 +348,8 @@ class Job:
 
         await self._until(all_gone, max(deadline, self._clock() + self.config.session_timeout_s))
         self._write_end(stop, sessions.absent_servers)
+        if is_good:
+            self.journal.write("stopped", reason=stop.reason)
         if not self.finished.done():
             self.finished.set_result(stop.exit_code)
 

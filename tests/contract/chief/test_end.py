@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
@@ -13,13 +14,14 @@ import pytest
 
 from stratagem.checkpoint import ended
 from stratagem.chief import job as chief_job
+from stratagem.chief.journal import Journal
 from stratagem.chief.sessions import State
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.units import Unit
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc import session as rpc_session
 from stratagem.rpc.session import SessionClient
-from tests.contract.chief.fakes import FakePs, chief, cluster, ps, run, until
+from tests.contract.chief.fakes import FakePs, Task, chief, cluster, ps, run, until
 
 
 def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Path) -> None:
@@ -84,6 +86,45 @@ def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path, monkeypatch
         assert ended.read_end(str(tmp_path), "ps:0") == "", "it has said goodbye"
         async with chief(checkpoint_dir=str(tmp_path)):
             assert ended.read_end(str(tmp_path), "ps:1") == "", "another job has begun"
+
+    run(scenario)
+
+
+def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with chief(**folders) as first:
+                servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+                workers = [Task(first.address, f"worker:{index}") for index in range(2)]
+                for worker in workers:
+                    await worker.ready()
+                await until(lambda: first.job.journal.history.checkpoint)
+                servers[0].apply(Unit(1, 0, 0))
+                for worker in workers:
+                    worker.goodbye()
+                await until(lambda: first.job.journal.history.ending)
+                lives = [server.session for server in servers if server.session is not None]
+                place = next(i.address for i in lives[1].membership.tasks if i.task == "ps:1")
+                lives[0].goodbye()
+                await until(lambda: len(first.job.sessions.servers) == 1)
+                await first.kill()
+            caplog.clear()
+            num_calls = len(servers[1].calls)
+            async with chief(bind=first.address, session_timeout_s=5.0, **folders) as second:
+                late = Task(second.address, "ps:1", place, lives[1].incarnation)
+                await late.welcomed()
+                assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
+                late.goodbye()
+                assert await second.exit_code() == 0
+                assert "save" not in servers[1].calls[num_calls:], "the last checkpoint is there"
+            assert "No last checkpoint" not in caplog.text
+            journal = Journal(folders["state_dir"])
+            journal.close()
+            assert not journal.history.done, "the next chief begins another job"
 
     run(scenario)
 
