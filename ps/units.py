@@ -64,8 +64,7 @@ class UnitLedger:
             LimitError: a unit index beyond :data:`MAX_UNITS`.
         """
         for unit in update.units:
-            if unit.index >= MAX_UNITS:
-                raise LimitError(f"{unit}: an epoch has at most {MAX_UNITS} units here")
+            _check_index(unit.index, unit)
         applied = [unit for unit in update.units if self.is_applied(unit, update.ordinal)]
         if applied and len(applied) < len(update.units):
             raise ProtocolError(
@@ -90,21 +89,26 @@ class UnitLedger:
             LimitError: a unit index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
         """
         for close in closes:
-            if close.unit.index >= MAX_UNITS:
-                raise LimitError(f"{close.unit}: an epoch has at most {MAX_UNITS} units here")
-            if close.num_updates > len(self._open.get(close.unit, ())):
+            unit = close.unit
+            if close.num_updates > len(self._open.get(unit, ())):
+                _check_index(unit.index, unit)
                 continue
-            self._make_room(close.unit)
-            self._bitmap(close.unit).add(close.unit.index)
+            self._make_room((unit.dataset, unit.epoch), unit.index)
+            self._closed.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
             self._open.pop(close.unit, None)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
-        """Closes units whose updates were lost in a restore. Returns how many of them were not here."""
+        """Closes units whose updates were lost in a restore. Returns how many of them were not here.
+
+        Raises:
+            LimitError: a unit index beyond :data:`MAX_UNITS`, or bitmaps beyond :data:`MAX_LEDGER_BYTES`.
+        """
         num_lost = 0
-        for (dataset, epoch), bitmap in units.items():
-            mine = self._closed.setdefault((dataset, epoch), UnitBitmap())
+        for epoch, bitmap in units.items():
+            self._make_room(epoch, 8 * len(bitmap.to_bytes()) - 1)
+            mine = self._closed.get(epoch, UnitBitmap())
             num_lost += len(bitmap - mine)
-            self._closed[dataset, epoch] = mine | bitmap
+            self._closed[epoch] = mine | bitmap
         self._open = {unit: ordinals for unit, ordinals in self._open.items() if not self._is_closed(unit)}
         return num_lost
 
@@ -129,10 +133,13 @@ class UnitLedger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> UnitLedger:
-        """The reverse of :meth:`to_json`."""
+        """The reverse of :meth:`to_json`.
+
+        Raises:
+            LimitError: as :meth:`mark_lost`.
+        """
         ledger = cls()
-        for dataset, epoch, bitmap in data["closed"]:
-            ledger._closed[dataset, epoch] = UnitBitmap(bytes.fromhex(bitmap))
+        ledger.mark_lost({(dataset, epoch): UnitBitmap(bytes.fromhex(bits)) for dataset, epoch, bits in data["closed"]})
         for dataset, epoch, index, ordinals in data["open"]:
             ledger._open[Unit(dataset, epoch, index)] = {ordinal: servers for ordinal, servers in ordinals}
         return ledger
@@ -141,17 +148,21 @@ class UnitLedger:
         bitmap = self._closed.get((unit.dataset, unit.epoch))
         return bitmap is not None and unit.index in bitmap
 
-    def _make_room(self, unit: Unit) -> None:
-        epoch = (unit.dataset, unit.epoch)
-        num_bytes = max(self._sizes.get(epoch, 0), unit.index // 8 + _EPOCH_BYTES)
+    def _make_room(self, epoch: Epoch, index: int) -> None:
+        """For units up to ``index``."""
+        what = f"dataset {epoch[0]}, epoch {epoch[1]}"
+        _check_index(index, what)
+        num_bytes = max(self._sizes.get(epoch, 0), index // 8 + _EPOCH_BYTES)
         num_more = num_bytes - self._sizes.get(epoch, 0)
         if self._num_bytes + num_more > MAX_LEDGER_BYTES:
             raise LimitError(
-                f"{unit}: the bitmaps of all epochs would take {self._num_bytes + num_more:,} bytes, at most "
+                f"{what}: the bitmaps of all epochs would take {self._num_bytes + num_more:,} bytes, at most "
                 f"{MAX_LEDGER_BYTES:,} here"
             )
         self._num_bytes += num_more
         self._sizes[epoch] = num_bytes
 
-    def _bitmap(self, unit: Unit) -> UnitBitmap:
-        return self._closed.setdefault((unit.dataset, unit.epoch), UnitBitmap())
+
+def _check_index(index: int, what: object) -> None:
+    if index >= MAX_UNITS:
+        raise LimitError(f"{what}: an epoch has at most {MAX_UNITS} units here")

@@ -6,6 +6,7 @@ None, so that torch's own step finds nothing to do; the post-hook puts them back
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -18,7 +19,7 @@ from google.protobuf import struct_pb2
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, NonFiniteGradientError, PeerUnavailableError, StaleStoreError
 from stratagem.rpc.generated import common_pb2, ps_pb2
-from stratagem.worker.close_reports import CloseReports, unit_proto
+from stratagem.worker.close_reports import MAX_WAITING, CloseReports, unit_proto
 from stratagem.worker.ps_client import PendingCall, PsClient
 from stratagem.worker.remote_table import RemoteTable
 from stratagem.worker.staging import GradientStaging
@@ -128,6 +129,8 @@ class GradientPush:
         self._staging.reset()
         self.num_pushed += 1
         self._closes.pushed(update.units, self._servers)
+        with contextlib.suppress(PeerUnavailableError):  # a ps that is away hears of them when it is back
+            self._closes.flush(MAX_WAITING)
         if action == ps_pb2.SKIP:
             self._meter.skipped += 1
             logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)

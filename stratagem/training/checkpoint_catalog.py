@@ -61,6 +61,11 @@ def is_complete(path: pathlib.Path) -> bool:
     return manifest is not None and all(_size(path / name) == size for name, (size, _) in manifest.files.items())
 
 
+def was_removed(path: pathlib.Path) -> bool:
+    """Whether there is no checkpoint any more: training keeps the newest ones only."""
+    return not (path / MANIFEST).exists()
+
+
 def scan(directory: pathlib.Path) -> list[pathlib.Path]:
     """Complete checkpoints in a directory and in the folders in it, oldest (step, time of creation) first."""
     return [path for _, path in sorted(_scan(directory, depth=1))]
@@ -75,7 +80,10 @@ def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int,
         if (path / MANIFEST).exists():
             manifest = read_manifest(path)
             if manifest is not None and is_complete(path):
-                written = (path / MANIFEST).stat().st_mtime_ns
+                try:
+                    written = (path / MANIFEST).stat().st_mtime_ns
+                except FileNotFoundError:  # it is being removed
+                    continue
                 chief_epoch = int(manifest.facts.get("chief_epoch", 0))
                 yield (read_step(path) or 0, chief_epoch, manifest.created[:19], written), path
         elif depth:

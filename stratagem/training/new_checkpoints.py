@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 
 from stratagem.cluster.config import EvaluatorConfig
 from stratagem.cluster.sources import gather
-from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
-from stratagem.training.checkpoint_catalog import read_step
+from stratagem.training.checkpoint_catalog import read_step, was_removed
 from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 
@@ -70,7 +73,8 @@ class JobWatch:
 def new_checkpoints() -> Iterator[NewCheckpoint]:
     """In an evaluator: each newest checkpoint of the job, until the job is over and the last one has been given.
 
-    A checkpoint that is older than one already given is left out: a slow evaluator sees the newest.
+    A checkpoint that is older than one already given is left out: a slow evaluator sees the newest. So is one that is
+    damaged (the log says so), and one that the chief removed while it was read, because newer ones are there.
 
     Raises:
         ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.
@@ -84,8 +88,16 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
             newest = latest_checkpoint(job.checkpoint_dir)
             step = None if newest is None else read_step(Path(newest))
             if newest is not None and step is not None and step > given:
+                try:
+                    state_dict = load_checkpoint(newest)
+                except CheckpointError as error:
+                    if was_removed(Path(newest)):
+                        continue
+                    logger.error("Left out a checkpoint: %s", error)
+                    given = step
+                    continue
                 given = step
-                yield NewCheckpoint(given, Path(newest), load_checkpoint(newest))
+                yield NewCheckpoint(given, Path(newest), state_dict)
             elif reason is not None:
                 break
     if not isinstance(reason, JobStoppedError) or reason.exit_code:

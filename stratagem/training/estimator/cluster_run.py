@@ -12,6 +12,7 @@ from pathlib import Path
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
 from stratagem.strategy import roles
+from stratagem.training.checkpoint_catalog import was_removed
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.evaluator_schedule import Decision, EvaluatorSchedule
 from stratagem.training.estimator.exporters import Exporter
@@ -171,7 +172,7 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
             try:
                 evaluation.evaluate(str(path), schedule.is_last(step, reason is not None))
             except CheckpointError as error:
-                if not path.exists():
+                if was_removed(path):
                     continue  # training keeps the newest ones only, and this one was too old meanwhile
                 logger.error("Left out a checkpoint: %s", error)
             schedule.evaluated(step, started)

@@ -39,7 +39,7 @@ from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps_variables import OptimizedVariables, VariableGroups
-from stratagem.worker import remote_table
+from stratagem.worker import gradient_push, remote_table
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy
 from stratagem.worker.ps_client import PsClient
@@ -375,6 +375,22 @@ def test_a_gradient_that_is_not_finite_is_named(start: Callable[..., Job]) -> No
     with pytest.raises(NonFiniteGradientError, match=r"bags\.weight"):
         job.step()
     assert job.num_updates() == {0}
+
+
+def test_a_ps_that_takes_part_in_no_update_hears_of_closed_units_in_time(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_push, "MAX_WAITING", 4)
+    job = start()
+    model = nn.Linear(3, 2, bias=False)
+    job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    [push] = job.pushes
+    for index in range(10):
+        model(torch.ones(1, 3)).sum().backward()
+        push.push(Update((Unit(1, 0, index),), 0), None)
+        push._closes.add([Unit(1, 0, index)])
+    assert sorted(len(store.state.shelves) for store in job.stores) == [0, 1]
+    assert all(len(store.state.units.describe().closed[1, 0]) >= 8 for store in job.stores)
 
 
 def test_large_tables_come_and_go_in_parts(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import CheckpointError, ForbiddenError, LimitError, ProtocolError, SequenceError
 from stratagem.ps import units
 from stratagem.ps.frames import read_message
@@ -90,6 +90,16 @@ def test_closed_units_of_made_up_epochs_are_bounded(monkeypatch: pytest.MonkeyPa
     with pytest.raises(LimitError, match="bitmaps of all epochs"):
         ledger.close([UnitClose(Unit(1, epoch, 8000), 0) for epoch in range(1, 5)])
     ledger.close([UnitClose(Unit(1, 0, 8001), 0)])  # in an epoch that has its bitmap
+    with pytest.raises(LimitError, match="bitmaps of all epochs"):
+        ledger.mark_lost({(2, epoch): UnitBitmap.of([8000]) for epoch in range(4)})
+    with pytest.raises(LimitError, match="an epoch has at most"):
+        ledger.mark_lost({(1, 0): UnitBitmap.of([units.MAX_UNITS])})
+    # What a snapshot brings counts as well.
+    full = UnitLedger.from_json({"closed": [[1, 0, "ff" * 3000]], "open": []})
+    with pytest.raises(LimitError, match="bitmaps of all epochs"):
+        full.close([UnitClose(Unit(1, 1, 8000), 0)])
+    with pytest.raises(LimitError, match="bitmaps of all epochs"):
+        UnitLedger.from_json({"closed": [[1, 0, "ff" * 3000], [1, 1, "ff" * 3000]], "open": []})
 
 
 def test_a_number_of_another_request_is_no_resend() -> None:

@@ -1,0 +1,65 @@
+"""``sg.new_checkpoints`` beside a chief: what is removed or damaged while it is read does not end the evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from stratagem.training import new_checkpoints as module
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.checkpoint_catalog import remove
+from stratagem.training.checkpoint_reading import load_checkpoint
+from tests.cluster.test_checkpoint_faults import flip
+from tests.contract.chief.fakes import chief, run
+
+
+def test_a_checkpoint_removed_or_damaged_while_it_is_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = Checkpoint(model=nn.Linear(2, 2))
+    given: list[int] = []
+    late: list[str] = []
+
+    def save(step: int) -> Path:
+        return Path(checkpoint.save(tmp_path / "step", step=step))
+
+    def load_late(path: str) -> dict[str, Any]:
+        """The trainer is ahead of the evaluator: it comes to read when things have happened."""
+        if Path(path).name == "step-00000002":
+            save(3)
+            remove(Path(path))
+        elif Path(path).name == "step-00000003":
+            flip(Path(path) / "model.safetensors")
+        late.append(Path(path).name)
+        return load_checkpoint(path)
+
+    def follow() -> None:
+        for new in module.new_checkpoints():
+            given.append(new.step)
+            save(2 if new.step == 1 else 5)
+            if new.step == 5:
+                break
+
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=0) as running:
+            monkeypatch.setenv("STRATAGEM_CHIEF", running.address)
+            monkeypatch.setenv("STRATAGEM_CHECKPOINT_DIR", str(tmp_path))
+            following = asyncio.create_task(asyncio.to_thread(follow))
+            while "step-00000003" not in late and not following.done():
+                await asyncio.sleep(0.02)
+            save(4)
+            running.job.stop(0, "all done")
+            await following
+
+    save(1)
+    monkeypatch.setattr(module, "load_checkpoint", load_late)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
+    run(scenario)
+    assert given == [1, 4, 5] and late.count("step-00000003") == 1
+    said = [text for text in caplog.messages if "Left out a checkpoint" in text]
+    assert len(said) == 1 and "step-00000003 is damaged" in said[0], said
