@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -179,11 +179,18 @@ class Checkpoint:
         if is_pending:
             self._members.from_first(lambda: None if writing is None else writing.result())
 
-    def restore(self, path: str | os.PathLike[str], *, random: bool = True) -> Restored:
+    @overload
+    def restore(self, path: str | os.PathLike[str], *, random: bool = True) -> Restored: ...
+
+    @overload
+    def restore(self, path: str | os.PathLike[str] | None, *, random: bool = True) -> Restored | None: ...
+
+    def restore(self, path: str | os.PathLike[str] | None, *, random: bool = True) -> Restored | None:
         """Gives every object the state it had.
 
         Args:
-            path: a checkpoint, of any strategy and any number of ps and workers; or a directory of checkpoints: the
+            path: None, as ``latest_checkpoint`` says where there is none: nothing is restored, and None returned; else
+                a checkpoint, of any strategy and any number of ps and workers; or a directory of checkpoints: the
                 newest complete one. Objects that are only in the checkpoint are left out.
             random: whether the random number generators go back too; a worker that the saving job did not have keeps
                 its own.
@@ -195,6 +202,8 @@ class Checkpoint:
         found: dict[str, Any] = {}
 
         def look() -> dict[str, Any]:
+            if path is None:
+                return {}
             target = find(path)
             check(target)
             saved = describe(target)
@@ -202,6 +211,8 @@ class Checkpoint:
             return {"path": str(target), "step": saved.step, "random": random and RANDOM in saved.objects}
 
         place = self._members.from_first(look)
+        if not place:
+            return None
 
         def read() -> dict[str, EncodedState]:
             saved = found["saved"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from stratagem.data.distributed import DistributedDataset
-from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.errors import CheckpointError, ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.checkpoint_servers import Place, Servers, ServerState, place_of
@@ -197,4 +197,11 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
                 "%s starts at the beginning: the checkpoint is of a job whose data was dealt out otherwise", name
             )
     else:
-        objects[name].load_state_dict(state)
+        try:
+            objects[name].load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:  # as torch says that a state does not fit
+            if isinstance(error, StratagemError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint is of another {kind} than {name}, which may have taken a part of it: {error}"
+            ) from error

@@ -16,6 +16,11 @@ from torch import nn
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.training import export_folder
 
+NOT_TRAINED = (
+    "a loaded model is a program in eval mode and cannot be trained; build the model from its class and load its "
+    f"weights: module.load_state_dict(torch.load(folder / '{export_folder.STATE_DICT}')), then sg.Model(module)"
+)
+
 
 class LoadedModel(nn.Module):
     """An exported program. Parameters and buffers have the names that they had in the model.
@@ -63,10 +68,7 @@ class LoadedModel(nn.Module):
             ConfigurationError: for ``mode=True``.
         """
         if mode:
-            raise ConfigurationError(
-                "a loaded model is a program in eval mode and cannot be trained; build the model from its class and "
-                f"load {export_folder.STATE_DICT} of the export into it"
-            )
+            raise ConfigurationError(NOT_TRAINED)
         super().train(False)
         return self
 

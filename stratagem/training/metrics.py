@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -38,10 +39,12 @@ class Mean:
 
     Args:
         function: of a batch's outputs and targets; any shape.
+        finish: of the mean.
     """
 
-    def __init__(self, function: MetricFunction) -> None:
+    def __init__(self, function: MetricFunction, finish: Callable[[float], float] = float) -> None:
         self._function = function
+        self._finish = finish
         self._total: torch.Tensor | None = None
         self._count = 0
 
@@ -65,7 +68,7 @@ class Mean:
         """See :class:`Metric`."""
         count = sum(int(cast(torch.Tensor, part["count"])) for part in parts)
         total = sum(float(cast(torch.Tensor, part["total"])) for part in parts)
-        return {"": total / count if count else float("nan")}
+        return {"": self._finish(total / count) if count else float("nan")}
 
 
 class OfTorchmetrics:
@@ -111,8 +114,9 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
     """The metrics of one replica, by the names they have in logs.
 
     Args:
-        given: names ("accuracy", "top_5_accuracy", "mse", "mae", …), metrics of torchmetrics, or a dict that names
-        them. device: of the replica.
+        given: names, Keras's among them ("accuracy", "sparse_categorical_accuracy", "top_5_accuracy", "mse", …),
+            metrics of torchmetrics, or a dict that names them.
+        device: of the replica.
         takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0.
 
     Raises:
@@ -132,7 +136,8 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
 
 def _made(key: str | None, item: Any, device: torch.device, takes_probabilities: bool) -> Iterator[tuple[str, Metric]]:
     if isinstance(item, str):
-        yield key or item, Mean(_function(item, 0.5 if takes_probabilities else 0.0))
+        finish = math.sqrt if item.startswith("root_") else float
+        yield key or item, Mean(_function(item, 0.5 if takes_probabilities else 0.0), finish)
     elif isinstance(item, torchmetrics.MetricCollection):
         for name, metric in item.items(keep_base=False):
             yield f"{key}_{name}" if key else name, OfTorchmetrics(metric, device)
@@ -152,25 +157,30 @@ def _snake(name: str) -> str:
 def _function(name: str, threshold: float) -> MetricFunction:
     if name in ("accuracy", "acc"):
         return lambda outputs, targets: _correct(outputs, targets, threshold)
+    if name in ("sparse_categorical_accuracy", "categorical_accuracy"):
+        return lambda outputs, targets: _among_top(outputs, targets, 1)
     if name == "binary_accuracy":
         return lambda outputs, targets: _binary(outputs, targets, threshold)
-    top = re.fullmatch(r"top_(\d+)_accuracy", name)
+    top = re.fullmatch(r"top_(\d+)_accuracy|(?:sparse_)?top_k_categorical_accuracy", name)
     if top:
-        return lambda outputs, targets: _among_top(outputs, targets, int(top[1]))
+        return lambda outputs, targets: _among_top(outputs, targets, int(top[1] or 5))
     if name in _ERRORS:
         return _ERRORS[name]
-    known = ["accuracy", "binary_accuracy", "top_5_accuracy", *_ERRORS]
+    known = ["accuracy", "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy", "top_5_accuracy"]
+    known += ["top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", *_ERRORS]
     raise ConfigurationError(f"expected a metric of {', '.join(known)} or one of torchmetrics, got {name!r}")
 
 
 def _correct(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> torch.Tensor:
     if outputs.numel() == targets.numel() and (outputs.dim() == 1 or outputs.shape[1] == 1):
         return _binary(outputs, targets, threshold)
+    return outputs.argmax(1) == _class_numbers(outputs, targets)
+
+
+def _class_numbers(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if targets.shape == outputs.shape:  # one-hot
-        targets = targets.argmax(1)
-    elif targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1:
-        targets = targets.squeeze(1)
-    return outputs.argmax(1) == targets
+        return targets.argmax(1)
+    return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
 
 
 def _binary(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -178,8 +188,7 @@ def _binary(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> t
 
 
 def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
-    if targets.shape == outputs.shape:
-        targets = targets.argmax(1)
+    targets = _class_numbers(outputs, targets)
     return (outputs.topk(number, dim=1).indices == targets.unsqueeze(1)).any(1)
 
 
@@ -191,9 +200,23 @@ def _distances(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.float() - targets.view_as(outputs)).abs()
 
 
+def _relative(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    targets = targets.view_as(outputs)
+    return 100 * _distances(outputs, targets) / targets.abs().clamp_min(1e-7)
+
+
+def _logarithmic(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.float().clamp_min(1e-7).log1p() - targets.view_as(outputs).clamp_min(1e-7).log1p()) ** 2
+
+
 _ERRORS: dict[str, MetricFunction] = {
     "mse": _squares,
     "mean_squared_error": _squares,
     "mae": _distances,
     "mean_absolute_error": _distances,
+    "mape": _relative,
+    "mean_absolute_percentage_error": _relative,
+    "msle": _logarithmic,
+    "mean_squared_logarithmic_error": _logarithmic,
+    "root_mean_squared_error": _squares,
 }

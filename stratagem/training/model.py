@@ -22,6 +22,7 @@ from stratagem.training import fit_loop
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
+from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
 from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.checkpoint_number import next_number
 from stratagem.training.compiled import Compiled
@@ -40,17 +41,18 @@ from stratagem.training.fit_sources import (
 )
 from stratagem.training.fit_steps import Steps
 from stratagem.training.layer_table import layer_table
+from stratagem.training.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.losses import Loss, LossFunction
 from stratagem.training.metrics import Metrics, metrics_of
-from stratagem.training.model_state import ModelState
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
+from stratagem.training.single_batches import SingleBatches, as_asked
 from stratagem.training.tally import Tally
 from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
 
 
-class Model(ModelState):
+class Model(SingleBatches):
     """A plain ``nn.Module``, trained, evaluated and asked as in Keras.
 
     It belongs to the strategy of the scope that it is built in; outside of any scope to the default that
@@ -128,6 +130,8 @@ class Model(ModelState):
                 "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, or it would be "
                 "trained here alone"
             )
+        if optimizer is not None and isinstance(self._original, LoadedModel):
+            raise ConfigurationError(NOT_TRAINED)
         chosen = None if loss is None else Loss(loss)
         metrics_of(metrics, torch.device("cpu"))  # refuses what is none before anything is changed
         made = None if optimizer is None else optimizer_of(optimizer, self._original)
@@ -245,7 +249,8 @@ class Model(ModelState):
             passes = Passes(self._sampled(dataset), steps_per_epoch)
             agreement = self._agreement(passes)
             training = fit_loop.Training(self, steps, tally, self._position, called, passes, validate, agreement)
-            training.run(epochs)
+            with ended_by_nan(callbacks, self.has_servers):
+                training.run(epochs)
         return history
 
     # -- asking ------------------------------------------------------------------------------------------------
@@ -286,8 +291,7 @@ class Model(ModelState):
             logs = self._evaluation(source, called, steps).run()
         if verbose and self.strategy.is_lead:
             print(f"evaluation  {numbers(logs)}", file=sys.stderr, flush=True)
-        values = list(logs.values())
-        return logs if return_dict else values[0] if len(values) == 1 else values
+        return as_asked(logs, return_dict)
 
     def predict(
         self,

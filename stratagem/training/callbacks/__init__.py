@@ -5,9 +5,11 @@ from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.csv_logger import CSVLogger
 from stratagem.training.callbacks.early_stopping import EarlyStopping
 from stratagem.training.callbacks.history import History
+from stratagem.training.callbacks.lambda_callback import LambdaCallback
 from stratagem.training.callbacks.learning_rate import LearningRateScheduler, ReduceLROnPlateau
 from stratagem.training.callbacks.model_checkpoint import ModelCheckpoint
 from stratagem.training.callbacks.tensorboard import TensorBoard
+from stratagem.training.callbacks.terminate_on_nan import TerminateOnNaN
 
 __all__ = [
     "BackupAndRestore",
@@ -15,8 +17,10 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "History",
+    "LambdaCallback",
     "LearningRateScheduler",
     "ModelCheckpoint",
     "ReduceLROnPlateau",
     "TensorBoard",
+    "TerminateOnNaN",
 ]

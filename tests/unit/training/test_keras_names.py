@@ -1,0 +1,133 @@
+"""What people know from Keras by name: metrics, callbacks, single batches, errors of loading."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
+from stratagem.training.metrics import metrics_of
+
+X = torch.linspace(-1, 1, 24).reshape(12, 2)
+Y = torch.arange(12) % 3
+
+
+def make_model(strategy: sg.Strategy, rate: float = 0.1, **compiling: Any) -> sg.Model:
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = sg.Model(nn.Linear(2, 3))
+        model.compile(lambda parameters: torch.optim.SGD(parameters, rate), "cross_entropy", **compiling)
+    return model
+
+
+def one() -> sg.Strategy:
+    return sg.OneDeviceStrategy("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "expected"),
+    [
+        ("sparse_categorical_accuracy", [[1, 3, 2], [4, 0, 1]], [1, 2], 0.5),
+        ("sparse_categorical_accuracy", [[1, 3, 2], [4, 0, 1]], [[1], [0]], 1.0),
+        ("categorical_accuracy", [[1, 3, 2], [4, 0, 1]], [[0, 1, 0], [0, 0, 1]], 0.5),
+        ("sparse_top_k_categorical_accuracy", [[6, 5, 4, 3, 2, 1]] * 2, [4, 5], 0.5),
+        ("top_k_categorical_accuracy", [[6, 5, 4, 3, 2, 1]], [[0, 0, 0, 0, 0, 1]], 0.0),
+        ("root_mean_squared_error", [[3.0], [0.0]], [[0.0], [4.0]], math.sqrt(12.5)),
+        ("mean_absolute_percentage_error", [[3.0], [1.0]], [[2.0], [1.0]], 25.0),
+        ("msle", [[math.e - 1]], [[0.0]], 1.0),
+    ],
+)
+def test_metrics_of_keras(name: str, outputs: Any, targets: Any, expected: float) -> None:
+    metric = metrics_of([name], torch.device("cpu"))[name]
+    metric.update(torch.tensor(outputs, dtype=torch.float32), torch.tensor(targets))
+    assert metric.compute([metric.states()])[""] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_lambda_callback_hears_with_logs_as_in_keras() -> None:
+    heard: list[Any] = []
+    callback = sg.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: heard.append(logs),
+        on_epoch_end=lambda epoch, logs: heard.append((epoch, sorted(logs))),
+        on_train_batch_end=lambda batch, logs: heard.append(batch),
+        on_train_end=None,
+    )
+    make_model(one()).fit(X, Y, batch_size=6, verbose=0, callbacks=[callback])
+    assert heard == [None, 0, 1, (0, ["loss"])]
+    with pytest.raises(ConfigurationError, match=r"expected hooks of .*on_epoch_end.*, got 'on_epoch_ends'"):
+        sg.callbacks.LambdaCallback(on_epoch_ends=print)
+    with pytest.raises(ConfigurationError, match="expected a function for on_epoch_end, got int"):
+        sg.callbacks.LambdaCallback(on_epoch_end=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nan", ["error", "skip"])
+def test_a_loss_that_is_nan_ends_training(nan: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model(one(), nan=nan)
+    poisoned = X.clone()
+    poisoned[7] = float("nan")
+    if nan == "error":
+        with pytest.raises(NonFiniteGradientError):
+            model.fit(poisoned, Y, batch_size=6, shuffle=False, epochs=3, verbose=0)
+    seen: list[int] = []
+    counting = sg.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: seen.append(batch))
+    with caplog.at_level(logging.WARNING):
+        history = model.fit(
+            poisoned,
+            Y,
+            batch_size=6,
+            shuffle=False,
+            epochs=3,
+            verbose=0,
+            callbacks=[sg.callbacks.TerminateOnNaN(), counting],
+        )
+    assert seen == [0, 1] and len(history.epoch) == (0 if nan == "error" else 1)
+    assert "training ends" in caplog.text
+
+
+def test_single_batches_are_those_of_fit_and_evaluate_and_predict() -> None:
+    mirrored = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    by_batch, by_fit = (make_model(each, metrics=["accuracy"]) for each in (mirrored, one()))
+    try:
+        for start in (0, 5):
+            x, y = X[start : start + 5], Y[start : start + 5]
+            before = by_fit.evaluate(x, y, verbose=0)
+            assert by_batch.test_on_batch(x, y) == pytest.approx(before, abs=1e-6)
+            by_fit.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+            assert by_batch.train_on_batch(x, y) == pytest.approx(before, abs=1e-6)
+        assert by_batch.num_steps == 2
+        torch.testing.assert_close(by_batch.predict_on_batch(X), by_fit.predict(X))
+        weighted = by_batch.train_on_batch(X, Y, torch.ones(12), {0: 2.0}, return_dict=True)
+        assert list(weighted) == ["loss", "accuracy"]
+    finally:
+        mirrored.close()
+
+
+def test_a_loaded_model_is_not_compiled_for_training(tmp_path: Path) -> None:
+    model = make_model(one())
+    model.fit(X, Y, verbose=0)
+    path = model.save(tmp_path / "exported")
+    loaded = sg.Model(sg.load_model(path))
+    with pytest.raises(ConfigurationError, match="cannot be trained; build the model from its class and load its weig"):
+        loaded.compile("SGD", "cross_entropy")
+    loaded.compile(loss="cross_entropy")
+    assert loaded.evaluate(X, Y, verbose=0) == pytest.approx(model.evaluate(X, Y, verbose=0), abs=1e-6)
+    again = nn.Linear(2, 3)
+    again.load_state_dict(torch.load(path / "state_dict.pt"))
+    torch.testing.assert_close(again.weight, model.module.weight)
+
+
+def test_weights_of_another_model_and_no_checkpoint_at_all(tmp_path: Path) -> None:
+    saved = make_model(one()).save_weights(tmp_path / "weights")
+    other = sg.Model(nn.Linear(4, 5))
+    with pytest.raises(CheckpointError, match=r"(?s)of another model than model, .*size mismatch for weight"):
+        other.load_weights(saved)
+    deeper = sg.Checkpoint(model=nn.Sequential(nn.Linear(2, 3)))
+    with pytest.raises(CheckpointError, match=r"Missing key\(s\) in state_dict: \"0.weight\""):
+        deeper.restore(saved)
+    assert deeper.restore(sg.latest_checkpoint(tmp_path / "nothing")) is None
