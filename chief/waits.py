@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.chief.lives import Life
 
-SAME_S = 1.0
+SAME_S = 2.0
 """A call that follows within this on one that waited for the same goes on waiting."""
 
 

@@ -246,25 +246,6 @@ def test_at_staleness_0_status_names_who_keeps_the_others_waiting() -> None:
     run(scenario)
 
 
-def test_a_call_that_is_made_anew_goes_on_waiting() -> None:
-    async def scenario() -> None:
-        async with cluster() as (running, workers, _):
-            await workers[0].open()
-            await workers[0].next(want=4)
-            request = chief_pb2.NextUnitsRequest(sender=workers[1].sender, dataset=1, want=1, wait=True)
-            await workers[1].open()
-            for _ in range(2):
-                error = await refused(workers[1].stub.NextUnits(request, timeout=0.4))
-                assert isinstance(error, PeerUnavailableError)
-            waiting = asyncio.create_task(workers[1].next())
-            report = await until(lambda: next((t for t in running.job.get_status().tasks if t.waiting_on), None))
-            assert report.waiting_on == "worker:0 to finish their units" and report.waiting_s >= 0.8
-            await workers[0].next([0, 1, 2, 3])
-            assert (await waiting).end
-
-    run(scenario)
-
-
 def test_the_job_ends_well_when_all_workers_are_done() -> None:
     async def scenario() -> None:
         async with cluster() as (running, workers, servers):
