@@ -19,10 +19,12 @@ class Agreements:
         self._decided = decided
         self._said: dict[TallyName, dict[Life, int]] = {}
         self._members: dict[str, set[Life]] = {}
+        self._left: dict[str, set[Life]] = {}
 
     def say(self, life: Life, topic: TallyName, value: int) -> None:
         """``life`` says a number; from now on it takes part in the group."""
         self._members.setdefault(topic.group, set()).add(life)
+        self._left.get(topic.group, set()).discard(life)
         if topic not in self._decided:
             self._said.setdefault(topic, {})[life] = value
 
@@ -30,10 +32,13 @@ class Agreements:
         """What was decided."""
         return self._decided.get(topic)
 
-    def largest(self, group: str) -> int:
-        """The largest number said in a group so far."""
-        said = [value for topic, values in self._said.items() if topic.group == group for value in values.values()]
-        return max([*said, *(value for topic, value in self._decided.items() if topic.group == group)], default=0)
+    def leave(self, life: Life, group: str) -> None:
+        """``life`` takes part in a group no more, unless it says something again."""
+        self._left.setdefault(group, set()).add(life)
+
+    def has_left(self, life: Life, group: str) -> bool:
+        """Whether ``life`` takes part in a group no more."""
+        return life in self._left.get(group, ())
 
     def waits_for(self, topic: TallyName, live: Sequence[Life], founders: Collection[Life]) -> list[Life]:
         """Live workers that take part and have not said their number.
@@ -44,8 +49,8 @@ class Agreements:
             founders: workers that were there from the start take part before they have said anything.
         """
         said = self._said.get(topic, {})
-        members = self._members.get(topic.group, set())
-        return [life for life in live if (life in founders or life in members) and life not in said]
+        members = {*founders, *self._members.get(topic.group, set())}
+        return [life for life in live if life in members and life not in said and not self.has_left(life, topic.group)]
 
     def outcome(self, topic: TallyName) -> int:
         """The largest number said about a topic."""
@@ -59,3 +64,4 @@ class Agreements:
         """Forgets everything that was said."""
         self._said.clear()
         self._members.clear()
+        self._left.clear()

@@ -230,13 +230,11 @@ class Counting:
 
     # Agreements
 
-    async def agree(self, life: Life, topic: TallyName, value: int, wait: bool) -> int:
-        """Says a number; returns what is decided, or (without ``wait``) the largest in the group so far."""
+    async def agree(self, life: Life, topic: TallyName, value: int) -> int:
+        """Says a number; returns what is decided."""
         await self._admit(life)
         self._agreements.say(life, topic, value)
         self._bell.ring()
-        if not wait:
-            return self._agreements.largest(topic.group)
         with self._waits.of(life):
             while (decided := self._agreements.decided(topic)) is None:
                 live = [session.life for session in self._sessions.live("worker")]
@@ -248,6 +246,15 @@ class Counting:
                 else:
                     self._decide(topic)
         return decided
+
+    def leave(self, life: Life, group: str) -> None:
+        """Nobody need wait for what ``life`` says in a group."""
+        self._agreements.leave(life, group)
+        self._bell.ring()
+
+    def has_left(self, life: Life, group: str) -> bool:
+        """Whether ``life`` takes part in a group no more."""
+        return self._agreements.has_left(life, group)
 
     def _decide(self, topic: TallyName) -> None:
         outcome = self._agreements.outcome(topic)

@@ -179,8 +179,11 @@ class Job:
         held: Sequence[int],
         want: int,
         wait: bool,
+        stop: int | None = None,
+        group: str = "",
     ) -> Loans:
-        """Counts accepted units and lends up to ``want`` others; with ``wait`` not before there is one, or the end."""
+        """Counts accepted units and lends up to ``want`` others before ``stop``; with ``wait`` not before there is one,
+        or the end. Who has left the ``group`` gets no part of the same step."""
         await self._accept(life, dataset, epoch, accepted, deltas)
         if not want:
             return Loans()
@@ -188,8 +191,9 @@ class Job:
         with self._waits.of(life):
             while True:
                 next_step = self.lending.steps.next_number
-                workers = [session.life for session in self.sessions.live("worker")]
-                loans = self.lending.ask(life, dataset, epoch, frozenset(held), want, workers)
+                live = [session.life for session in self.sessions.live("worker")]
+                workers = [each for each in live if not self.counting.has_left(each, group)]
+                loans = self.lending.ask(life, dataset, epoch, frozenset(held), want, workers, stop, group)
                 self._journal_steps(next_step)
                 if loans.loans or loans.end or not wait:
                     return loans
@@ -221,6 +225,12 @@ class Job:
         """Gives back what is on loan to the caller in an epoch."""
         await self._accept(life, dataset, epoch, accepted, deltas)
         await self.recovery.carry_out(life, self.lending.leave(life, dataset, epoch))
+
+    async def leave_group(self, life: Life, group: str) -> None:
+        """Nobody need wait for the caller in a group of agreements, nor in the steps that are asked for in it."""
+        await self._admit(life)
+        self.counting.leave(life, group)
+        await self.recovery.carry_out(life, self.lending.remove(self.lending.steps.reserved_in(life, group), {}))
 
     async def save_checkpoint(self, life: Life, directory: str) -> Committed:
         """Takes a checkpoint.

@@ -82,9 +82,18 @@ class EpochLeases:
         """Number of units on loan to ``life``."""
         return sum(lease.life == life for lease in self._lent.values())
 
-    def borrowers(self) -> set[Life]:
-        """Everybody who has a unit on loan."""
-        return {lease.life for lease in self._lent.values()}
+    def borrowers(self, stop: int | None = None) -> set[Life]:
+        """Everybody who has a unit on loan.
+
+        Args:
+            stop: units before this one are meant; None: all.
+        """
+        return {lease.life for index, lease in self._lent.items() if stop is None or index < stop}
+
+    def is_closed_before(self, stop: int) -> bool:
+        """Whether every unit before ``stop`` is accepted."""
+        first = self.first_pending
+        return (first is None or first >= stop) and not self.borrowers(stop)
 
     def lend(self, index: int, life: Life, restores: int = 0) -> None:
         """Lends a pending unit."""

@@ -158,7 +158,15 @@ class Lending:
         ]
 
     def ask(
-        self, life: Life, dataset: int, epoch: int, held: Collection[int], want: int, workers: Sequence[Life]
+        self,
+        life: Life,
+        dataset: int,
+        epoch: int,
+        held: Collection[int],
+        want: int,
+        workers: Sequence[Life],
+        stop: int | None = None,
+        group: str = "",
     ) -> Loans:
         """Lends up to ``want`` units.
 
@@ -168,9 +176,12 @@ class Lending:
             epoch: pass over it.
             held: loans the borrower knows of; others were in a reply that got lost and are handed out again.
             want: units wanted, at least 1.
-            workers: live workers, in worker order.
+            workers: live workers that the borrower trains with, in worker order.
+            stop: the borrower is about the units before this one, which begins a global batch; None: about all.
+            group: of agreements, that the borrower and the workers are in.
         """
         leases = self.epoch(dataset, epoch)
+        stop = leases.plan.num_units if stop is None else stop
         self._asked.setdefault(life, set()).add(dataset)
         self._left.discard((life, dataset, epoch))
         units = [Unit(dataset, epoch, index) for index in leases.held_by(life) if index not in held]
@@ -178,36 +189,43 @@ class Lending:
         waits_for: list[Life] = []
         while len(loans) < want and not waits_for:
             if leases.plan.staleness == 0:
-                unit, waits_for = self._lend_slice(life, leases, dataset, epoch, workers)
+                unit, waits_for = self._lend_slice(life, leases, dataset, epoch, workers, stop, group)
             else:
-                unit = self._lend_batch(life, leases, dataset, epoch)
+                unit = self._lend_batch(life, leases, dataset, epoch, stop)
             if unit is None:
                 break
             loan = self._loan(unit)
             assert loan is not None
             loans.append(loan)
-        if not loans and not waits_for and not leases.closed:
-            waits_for = sorted(leases.borrowers() - {life})
-        return Loans(tuple(loans), not loans and leases.closed, tuple(waits_for))
+        if loans or waits_for:
+            return Loans(tuple(loans), waits_for=tuple(waits_for))
+        return Loans((), leases.is_closed_before(stop), tuple(sorted(leases.borrowers(stop) - {life})))
 
-    def _lend_batch(self, life: Life, leases: EpochLeases, dataset: int, epoch: int) -> Unit | None:
+    def _lend_batch(self, life: Life, leases: EpochLeases, dataset: int, epoch: int, stop: int) -> Unit | None:
         index = leases.first_pending
-        if index is None:
+        if index is None or index >= stop:
             return None
         leases.lend(index, life, self.restores)
         return Unit(dataset, epoch, index)
 
     def _lend_slice(
-        self, life: Life, leases: EpochLeases, dataset: int, epoch: int, workers: Sequence[Life]
+        self,
+        life: Life,
+        leases: EpochLeases,
+        dataset: int,
+        epoch: int,
+        workers: Sequence[Life],
+        stop: int,
+        group: str,
     ) -> tuple[Unit | None, list[Life]]:
-        while (step := self.steps.reserved_for(life, dataset, epoch)) is None:
+        while (step := self.steps.reserved_for(life, dataset, epoch, stop)) is None:
             first = leases.first_pending
-            if first is None:
+            if first is None or first >= stop:
                 return None, []
             members = [worker for worker in workers if self._takes_part(worker, dataset, epoch)]
             indices = leases.pending_of_batch(leases.plan.batch_of(first))
             places = [leases.plan.slice_of(index) for index in indices]
-            composed = self.steps.compose([Unit(dataset, epoch, index) for index in indices], members, places)
+            composed = self.steps.compose([Unit(dataset, epoch, index) for index in indices], members, places, group)
             for each in composed.slices:
                 assert each.life is not None
                 leases.lend(each.unit.index, each.life, self.restores)

@@ -45,6 +45,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             request.held,
             min(request.want, wire.MAX_WANT),
             request.wait,
+            request.stop or None,
+            request.group,
         )
         return wire.loans_to_proto(loans)
 
@@ -98,7 +100,10 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def Agree(self, request: chief_pb2.AgreeRequest, context: Any) -> chief_pb2.AgreeReply:
         """A decision of all workers."""
         life, topic = wire.life_from_proto(request.sender), wire.tally_from_proto(request.topic)
-        return chief_pb2.AgreeReply(value=await self._job.counting.agree(life, topic, request.value, request.wait))
+        if request.leave:
+            await self._job.leave_group(life, topic.group)
+            return chief_pb2.AgreeReply()
+        return chief_pb2.AgreeReply(value=await self._job.counting.agree(life, topic, request.value))
 
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any

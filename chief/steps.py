@@ -51,6 +51,8 @@ class Step:
 
     number: int
     slices: list[Slice]
+    group: str = ""
+    """Of agreements, in which it was asked for."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -94,13 +96,14 @@ class Steps:
         self._members: frozenset[Life] | None = None
         self._missed: set[Life] = set()
 
-    def compose(self, units: Sequence[Unit], workers: Sequence[Life], places: Sequence[int]) -> Step:
+    def compose(self, units: Sequence[Unit], workers: Sequence[Life], places: Sequence[int], group: str = "") -> Step:
         """A new step of pending units, at most one for each worker.
 
         Args:
             units: pending units of one global batch, in slice order.
             workers: live workers that take part, in worker order.
             places: for each unit its slice index in the whole batch; slice j goes to the j-th worker where possible.
+            group: of agreements, in which the step is asked for.
         """
         free = dict(enumerate(workers))
         chosen = list(zip(units, places, strict=True))[: len(workers)]
@@ -112,7 +115,7 @@ class Steps:
             if unit not in assigned:
                 assigned[unit] = free.pop(min(free))
         slices = [Slice(unit, assigned[unit], refresh=self._is_late(assigned[unit])) for unit, _ in chosen]
-        step = self._add(Step(self.next_number, slices))
+        step = self._add(Step(self.next_number, slices, group))
         self.next_number += 1
         self._members = frozenset(assigned.values())
         return step
@@ -151,17 +154,24 @@ class Steps:
         """Units of unfinished slices that belong to nobody."""
         return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.life is None]
 
-    def reserved_for(self, life: Life, dataset: int, epoch: int) -> Step | None:
-        """The first step with a slice reserved for ``life`` in one epoch."""
+    def reserved_for(self, life: Life, dataset: int, epoch: int, stop: int) -> Step | None:
+        """The first step with a slice reserved for ``life`` in one epoch, before unit ``stop``."""
         for step in self.open.values():
             for each in step.slices:
                 if (
                     each.life == life
                     and each.state is SliceState.RESERVED
                     and (each.unit.dataset, each.unit.epoch) == (dataset, epoch)
+                    and each.unit.index < stop
                 ):
                     return step
         return None
+
+    def reserved_in(self, life: Life, group: str) -> list[Unit]:
+        """Units that are reserved for ``life`` in steps asked for in a group of agreements."""
+        steps = [step for step in self.open.values() if step.group == group]
+        slices = [each for step in steps for each in step.slices]
+        return [each.unit for each in slices if each.life == life and each.state is SliceState.RESERVED]
 
     def waits_for(self, life: Life, step: Step) -> list[Life]:
         """Workers whose earlier slices must be accepted before ``life`` may have its slice of ``step``."""

@@ -60,8 +60,11 @@ class ChiefClient:
         held: Sequence[int],
         want: int,
         wait: bool,
+        stop: int,
+        group: str,
     ) -> chief_pb2.NextUnitsReply:
-        """Reports accepted units, with what was counted on them, and borrows up to ``want`` further ones."""
+        """Reports accepted units, with what was counted on them, and borrows up to ``want`` further ones before unit
+        ``stop`` (0: of all), to train with those who have not left ``group``."""
         request = chief_pb2.NextUnitsRequest(
             sender=self._sender,
             dataset=dataset,
@@ -71,6 +74,8 @@ class ChiefClient:
             held=held,
             want=want,
             wait=wait,
+            stop=stop,
+            group=group,
         )
         return self._call(lambda stub: stub.NextUnits, request, patient=wait)
 
@@ -114,11 +119,16 @@ class ChiefClient:
         )
         return {log.name: log.value for log in self._call(lambda stub: stub.SettleTally, request).logs}
 
-    def agree(self, group: str, ordinal: int, value: int, wait: bool) -> int:
+    def agree(self, group: str, ordinal: int, value: int) -> int:
         """Says a number; returns the largest that any worker says."""
         topic = chief_pb2.TallyName(group=group, ordinal=ordinal)
-        request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value, wait=wait)
+        request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value)
         return self._call(lambda stub: stub.Agree, request, patient=True).value
+
+    def leave_group(self, group: str) -> None:
+        """Says that nobody need wait for this worker in a group of agreements, nor in steps that are made in it."""
+        topic = chief_pb2.TallyName(group=group)
+        self._call(lambda stub: stub.Agree, chief_pb2.AgreeRequest(sender=self._sender, topic=topic, leave=True))
 
     def save_checkpoint(self, directory: str) -> tuple[str, int]:
         """Takes a checkpoint of all ps; returns its path and step."""

@@ -38,21 +38,24 @@ class LeaseClient:
         self._dataset = dataset
         self._ahead = ahead
         self._epoch = 0
+        self._stop = 0
         self._ready: collections.deque[Grant] = collections.deque()
         self._unreported: dict[Unit, chief_pb2.Grant] = {}
         self._held: dict[Unit, chief_pb2.Grant] = {}
         self._deltas: dict[Unit, dict[str, chief_pb2.UnitDelta]] = {}
 
-    def start_epoch(self, epoch: int) -> None:
-        """The following calls are about this pass over the dataset."""
-        self._epoch = epoch
+    def start_epoch(self, epoch: int, stop: int) -> None:
+        """The following calls are about the units before ``stop`` of this pass over the dataset."""
+        self._epoch, self._stop = epoch, stop
 
-    def next(self, wait: bool) -> Grant | None:
-        """The next unit; None when the epoch is closed, or (without ``wait``) when there is none right now."""
+    def next(self, wait: bool, group: str) -> Grant | None:
+        """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now."""
         if not self._ready:
             held = [unit.index for unit in self._held if unit.epoch == self._epoch]
             accepted, deltas = self._accepted()
-            reply = self._chief.next_units(self._dataset, self._epoch, accepted, deltas, held, self._ahead, wait)
+            reply = self._chief.next_units(
+                self._dataset, self._epoch, accepted, deltas, held, self._ahead, wait, self._stop, group
+            )
             self._reported()
             for grant in reply.grants:
                 unit = Unit(grant.unit.dataset, grant.unit.epoch, grant.unit.index)
@@ -71,12 +74,6 @@ class LeaseClient:
         """What was counted on a unit; the chief hears of it with its acceptance."""
         delta = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
         self._deltas.setdefault(unit, {})[tally.group] = delta
-
-    def report(self) -> None:
-        """Tells the chief what was accepted, without borrowing anything."""
-        if self._unreported:
-            self._chief.next_units(self._dataset, self._epoch, *self._accepted(), [], 0, False)
-            self._reported()
 
     def _accepted(self) -> tuple[list[int], list[chief_pb2.UnitDelta]]:
         deltas = [delta for unit in self._unreported for delta in self._deltas.get(unit, {}).values()]

@@ -80,7 +80,6 @@ class Agreement:
 
     def _meet(self, communicator: Communicator, parts: Parts | None, common: str) -> None:
         """Before the first step of all: what a batch looks like, and whether all read the same source."""
-        self._has_met = True
         mine = None if parts is None else {"form": form_of(parts.batches[0]), "common": common}
         everybody = [decode(data) for data in communicator.all_gather(encode(mine))]
         told = [(rank, one) for rank, one in enumerate(everybody) if one is not None]
@@ -92,6 +91,7 @@ class Agreement:
                     "worker (and list files in one order), or use AutoShardPolicy.OFF, which lets every worker read "
                     "what it likes"
                 )
+        self._has_met = bool(told)  # else nobody knows what a batch looks like
         if parts is not None:
             self._empty = empty_like(parts.batches[0])
         elif told:

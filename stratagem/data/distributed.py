@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -13,17 +14,18 @@ from stratagem.cluster.units import Plan
 from stratagem.data.loaders import Batches, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.data.order import epoch_order
+from stratagem.errors import ConfigurationError
 from stratagem.worker.leases import Grant
 
 
 class UnitSource(Protocol):
     """Where the units of one dataset come from, and who is told what became of them."""
 
-    def start_epoch(self, epoch: int) -> None:
-        """A pass over the dataset begins."""
+    def start_epoch(self, epoch: int, stop: int) -> None:
+        """A pass over the dataset begins, or goes on; its units before ``stop`` are meant."""
 
     def next(self, wait: bool) -> Grant | None:
-        """The next unit; None when the epoch is over, or (without ``wait``) when there is none right now."""
+        """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now."""
 
     def holds(self, grant: Grant) -> bool:
         """Whether the unit is still on loan here."""
@@ -34,8 +36,11 @@ class UnitSource(Protocol):
     def done(self, grant: Grant) -> None:
         """The script asked for the batch after it."""
 
-    def end_epoch(self, complete: bool) -> None:
-        """The pass is over; not ``complete``: the script left its loop."""
+    def end_epoch(self) -> None:
+        """All units that are meant are accepted."""
+
+    def leave(self) -> None:
+        """The script left its loop."""
 
 
 class DistributedDataset:
@@ -59,6 +64,9 @@ class DistributedDataset:
         self._source = source
         self._device = device
         self._epoch = 0
+        self._order = -1, torch.empty(0)
+        self._current: object | None = None
+        """Whoever goes through units now, or did and left."""
 
     def __len__(self) -> int:
         """Global batches in an epoch."""
@@ -71,21 +79,50 @@ class DistributedDataset:
         return to_device(next(iter(loader)), self._device)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._epoch
-        self._epoch += 1
-        plan = self.plan
-        order = epoch_order(plan.num_examples, plan.shuffle, plan.seed, self._ordinal, epoch)
-        self._source.start_epoch(epoch)
-        complete = False
-        try:
-            # A unit that a lost worker gave back may come after all others: then there is another pass.
-            while (first := self._source.next(wait=True)) is not None:
-                yield from self._pass(first, order)
-            complete = True
-        finally:
-            self._source.end_epoch(complete)
+        yield from self._until(self._epoch, self.plan.num_batches)
 
-    def _pass(self, first: Grant, order: torch.Tensor) -> Iterator[Any]:
+    def parts(self, num_batches: int) -> Iterator[Iterator[Any]]:
+        """The data in parts of so many global batches of the job, whoever takes them; each may be a piece of a pass or
+        several passes. Gives the batches of this task, part by part, without end; a part is over when all of it is
+        accepted."""
+        first = self._epoch
+        for start in itertools.count(0, num_batches):
+            yield self._part(first, start, start + num_batches)
+
+    def _part(self, first: int, start: int, stop: int) -> Iterator[Any]:
+        """Batches ``start`` … ``stop - 1`` since the beginning of the pass ``first``."""
+        in_pass = self.plan.num_batches
+        while start < stop and in_pass:
+            epoch, begin = divmod(start, in_pass)
+            end = min(in_pass, begin + stop - start)
+            yield from self._until(first + epoch, end)
+            start += end - begin
+
+    def _until(self, epoch: int, stop: int) -> Iterator[Any]:
+        """What is left of the global batches before ``stop`` of one pass."""
+        if self._current is not None:
+            self._source.leave()
+        this = self._current = object()
+        plan = self.plan
+        if self._order[0] != epoch:
+            self._order = epoch, epoch_order(plan.num_examples, plan.shuffle, plan.seed, self._ordinal, epoch)
+        self._epoch = epoch + 1
+        self._source.start_epoch(epoch, plan.units_of(stop - 1).stop if stop else 0)
+        try:
+            # A unit that a lost worker gave back may come after all others: then there is another loader.
+            while (first := self._source.next(wait=True)) is not None:
+                for batch in self._loaded(first, self._order[1]):
+                    yield batch
+                    if self._current is not this:
+                        raise ConfigurationError("a newer iter() of this distributed dataset goes on with another pass")
+            self._current = None
+            self._source.end_epoch()
+        finally:
+            if self._current is this:
+                self._current = None
+                self._source.leave()
+
+    def _loaded(self, first: Grant, order: torch.Tensor) -> Iterator[Any]:
         reading: collections.deque[Grant] = collections.deque()
 
         def indices() -> Iterator[list[int]]:

@@ -317,6 +317,7 @@ class ParameterServerStrategy(Strategy):
         source_of_units = LeasedUnits(
             plan,
             lease,
+            self._accept,
             self._tracker,
             self._closes,
             self._runtime.meter,
@@ -401,11 +402,6 @@ class ParameterServerStrategy(Strategy):
             yield
         finally:
             self._listener = None
-
-    def finish_unit(self) -> None:
-        """The script pauses after a step: the batch it has is complete, and the chief hears of it."""
-        for units in self._units:
-            units.finish()
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)

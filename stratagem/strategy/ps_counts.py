@@ -44,14 +44,16 @@ class SharedCounts:
         """Says what came of a tally. Returns what stands: what the first worker said."""
         return self._chief.settle_tally(group, ordinal, logs)
 
-    def agree(self, group: str, ordinal: int, value: int, wait: bool = True) -> int:
-        """Says a number.
+    def agree(self, group: str, ordinal: int, value: int) -> int:
+        """Says a number and waits until every worker that takes part has said one: the largest is decided, for good.
 
         Args:
             group: of the question.
             ordinal: of the question.
             value: at least 0.
-            wait: wait until every worker that takes part has said one; the largest is decided then, for good. False:
-                the largest that was said in the group so far.
         """
-        return self._chief.agree(group, ordinal, value, wait)
+        return self._chief.agree(group, ordinal, value)
+
+    def leave(self, group: str) -> None:
+        """Nobody need wait for this worker in a group any more, unless it says another number."""
+        self._chief.leave_group(group)

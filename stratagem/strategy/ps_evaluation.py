@@ -47,7 +47,7 @@ class EvaluatedUnits:
         """Who counts: hears of the beginning of each unit, and says at its end what it has counted."""
         self._begin, self._collect = begin, collect
 
-    def start_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int, stop: int) -> None:
         self.num_passes = epoch + 1
         self._lease = EvaluationLease(self._chief, self.group, epoch, self._plan)
         self._pulled = 0
@@ -73,10 +73,12 @@ class EvaluatedUnits:
         if self.holds(grant):
             self._lease.counted(grant.unit.index, self._collect())
 
-    def end_epoch(self, complete: bool) -> None:
-        if not complete:
-            with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
-                self._lease.leave()
+    def end_epoch(self) -> None:
+        """See :class:`~stratagem.data.distributed.UnitSource`."""
+
+    def leave(self) -> None:
+        with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
+            self._lease.leave()
 
 
 class WholeData:
@@ -92,7 +94,7 @@ class WholeData:
         self._units = units
 
     def __iter__(self) -> Iterator[Any]:
-        self._units.start_epoch(self._units.num_passes)
+        self._units.start_epoch(self._units.num_passes, 1)
         complete = False
         try:
             while (grant := self._units.next(wait=True)) is not None:
@@ -101,7 +103,8 @@ class WholeData:
                 self._units.done(grant)
             complete = True
         finally:
-            self._units.end_epoch(complete)
+            if not complete:
+                self._units.leave()
 
 
 def _nothing() -> None:

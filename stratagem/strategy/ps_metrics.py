@@ -35,6 +35,8 @@ class CountedMetric(PreparedMetric):
     """
 
     strategy: ParameterServerStrategy
+    group = ""
+    """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
 
     def __init__(self, metric: torchmetrics.Metric, strategy: ParameterServerStrategy) -> None:
         super().__init__(metric, strategy)

@@ -36,6 +36,9 @@ class Counted:
 class UnitListener(Protocol):
     """Hears of the units that this worker trains on."""
 
+    group: str
+    """Of agreements: whoever has left it gets no part of a step that is asked for meanwhile; "": all get theirs."""
+
     def begin_unit(self) -> None:
         """The script is about to get the batch of a unit."""
 
@@ -75,8 +78,9 @@ class LeasedUnits:
     Args:
         plan: the plan of the dataset.
         lease: borrows its units.
+        accept: hears which units are complete.
         tracker: matches units and steps.
-        closes: tells the ps which units are complete.
+        closes: tells the ps which units are complete, in the end at once.
         meter: counts steps and examples, times waiting.
         pull: takes newer weights from the ps, and waits for one that restarts.
         catch_up: takes the weights of a step that this worker missed (staleness 0).
@@ -88,6 +92,7 @@ class LeasedUnits:
         self,
         plan: Plan,
         lease: LeaseClient,
+        accept: Callable[[Sequence[Unit]], None],
         tracker: UnitTracker,
         closes: CloseReports,
         meter: StepMeter,
@@ -99,6 +104,7 @@ class LeasedUnits:
         self._plan = plan
         self._bounded = 0 < plan.staleness < math.inf
         self._lease = lease
+        self._accept = accept
         self._tracker = tracker
         self._closes = closes
         self._meter = meter
@@ -111,24 +117,25 @@ class LeasedUnits:
         self.is_read = False
         """Whether the script goes through an epoch."""
 
-    def start_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int, stop: int) -> None:
         self.is_read = True
-        self._lease.start_epoch(epoch)
+        self._lease.start_epoch(epoch, stop)
         self._tracker.start_epoch()
         self._meter.epoch = epoch
         self._meter.start_clock()
 
     def next(self, wait: bool) -> Grant | None:
-        grant = self._lease.next(wait=False)
+        group = next((listener.group for listener in self._listeners() if listener.group), "")
+        grant = self._lease.next(wait=False, group=group)
         if grant is not None or not wait:
             return grant
         for listener in self._listeners():
             listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
-        self._close(self._tracker.end())
+        self._accept(self._tracker.end())
         self._closes.flush()
         with self._meter.exposed("the other workers to finish the epoch"):
-            return self._lease.next(wait=True)
+            return self._lease.next(wait=True, group=group)
 
     def holds(self, grant: Grant) -> bool:
         return self._lease.holds(grant.unit)
@@ -147,15 +154,9 @@ class LeasedUnits:
         for listener in self._listeners():
             listener.begin_unit()
 
-    def finish(self) -> None:
-        """The script pauses after a step: the unit it has is complete now, and the chief hears of it."""
-        self._count()
-        self._close(self._tracker.leave())
-        self._lease.report()
-
     def done(self, grant: Grant) -> None:
         self._count()
-        self._close(self._tracker.leave())
+        self._accept(self._tracker.leave())
         if self._plan.staleness == 0 and self._tracker.num_idle:
             raise ConfigurationError(
                 "at staleness 0 the other workers wait for every batch: call optimizer.step() before taking the next "
@@ -165,14 +166,16 @@ class LeasedUnits:
         self._clock += 1
         self._meter.step_done(grant.num_examples)
 
-    def end_epoch(self, complete: bool) -> None:
+    def end_epoch(self) -> None:
         self.is_read = False
         self._on_begin(None, None)
-        if complete:
-            self._pull()  # evaluation after the epoch sees every update of the epoch
-            return
-        # The script left its loop, or failed: a unit it was working on goes back. If it had stepped, the next
-        # worker's update is recognised as a duplicate.
+        self._pull()  # evaluation after the epoch sees every update of the epoch
+
+    def leave(self) -> None:
+        self.is_read = False
+        self._on_begin(None, None)
+        # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
+        # a duplicate.
         self._tracker.abandon()
         if self._uncounted is not None:
             self._uncounted = None
@@ -189,8 +192,3 @@ class LeasedUnits:
             if (counted := listener.collect()) is not None:
                 tally = chief_pb2.TallyName(group=counted.group, ordinal=counted.ordinal)
                 self._lease.count(unit, tally, counted.data)
-
-    def _close(self, closed: list[Unit]) -> None:
-        self._closes.add(closed)
-        for unit in closed:
-            self._lease.accept(unit)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.strategy.ps_units import Counted
@@ -37,9 +37,6 @@ class Agreement(Protocol):
 
     def add(self, results: Sequence[StepResult]) -> None:
         """A step was made."""
-
-    def pause(self) -> None:
-        """This worker has made the last step of its epoch."""
 
     def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
         """What all workers have counted in an epoch; None if nobody has counted anything.
@@ -79,9 +76,6 @@ class InStep:
     def add(self, results: Sequence[StepResult]) -> None:
         """See :class:`Agreement`."""
 
-    def pause(self) -> None:
-        """See :class:`Agreement`."""
-
     def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
         """See :class:`Agreement`."""
         return tally.result()
@@ -102,21 +96,18 @@ class OnServers:
     Args:
         strategy: theirs.
         tally: to count single units with.
-        epochs_are_passes: an epoch ends when all of its data are accepted. False: when this worker has made its steps;
-            workers then wait for nobody, and an epoch's logs have what was counted until the first of them was through.
     """
 
     is_alone = False
     shares_epochs = True
 
-    def __init__(self, strategy: ParameterServerStrategy, tally: Tally, epochs_are_passes: bool) -> None:
+    def __init__(self, strategy: ParameterServerStrategy, tally: Tally) -> None:
         self._strategy = strategy
         self._shared = strategy.counts
         self._units = UnitCounts(self._shared, tally)
-        self._epochs_are_passes = epochs_are_passes
         self._counted = self._shared.new_group("fit")
         self._logs = f"{self._counted}, logs of epochs"
-        self._ends = f"{self._counted}, ends of epochs"
+        self.group = f"{self._counted}, ends of epochs"
         self._epoch = 0
         self._flush: Callable[[], None] = lambda: None
 
@@ -140,8 +131,13 @@ class OnServers:
     def listening(self, flush: Callable[[], None]) -> Iterator[None]:
         """See :class:`Agreement`."""
         self._flush = flush
-        with self._strategy.listened(self):
-            yield
+        try:
+            with self._strategy.listened(self):
+                yield
+        except BaseException:
+            with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
+                self._shared.leave(self.group)  # the others go on without this worker
+            raise
 
     def begin(self, epoch: int) -> dict[str, float] | None:
         """See :class:`Agreement`."""
@@ -151,11 +147,6 @@ class OnServers:
     def add(self, results: Sequence[StepResult]) -> None:
         """See :class:`Agreement`."""
         self._units.add(results)
-
-    def pause(self) -> None:
-        """See :class:`Agreement`."""
-        if not self._epochs_are_passes:
-            self._strategy.finish_unit()
 
     def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
         """See :class:`Agreement`."""
@@ -167,7 +158,7 @@ class OnServers:
 
     def stops(self, epoch: int, wish: bool) -> bool:
         """See :class:`Agreement`."""
-        return bool(self._shared.agree(self._ends, epoch, int(wish), wait=self._epochs_are_passes))
+        return bool(self._shared.agree(self.group, epoch, int(wish)))
 
 
 def check_groups(strategy: Strategy, dataset: Any, accumulate_steps: int) -> None:

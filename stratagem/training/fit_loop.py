@@ -17,7 +17,7 @@ from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
 from stratagem.training.fit_agreement import Agreement
 from stratagem.training.fit_position import FitPosition
-from stratagem.training.fit_sources import Passes
+from stratagem.training.fit_sources import Passes, close
 from stratagem.training.fit_steps import Steps
 from stratagem.training.tally import Tally
 
@@ -63,9 +63,9 @@ class Training:
     def run(self, epochs: int) -> None:
         """Trains until ``epochs`` epochs are done, or somebody says stop."""
         logs: dict[str, float] = {}
-        self._callbacks.call("on_train_begin")
-        try:
-            with self._agreement.listening(self._flush):
+        with self._agreement.listening(self._flush), self._passes:
+            self._callbacks.call("on_train_begin")
+            try:
                 while self._position.epoch < epochs:
                     number = self._position.epoch
                     lived = self._epoch(number)
@@ -76,11 +76,9 @@ class Training:
                         self._agreement.settle(number, logs)
                     if self._stops(number):
                         break
-        except BaseException:
-            self._callbacks.call("on_train_interrupted")
-            raise
-        finally:
-            self._passes.close()
+            except BaseException:
+                self._callbacks.call("on_train_interrupted")
+                raise
         self._callbacks.call("on_train_end", logs)
 
     def _epoch(self, number: int) -> dict[str, float] | None:
@@ -89,9 +87,6 @@ class Training:
         if not position.step:
             tally.reset()
         others_logs = self._agreement.begin(number)
-        if others_logs is not None and not self._passes.are_whole:
-            self._pass_by(number, others_logs)
-            return None
         batches = iter(()) if position.is_trained else self._passes.epoch(position.step)
         logs: dict[str, float] | None = None
         if self._agreement.shares_epochs:
@@ -130,7 +125,6 @@ class Training:
             if self._model.stop_training and self._agreement.is_alone:  # several stop together, after the epoch
                 break
         self._flush()
-        self._agreement.pause()
 
     def _flush(self) -> None:
         """An update does not reach over the end of an epoch."""
@@ -204,6 +198,4 @@ def first_batches(dataset: Iterable[Any], number: int | None) -> Iterator[tuple[
     try:
         yield from enumerate(itertools.islice(batches, number))
     finally:
-        close = getattr(batches, "close", None)
-        if close is not None:
-            close()
+        close(batches)

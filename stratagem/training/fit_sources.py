@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -199,31 +199,89 @@ def _with_own_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
     return twin
 
 
+def close(batches: Any) -> None:
+    """Says that nobody goes on with an iterator, if it can hear that."""
+    if hasattr(batches, "close"):
+        batches.close()
+
+
 def _as_is(batch: Any) -> Any:
     return batch
 
 
-class Passes:
-    """Goes through a dataset epoch by epoch.
+class Heard:
+    """A dataset of whose first batch somebody hears, each time it is gone through; where the chief lends batches and
+    others took them all, of the first example.
 
     Args:
         dataset: each ``iter()`` is a pass over it.
-        num_steps: of an epoch, which may then be part of a pass, or several; None: an epoch is a pass.
+        hear: gets a batch as a step gets it.
     """
 
-    def __init__(self, dataset: Iterable[Any], num_steps: int | None) -> None:
+    def __init__(self, dataset: Any, hear: Callable[[Any], None]) -> None:
+        self._dataset = dataset
+        self._hear = hear
+        self._has_heard = False
+        self.is_lent = isinstance(dataset, DistributedDataset)
+        """Whether the chief lends the batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._heard(iter(self._dataset))
+
+    def parts(self, num_batches: int) -> Iterator[Iterator[Any]]:
+        """See :meth:`DistributedDataset.parts`."""
+        return map(self._heard, self._dataset.parts(num_batches))
+
+    def _heard(self, batches: Iterator[Any]) -> Iterator[Any]:
+        try:
+            for number, batch in enumerate(batches):
+                if not number:
+                    self._hear(batch)
+                    self._has_heard = True
+                yield batch
+        finally:
+            close(batches)
+        if self.is_lent and not self._has_heard and self._dataset.plan.num_examples:
+            self._hear(self._dataset.first_example())
+            self._has_heard = True
+
+
+class Passes:
+    """Goes through a dataset epoch by epoch. A context manager: in the end it leaves the pass that is open.
+
+    Args:
+        dataset: that is trained on.
+        num_steps: GLOBAL batches of an epoch, which may then be part of a pass, or several; None: an epoch is a pass.
+    """
+
+    def __init__(self, dataset: Heard | SplitDataset, num_steps: int | None) -> None:
         if num_steps is not None and num_steps < 1:
             raise ConfigurationError(f"expected at least 1 step an epoch, got {num_steps}")
         self._dataset = dataset
         self._num_steps = num_steps
-        self.are_whole = num_steps is None
-        """Whether an epoch is a pass."""
         self._open: Iterator[Any] | None = None
+        lent = dataset if isinstance(dataset, Heard) and dataset.is_lent else None
+        self._parts = lent.parts(num_steps) if lent is not None and num_steps is not None else None
+        self._epoch: Generator[Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self._epoch, self._open):
+            close(each)
 
     def epoch(self, done: int = 0) -> Iterator[Any]:
         """The batches of the next epoch, of which ``done`` steps have been made before."""
+        self._epoch = self._batches(done)
+        return self._epoch
+
+    def _batches(self, done: int) -> Generator[Any]:
         if self._num_steps is None:
             yield from self._dataset
+            return
+        if self._parts is not None:
+            yield from next(self._parts)
             return
         empty_passes = 0
         for _ in range(done, self._num_steps):
@@ -237,13 +295,6 @@ class Passes:
                     self._open = None
                     empty_passes += 1
                     if empty_passes > 1:
-                        return  # nothing more to be had: parameter servers, and the others took it all
+                        return  # there is nothing to be had
             empty_passes = 0
             yield batch
-
-    def close(self) -> None:
-        """Leaves the pass that is open."""
-        close = getattr(self._open, "close", None)
-        self._open = None
-        if close is not None:
-            close()

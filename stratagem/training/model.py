@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stratagem.data.distributed import DistributedDataset
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy, get_strategy
@@ -33,6 +32,7 @@ from stratagem.training.fit_batches import sample_of, unpack
 from stratagem.training.fit_position import FitPosition
 from stratagem.training.fit_sources import (
     Arrays,
+    Heard,
     Passes,
     for_prediction,
     for_training,
@@ -192,8 +192,8 @@ class Model(SingleBatches):
             class_weight: weight of each class; those not named have 1.
             sample_weight: a weight for each example, with arrays.
             initial_epoch: number of the first epoch.
-            steps_per_epoch: of this worker; None: an epoch is a pass over the data. Under parameter servers workers
-                then wait for nobody: the logs of an epoch have what was counted until the first was through.
+            steps_per_epoch: GLOBAL batches of an epoch, whoever takes them; the next epoch goes on behind them, from
+                pass to pass. None: an epoch is a pass over the data.
             validation_steps: batches of an evaluation at most.
 
         Returns:
@@ -235,7 +235,7 @@ class Model(SingleBatches):
             history, pace = History(), Pace()
             params = {
                 "epochs": epochs,
-                "steps": self._steps_in(dataset) if steps_per_epoch is None else steps_per_epoch,
+                "steps": self._steps_in(dataset, steps_per_epoch),
                 "verbose": verbose,
             }
             last = [callback for callback in callbacks if getattr(callback, "runs_last", False)]
@@ -247,7 +247,7 @@ class Model(SingleBatches):
             validate = None if validation is None else self._evaluation(validation, called, validation_steps).run
             self.history = history
             passes = Passes(self._sampled(dataset), steps_per_epoch)
-            agreement = self._agreement(passes)
+            agreement = self._agreement()
             training = fit_loop.Training(self, steps, tally, self._position, called, passes, validate, agreement)
             with ended_by_nan(callbacks, self.has_servers):
                 training.run(epochs)
@@ -419,10 +419,10 @@ class Model(SingleBatches):
             self._sampled,
         )
 
-    def _agreement(self, passes: Passes) -> Agreement:
+    def _agreement(self) -> Agreement:
         assert self._loss is not None
         if isinstance(self.strategy, ParameterServerStrategy):
-            return OnServers(self.strategy, self._new_tally(self._loss), passes.are_whole)
+            return OnServers(self.strategy, self._new_tally(self._loss))
         return InStep(self.strategy)
 
     def _new_tally(self, loss: Loss) -> Tally:
@@ -431,16 +431,18 @@ class Model(SingleBatches):
         sets = [metrics_of(self._metrics, device, takes_probabilities=probabilities) for device in devices]
         return Tally(self.strategy, sets)
 
-    def _steps_in(self, dataset: Any) -> int | None:
+    def _steps_in(self, dataset: Any, steps_per_epoch: int | None) -> int | None:
         if self.has_servers:
             return None  # the workers take as many as they can
+        if steps_per_epoch is not None:
+            return steps_per_epoch
         try:
             return len(dataset)
         except TypeError:
             return None
 
-    def _sampled(self, dataset: Any) -> _Sampled:
-        return _Sampled(dataset, self._keep_example)
+    def _sampled(self, dataset: Any) -> Heard:
+        return Heard(dataset, self._keep_example)
 
     def _keep_example(self, batch: Any) -> None:
         inputs = unpack(self.strategy.local_results(batch)[0]).inputs
@@ -452,22 +454,3 @@ class Model(SingleBatches):
         if isinstance(inputs, Mapping):
             return inspect.signature(self._original.forward).bind(**inputs).args
         return tuple(inputs) if isinstance(inputs, list) else inputs
-
-
-class _Sampled:
-    """A dataset of whose first batch somebody hears, each time it is gone through; where the chief lends batches and
-    others took them all, of the first example."""
-
-    def __init__(self, dataset: Any, hear: Callable[[Any], None]) -> None:
-        self._dataset = dataset
-        self._hear = hear
-
-    def __iter__(self) -> Iterator[Any]:
-        is_first = True
-        for batch in self._dataset:
-            if is_first:
-                self._hear(batch)
-                is_first = False
-            yield batch
-        if is_first and isinstance(self._dataset, DistributedDataset) and self._dataset.plan.num_examples:
-            self._hear(self._dataset.first_example())

@@ -85,20 +85,6 @@ def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, kil
     check(out, num_epochs=3)
 
 
-@pytest.mark.thorough
-def test_epochs_of_a_number_of_steps_wait_for_nobody(cluster: Start, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = ["--epochs", 2, "--steps-per-epoch", 5, "--pause-s", 0.002]
-    done = cluster(2, 2, "fit_counted.py", "--out", out, *arguments).finish()
-    assert done.code == 0, done.stderr
-    news = both(out)
-    assert news[0]["history"] == news[1]["history"] and news[0]["epochs"] == [0, 1]
-    assert all(5 * 2 <= number <= 2 * 5 * 2 for number in news[0]["history"]["number"][:1])
-    assert sum(news[0]["history"]["number"]) <= 2 * 2 * 5 * 2
-    assert news[0]["history"]["val_number"] == [NUM_EVALUATED] * 2
-    assert news[0]["evaluation"] == news[1]["evaluation"]
-
-
 @pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.thorough), "inf"])
 def test_the_last_update_of_an_epoch_may_have_fewer_batches(cluster: Start, tmp_path: Path, staleness: str) -> None:
     out = tmp_path / "out.pt"

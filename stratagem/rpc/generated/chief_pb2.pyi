@@ -471,12 +471,18 @@ class NextUnitsRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
     """Number of units wanted; fewer may be lent. 0: the call is only a report."""
     wait: _builtins.bool
     """Wait until a unit can be lent or the epoch is closed; false answers at once, perhaps with nothing."""
+    stop: _builtins.int
+    """The caller is about the units of the epoch before this one only; 0: about all of them."""
+    group: _builtins.str
+    """The caller trains with those who have not left this group of agreements; empty: with all."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -504,10 +510,12 @@ class NextUnitsRequest(_message.Message):
         wait: _builtins.bool = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
         deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
+        stop: _builtins.int = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "held", b"held", "sender", b"sender", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "group", b"group", "held", b"held", "sender", b"sender", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -560,7 +568,7 @@ class NextUnitsReply(_message.Message):
     GRANTS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     end: _builtins.bool
-    """The epoch is closed: every unit of it is accepted."""
+    """The epoch is closed as far as the caller is about it: every unit of that is accepted."""
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]:
         """Units on loan to the caller from now on, in the order to use them."""
@@ -995,10 +1003,10 @@ class AgreeRequest(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     TOPIC_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
-    WAIT_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     value: _builtins.int
-    wait: _builtins.bool
-    """Wait until every worker that takes part has said a number; then that is decided. False: the largest said so far in the whole group."""
+    leave: _builtins.bool
+    """The caller says nothing: it leaves the group. Nobody waits for it there any more, nor for its part of a step that is asked for in that group."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -1011,11 +1019,11 @@ class AgreeRequest(_message.Message):
         sender: _common_pb2.Sender | None = ...,
         topic: Global___TallyName | None = ...,
         value: _builtins.int = ...,
-        wait: _builtins.bool = ...,
+        leave: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "topic", b"topic", "value", b"value", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave", b"leave", "sender", b"sender", "topic", b"topic", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

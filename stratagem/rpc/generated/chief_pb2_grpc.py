@@ -159,7 +159,7 @@ class ChiefServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Agree(self, request, context):
-        """Says a number, and answers the largest that any worker has said; may wait until every worker has.
+        """Says a number, waits until every worker that takes part has said one, and answers the largest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,7 @@ class ChiefStub:
     SettleTally: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]
     """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
     Agree: _grpc.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]
-    """Says a number, and answers the largest that any worker has said; may wait until every worker has."""
+    """Says a number, waits until every worker that takes part has said one, and answers the largest."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]
     """What every task is doing. For `stratagem status` and the progress display."""
 
@@ -80,7 +80,7 @@ class ChiefAsyncStub(ChiefStub):
     SettleTally: _aio.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]  # type: ignore[assignment]
     """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
     Agree: _aio.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]  # type: ignore[assignment]
-    """Says a number, and answers the largest that any worker has said; may wait until every worker has."""
+    """Says a number, waits until every worker that takes part has said one, and answers the largest."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]  # type: ignore[assignment]
     """What every task is doing. For `stratagem status` and the progress display."""
 
@@ -165,7 +165,7 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         request: _chief_pb2.AgreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.AgreeReply, _abc.Awaitable[_chief_pb2.AgreeReply]]:
-        """Says a number, and answers the largest that any worker has said; may wait until every worker has."""
+        """Says a number, waits until every worker that takes part has said one, and answers the largest."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -67,11 +67,8 @@ class InStepFeed:
 
     def batches(self) -> Iterator[tuple[int, Any]]:
         """See :class:`Feed`."""
-        passes = Passes(self._dataset, None if self._is_once else self._left)
-        try:
+        with Passes(self._dataset, None if self._is_once else self._left) as passes:
             yield from zip(itertools.count(self._step), itertools.islice(passes.epoch(), self._left), strict=False)
-        finally:
-            passes.close()
 
 
 class LeasedFeed:

@@ -95,7 +95,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps-per-epoch", type=int)
     parser.add_argument("--stop-in-epoch", type=int)
     parser.add_argument("--pause-s", type=float, default=0.02)
     options = parser.parse_args()
@@ -114,7 +113,6 @@ def main() -> None:
         y[:NUM_TRAINED],
         batch_size=2,
         epochs=options.epochs,
-        steps_per_epoch=options.steps_per_epoch,
         validation_data=(x[NUM_TRAINED:], y[NUM_TRAINED:]),
         callbacks=chosen,
     )

@@ -47,9 +47,9 @@ async def settle(task: Task, loss: float, tally: chief_pb2.TallyName = EVALUATIO
     return {log.name: log.value for log in reply.logs}
 
 
-async def agree(task: Task, ordinal: int, value: int, wait: bool = True) -> int:
+async def agree(task: Task, ordinal: int, value: int) -> int:
     topic = chief_pb2.TallyName(group="fit 1, ends", ordinal=ordinal)
-    request = chief_pb2.AgreeRequest(sender=task.sender, topic=topic, value=value, wait=wait)
+    request = chief_pb2.AgreeRequest(sender=task.sender, topic=topic, value=value)
     return int((await task.stub.Agree(request, timeout=DEADLINE_S)).value)
 
 
@@ -192,9 +192,13 @@ def test_workers_agree_on_the_largest_number() -> None:
             assert await agree(workers[0], 0, 7) == 1, "what is decided stays"
             alone = asyncio.create_task(agree(workers[0], 1, 0))
             await until(lambda: running.job.get_status().tasks[1].waiting_on)
-            await workers[1].die()
+            group = chief_pb2.TallyName(group="fit 1, ends")
+            await workers[1].stub.Agree(chief_pb2.AgreeRequest(sender=workers[1].sender, topic=group, leave=True))
             assert await alone == 0
-            assert await agree(workers[0], 2, 0, wait=False) == 1
+            alone = asyncio.create_task(agree(workers[1], 2, 0))
+            await until(lambda: running.job.get_status().tasks[2].waiting_on)
+            await workers[0].die()
+            assert await alone == 0
 
     run(scenario)
 

@@ -31,7 +31,16 @@ def test_nobody_waits_for_the_dead_or_for_one_who_has_only_just_come() -> None:
 def test_what_is_decided_stays() -> None:
     book = Agreements({FIRST: 0})
     book.say(C, FIRST, 1)
-    assert book.decided(FIRST) == 0 and book.largest(FIRST.group) == 0
+    assert book.decided(FIRST) == 0
     book.say(C, SECOND, 1)
-    assert book.decided(SECOND) is None and book.largest(FIRST.group) == 1
-    assert book.largest("fit 2") == 0
+    assert book.decided(SECOND) is None
+
+
+def test_nobody_waits_for_one_who_has_left_until_it_speaks_again() -> None:
+    book = Agreements({})
+    book.say(A, FIRST, 0)
+    book.leave(B, FIRST.group)
+    assert book.waits_for(FIRST, [A, B], {A, B}) == [] and book.outcome(FIRST) == 0
+    assert book.waits_for(TallyName("fit 2, ends of epochs", 0), [A, B], {A, B}) == [A, B]
+    book.say(B, SECOND, 1)
+    assert book.waits_for(FIRST, [A, B], {A, B}) == [B]

@@ -49,15 +49,16 @@ class ModelPs:
 
 
 class LendingMachine(RuleBasedStateMachine):
-    """Workers join, ask, commit, accept, leave and die in any order."""
+    """Workers join, ask, commit, accept, leave and die in any order; each goes through the epoch part by part."""
 
     @initialize(
         staleness=st.sampled_from([0.0, math.inf]),
         num_examples=st.integers(0, 14),
         batch_size=st.integers(1, 5),
         num_workers=st.integers(1, 3),
+        part=st.integers(1, 8),
     )
-    def start(self, staleness: float, num_examples: int, batch_size: int, num_workers: int) -> None:
+    def start(self, staleness: float, num_examples: int, batch_size: int, num_workers: int, part: int) -> None:
         slices = num_workers if staleness == 0 else 1
         self.plan = Plan(num_examples, batch_size, num_slices=slices, staleness=staleness)
         self.lending = Lending()
@@ -66,6 +67,10 @@ class LendingMachine(RuleBasedStateMachine):
         self.incarnation = 0
         self.live: dict[int, Life] = {}
         self.held: dict[Life, list[Loan]] = {}
+        self.stops = [self.plan.units_of(batch)[0] for batch in range(part, self.plan.num_batches, part)]
+        self.stops.append(self.plan.num_units)
+        self.stop: dict[Life, int] = {}
+        """Of the part that a worker is in."""
         self.committed: dict[Life, Loan] = {}
         self.accepted: list[Unit] = []
         for index in range(num_workers):
@@ -77,6 +82,7 @@ class LendingMachine(RuleBasedStateMachine):
         self.incarnation += 1
         self.live[index] = Life(f"worker:{index}", self.incarnation)
         self.held[self.live[index]] = []
+        self.stop[self.live[index]] = self.stops[0]
 
     def _workers(self) -> list[Life]:
         return [self.live[index] for index in sorted(self.live)]
@@ -84,7 +90,14 @@ class LendingMachine(RuleBasedStateMachine):
     def _ask(self, life: Life, want: int, lose_reply: bool = False) -> bool:
         """True when the epoch is closed."""
         known = {loan.unit.index for loan in self.held[life]}
-        loans = self.lending.ask(life, 1, 0, known, want, self._workers())
+        stop = self.stop[life]
+        loans = self.lending.ask(life, 1, 0, known, want, self._workers(), stop)
+        assert all(loan.unit.index < stop for loan in loans.loans)
+        if loans.end:
+            assert {unit.index for unit in self.accepted} >= {*range(stop)}
+        if loans.end and stop < self.plan.num_units:
+            self.stop[life] = self.stops[self.stops.index(stop) + 1]
+            return False
         if not lose_reply:
             self.held[life] += loans.loans
             self.held[life].sort(key=lambda loan: (loan.step, loan.unit))
@@ -252,6 +265,32 @@ def test_a_worker_that_left_a_step_to_the_others_refreshes() -> None:
     lending.accept(A, 1, 0, [0])
     [loan] = lending.ask(B, 1, 1, (), 1, [A, B]).loans
     assert loan.refresh
+
+
+def test_a_part_of_an_epoch_ends_when_its_units_are_accepted_and_no_others_are_lent() -> None:
+    lending = Lending()
+    lending.open_dataset(1, Plan(8, 2))
+    assert [loan.unit.index for loan in lending.ask(A, 1, 0, (), 9, [A, B], stop=2).loans] == [0, 1]
+    waiting = lending.ask(B, 1, 0, (), 9, [A, B], stop=2)
+    assert (waiting.loans, waiting.end, waiting.waits_for) == ((), False, (A,))
+    lending.accept(A, 1, 0, [0, 1])
+    assert [loan.unit.index for loan in lending.ask(A, 1, 0, (), 1, [A, B], stop=4).loans] == [2]
+    assert lending.ask(B, 1, 0, (), 9, [A, B], stop=2).end, "what others do in the next part does not matter"
+
+
+def test_what_is_reserved_in_a_group_can_be_given_back() -> None:
+    lending = sync_lending()
+    [mine] = lending.ask(A, 1, 1, (), 1, [A, B], group="fit 1").loans
+    assert mine.step_units == (0, 1)
+    assert lending.leave(B, 1, 0).returned == [], "it has only left the pass before"
+    assert lending.steps.reserved_in(A, "fit 1") == [], "it has got its own"
+    assert lending.steps.reserved_in(B, "fit 0") == [], "who leaves an earlier group takes part in the next"
+    removal = lending.remove(lending.steps.reserved_in(B, "fit 1"), {})
+    assert removal.closings == [StepClosing(1, (Unit(1, 1, 0),), ())] and removal.returned == [Unit(1, 1, 1)]
+    lending.give_back(B, removal.returned)
+    lending.accept(A, 1, 1, [0])
+    [mine] = lending.ask(A, 1, 1, (), 1, [A]).loans
+    assert mine.step_units == (1,)
 
 
 def test_only_the_borrower_gives_a_unit_back() -> None:
