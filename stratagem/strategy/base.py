@@ -132,6 +132,11 @@ class Strategy:
         """Whether this process does what only one may do: progress bar, summaries, export."""
         return True
 
+    @property
+    def wire(self) -> dict[str, str]:
+        """How gradients travel between processes: ``lane`` and ``wire_dtype``; empty when they do not."""
+        return {}
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Makes this strategy the current one. What is created inside trains once :meth:`prepare` was given it.

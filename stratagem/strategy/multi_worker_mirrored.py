@@ -102,6 +102,11 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         """This worker."""
         return TaskId("worker", 0) if self._runtime is None else self._runtime.task
 
+    @property
+    def wire(self) -> dict[str, str]:
+        alone = self._runtime is None
+        return {} if alone else {"lane": self.communicator.group.name, "wire_dtype": self.options.wire_dtype}
+
     def _label(self, replica: int) -> str:
         return str(self.task) if len(self.local_devices) == 1 else f"{self.task}, {super()._label(replica)}"
 

@@ -118,6 +118,11 @@ class ParameterServerStrategy(Strategy):
         return self._runtime.cluster.num_workers if self.staleness == 0 else 1
 
     @property
+    def wire(self) -> dict[str, str]:
+        lanes = {client.lane.name for client in self._runtime.clients}
+        return {"lane": ", ".join(sorted(lanes)), "wire_dtype": "float32"}
+
+    @property
     def is_lead(self) -> bool:
         return self._runtime.is_lead()
 

@@ -291,6 +291,7 @@ class Checkpoint:
             "num_replicas_in_sync": self._strategy.num_replicas_in_sync,
             "num_threads": torch.get_num_threads(),
             "torch": str(torch.__version__),
+            **self._strategy.wire,
         }
         is_newest = step >= max(_steps(target.parent), default=0)
         draft.commit(target, step, facts, is_newest=is_newest, first_wins=self._servers is not None)

@@ -12,7 +12,16 @@ from stratagem.training.checkpoint_catalog import HOST, offer, read_manifest
 from stratagem.training.checkpoint_reading import describe, find
 from stratagem.training.checkpoint_servers import ServerState
 
-_MADE_BY = ("strategy", "num_workers", "num_replicas_in_sync", "num_threads", "torch", "automatic")
+_MADE_BY = (
+    "strategy",
+    "num_workers",
+    "num_replicas_in_sync",
+    "num_threads",
+    "torch",
+    "lane",
+    "wire_dtype",
+    "automatic",
+)
 
 
 def summarize(path: pathlib.Path) -> dict[str, Any]:

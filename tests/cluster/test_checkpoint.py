@@ -15,6 +15,7 @@ import torch
 from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.checkpoint_catalog import find_damage
 from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
+from stratagem.training.checkpoint_summary import summarize
 from tests.cluster.scripts.train_checkpoint import batch_of, make
 
 Start = Callable[..., Any]
@@ -78,6 +79,9 @@ def test_from_servers_to_a_process_and_a_ring_and_back(cluster: Start, tmp_path:
     check_equal(torch.load(out, weights_only=True), net, adam)
     assert Checkpoint(step=0).restore(tmp_path / "back").step == 8
     assert len(list(tmp_path.glob("back/step-00000008/ps-*.json"))) == 3
+    # What the bits depend on besides the script is written with them (docs/protocol.md 24).
+    made_by = [summarize(tmp_path / name)["made_by"] for name in ("saved", "ring", "back")]
+    assert [made["lane"] for made in made_by] == ["shm"] * 3 and {made["wire_dtype"] for made in made_by} == {"float32"}
     torch.testing.assert_close(
         load_checkpoint(tmp_path / "back"), dict(net.state_dict()), rtol=TOLERANCE, atol=TOLERANCE
     )
