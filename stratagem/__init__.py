@@ -10,8 +10,12 @@ from typing import Any
 
 import lazy_loader
 
+from stratagem.rpc.logs import show_until_configured
+
 # gRPC's fork handlers deadlock with forked DataLoader workers; set before grpc loads (docs/protocol.md 28).
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+show_until_configured()
 
 __version__ = "0.1.0"
 

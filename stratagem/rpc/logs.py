@@ -1,4 +1,7 @@
-"""Log lines of every role: stderr, text or JSON, always with the task's name."""
+"""Log lines of every role: stderr, text or JSON, always with the task's name.
+
+In a plain script nobody may have configured logging, and a person should see what is going on all the same.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ import logging
 import os
 import sys
 from typing import Literal
+
+PACKAGE = logging.getLogger("stratagem")
+_NOBODYS_LEVEL = logging.INFO - 1
+"""Of the package as long as nobody has chosen one."""
 
 
 class _TextFormatter(logging.Formatter):
@@ -37,6 +44,47 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class _UntilConfigured(logging.Handler):
+    """Shows the package's lines on stderr until somebody configures logging; then it is as if it were not there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Shows the record, or hands it to whoever was configured to."""
+        root = logging.getLogger()
+        if root.handlers:
+            # pytest adds its handlers to loggers that do not propagate.
+            others = [handler for handler in root.handlers if handler not in PACKAGE.handlers]
+            for handler in others if record.levelno >= _chosen_level(record.name) else ():
+                if record.levelno >= handler.level:
+                    handler.handle(record)
+        elif PACKAGE.handlers == [self]:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _chosen_level(name: str) -> int:
+    """The level that somebody has chosen for a logger, by the rules of ``logging``."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None and (not logger.level or (logger is PACKAGE and logger.level == _NOBODYS_LEVEL)):
+        logger = logger.parent
+    return logging.NOTSET if logger is None else logger.level
+
+
+def show_until_configured(task: str = "stratagem") -> None:
+    """Has the package's log shown on stderr, from INFO on, until the user configures logging.
+
+    Args:
+        task: that every line names.
+    """
+    if not PACKAGE.handlers and PACKAGE.propagate:
+        PACKAGE.addHandler(_UntilConfigured())
+        PACKAGE.propagate = False
+        if not PACKAGE.level:
+            PACKAGE.setLevel(_NOBODYS_LEVEL)
+    for handler in PACKAGE.handlers:
+        if isinstance(handler, _UntilConfigured):
+            handler.setFormatter(_TextFormatter(task))
+    _quieten_grpc()
+
+
 def _visible(text: str) -> str:
     if text.isprintable():
         return text
@@ -54,9 +102,12 @@ def configure_logging(task: str, log_format: Literal["text", "json"] = "text") -
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_TextFormatter(task) if log_format == "text" else _JsonFormatter(task))
-    root = logging.getLogger("stratagem")
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    # Else gRPC writes a line of its own ("Got goaway") for each connection that an idle or ending server closes.
+    PACKAGE.handlers[:] = [handler]
+    PACKAGE.setLevel(logging.INFO)
+    PACKAGE.propagate = False
+    _quieten_grpc()
+
+
+def _quieten_grpc() -> None:
+    """Else it writes a line of its own ("Got goaway") for each connection that an idle or ending server closes."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 RECONNECT_PAUSE_S = 0.2
 LOOK_S = 10.0
 """Seconds without a chief after which a task looks for a reason."""
+SILENCE_S = 1.0
+"""Seconds after which a task that waits for its chief says so."""
 PREEMPTED = 143
 """Exit code of a job that was preempted: its members leave at their own time, and nobody breaks off because of it."""
 
@@ -114,8 +116,10 @@ class SessionClient:
         deadline = time.monotonic() + timeout_s
         self._thread.start()
         with self._changed:
-            while (left_s := deadline - time.monotonic()) > 0:
-                if self._changed.wait_for(lambda: self._welcomed or self._stopped is not None, min(left_s, LOOK_S)):
+            if not self._changed.wait_for(self._joined_or_stopped, min(SILENCE_S, timeout_s)):
+                logger.info("Waiting for the chief at %s (worker:0 starts it if no task is one)", self.chief_address)
+            while not self._joined_or_stopped() and (left_s := deadline - time.monotonic()) > 0:
+                if self._changed.wait_for(self._joined_or_stopped, min(left_s, LOOK_S)):
                     break
                 if (error := look()) is not None:
                     raise error
@@ -153,6 +157,9 @@ class SessionClient:
                     f"the cluster did not come up within {timeout_s:.0f} s; still missing: {missing}. "
                     "Start those tasks, or look at their logs."
                 )
+
+    def _joined_or_stopped(self) -> bool:
+        return self._welcomed or self._stopped is not None
 
     def _ready_or_stopped(self) -> bool:
         return self.membership.ready or self._stopped is not None

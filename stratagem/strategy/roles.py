@@ -20,7 +20,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.ps.__main__ import run as run_ps
-from stratagem.rpc.logs import configure_logging
+from stratagem.rpc.logs import configure_logging, show_until_configured
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
@@ -37,8 +37,7 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     task, cluster = _place(resolver)
     if task.type in ("chief", "ps"):
         raise SystemExit(_serve(task, cluster, resolver))
-    if not logging.getLogger("stratagem").handlers:
-        configure_logging(str(task))
+    show_until_configured(str(task))
     config = cast(WorkerConfig, _config(task, cluster, resolver))
     return config, cluster
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.guard import guard
 from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, default_cross_device_ops
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, default_cross_device_ops, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
@@ -37,6 +38,8 @@ from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.agreement import agree, same_everywhere
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
 
 BUCKET_BYTES = 25 << 20
 
@@ -97,6 +100,8 @@ class SynchronousStrategy(Strategy):
         """Of each replica: the parameters that have a reducer."""
         self._reducers: list[list[Reducer]] = [[] for _ in devices]
         self._num_datasets = 0
+        names = ", ".join(map(str, names_of(devices)))
+        logger.info("%s on %s", type(self).__name__, names)
 
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if len(devices) == 1:

@@ -62,6 +62,15 @@ def test_over_ipv6(tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypat
     check_counts(out, 2)
 
 
+def test_a_worker_that_is_started_alone_says_what_it_waits_for(tasks: list[subprocess.Popen[str]]) -> None:
+    addresses = free_addresses(3)
+    task = start({"worker": addresses[:2], "ps": addresses[2:]}, "worker", 1)
+    tasks.append(task)
+    assert task.stderr is not None
+    line = next(line for line in task.stderr if "Waiting" in line)
+    assert f"worker:1: Waiting for the chief at {addresses[0]} (worker:0 starts it" in line
+
+
 def test_an_evaluator_that_the_cluster_does_not_name(
     tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

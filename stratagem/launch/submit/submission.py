@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,6 @@ from stratagem.launch.submit.record import JobRecord, JobStore
 from stratagem.launch.submit.request import JobRequest
 from stratagem.launch.submit.state import JobState
 from stratagem.launch.submit.target import target_of
-
-logger = logging.getLogger("stratagem.submit")
 
 POLL_S = 0.5
 SETTLE_S = 30.0
@@ -72,7 +69,6 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
         place=place,
     )
     store.save(record)
-    logger.info("Job %s submitted to %s", record.id, record.target)
     return record
 
 

@@ -113,7 +113,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._has_logged = False
 
     def _all_reduce_many(self, op: ReduceOp, per_tensor: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        return [self._reduce(op, tensors, _names(tensors)) for tensors in per_tensor]
+        return [self._reduce(op, tensors, names_of([tensor.device for tensor in tensors])) for tensors in per_tensor]
 
     @torch.no_grad()
     def _reduce(
@@ -323,11 +323,11 @@ def _place(device: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if parsed == torch.device("cuda") else parsed
 
 
-def _names(tensors: Sequence[torch.Tensor]) -> list[Device]:
-    """The devices of one tensor a replica; those on the CPU are numbered as logical ones."""
+def names_of(devices: Sequence[torch.device]) -> list[Device]:
+    """The devices of the replicas; those on the CPU are numbered as logical ones."""
     names: list[Device] = []
     num_cpus = 0
-    for tensor in tensors:
-        names.append(f"cpu:{num_cpus}" if tensor.device.type == "cpu" else str(tensor.device))
-        num_cpus += tensor.device.type == "cpu"
+    for device in devices:
+        names.append(f"cpu:{num_cpus}" if device.type == "cpu" else str(device))
+        num_cpus += device.type == "cpu"
     return names
