@@ -44,7 +44,7 @@ from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy
 from stratagem.worker.ps_client import PsClient
 from stratagem.worker.step_meter import StepMeter
-from tests.unit.ps.driver import CALL, CHIEF, poll
+from tests.unit.ps.driver import CALL, CHIEF, complete, poll
 
 torch.set_num_threads(1)
 
@@ -331,6 +331,7 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
     store.checkpoints.save_shards(5, str(tmp_path), "n")
     store.checkpoints.release_commits(5)
+    complete(tmp_path)
     job.prepare(models[2], torch.optim.SGD(models[2].parameters(), 0.1))
     table, optimizers = build("SGD", Remote())
     job.prepare(table, *optimizers)
