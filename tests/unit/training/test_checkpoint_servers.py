@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
 from stratagem.errors import CheckpointError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
@@ -46,8 +46,7 @@ def written_by_servers(folder: Path) -> Path:
         for step in range(3):
             worker.commit(gradients(step)[index], unit(step))
     path = take_checkpoint(folder, stores, 3)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1, "created": "2026-01-01T00:00:00+00:00"}))
+    (path / MANIFEST).write_bytes(encode(read_content(path) | {"created": "2026-01-01T00:00:00+00:00"}))
     (path / "nonce").unlink()
     return path
 
