@@ -51,7 +51,7 @@ test-containers: $(STAMP)
 		tests/deploy/test_metrics_prometheus.py $(if $(ONLY),-k "$(ONLY)")
 
 # What needs a one-node Kubernetes (KUBECONFIG) that runs images of the engine of DOCKER_HOST, and is there for tests
-# alone; then every row of the table in docs/kubernetes.md, which takes half an hour. SHORT=1: two minutes of it.
+# alone; then every row of the table in docs/kubernetes_faults.md, which takes half an hour. SHORT=1: two minutes of it.
 test-kubernetes: $(STAMP)
 	TEST_KUBERNETES=1 TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_kubernetes_target.py \
 		tests/deploy/test_kubernetes_jobs.py $(if $(SHORT),-m "not thorough")
