@@ -33,7 +33,7 @@ from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps_counts import SharedCounts
 from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
 from stratagem.strategy.ps_loading import load_once
-from stratagem.strategy.ps_schedules import follow
+from stratagem.strategy.ps_schedules import follow, keep_up
 from stratagem.strategy.ps_units import LeasedUnits, UnitListener, own_batches
 from stratagem.strategy.ps_variables import VariableGroups
 from stratagem.strategy.replicas.copies import move_original
@@ -109,6 +109,10 @@ class ParameterServerStrategy(Strategy):
         self.counts = SharedCounts(self._runtime.chief)
         """What workers count and decide together."""
         self._grants: list[Grant] = []
+        self._newest_step = 0
+        """Staleness 0: of those that this worker has a slice of."""
+        self._missed: list[Callable[[int], None]] = []
+        """Told of steps that were made without this worker."""
         self._batches: dict[int, tuple[Any, Unit]] = {}
         self._weight: float | None = None
 
@@ -206,8 +210,14 @@ class ParameterServerStrategy(Strategy):
                 f"{type(scheduler).__name__} moves the settings of an optimizer that is not prepared; prepare the "
                 "optimizer with it or before it"
             )
+
+        def is_in_loop() -> bool:
+            return not self._units or any(units.is_read for units in self._units)
+
         if self.staleness > 0:
-            follow(scheduler, pushes[0], lambda: not self._units or any(units.is_read for units in self._units))
+            follow(scheduler, pushes[0], is_in_loop)
+        else:
+            self._missed.append(keep_up(scheduler, pushes[0], is_in_loop))
 
     def _attach(self, push: GradientPush, parameters: Sequence[torch.nn.Parameter]) -> None:
         stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -266,6 +276,9 @@ class ParameterServerStrategy(Strategy):
         known = open_units | self._tracker.left_early
         self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
         if grant is not None:
+            for missed in self._missed if self._newest_step else ():
+                missed(max(0, grant.step - self._newest_step - 1))
+            self._newest_step = grant.step
             self._grants.append(grant)
             self._batches[id(batch)] = batch, grant.unit
 

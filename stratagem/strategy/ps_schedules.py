@@ -101,5 +101,40 @@ def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]
         kind.load_state_dict(self, state_dict)
         pace.restart()
 
-    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "step": step, "load_state_dict": load_state_dict}
+    _replace(scheduler, step=step, load_state_dict=load_state_dict)
+
+
+def keep_up(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]) -> Callable[[int], None]:
+    """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed.
+
+    A small last batch has no slice for some workers; all must have the same settings in the next step.
+
+    Args:
+        scheduler: changed in place.
+        push: of its optimizer.
+        is_in_loop: see :func:`follow`.
+
+    Returns:
+        what to call with a number of steps of the job that were made without this worker.
+    """
+    kind: Any = type(scheduler)
+    num_pushed, with_updates = push.num_pushed, False
+
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        nonlocal num_pushed, with_updates
+        with_updates = not args and not kwargs and is_in_loop() and push.num_pushed == num_pushed + 1
+        num_pushed = push.num_pushed
+        kind.step(self, *args, **kwargs)
+
+    def missed(number: int) -> None:
+        for _ in range(number if with_updates else 0):
+            kind.step(scheduler)
+
+    _replace(scheduler, step=step)
+    return missed
+
+
+def _replace(scheduler: LRScheduler, **methods: Callable[..., None]) -> None:
+    kind = type(scheduler)
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods}
     scheduler.__class__ = type(kind.__name__, (kind,), body)

@@ -327,7 +327,7 @@ def paced(strategy: sg.Strategy) -> dict[str, Any]:
     halves = torch.optim.lr_scheduler.ExponentialLR(momentum, 0.5)
     pairs = [strategy.prepare(one, sgd), strategy.prepare(two, momentum)]
     by_step, by_epoch = strategy.prepare(cycle, halves)
-    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(*rows(40)), batch_size=2))
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(*rows(39)), batch_size=2))
     counts = strategy.counts if isinstance(strategy, sg.ParameterServerStrategy) else None
     group = counts.new_group("paced") if counts is not None else ""
 

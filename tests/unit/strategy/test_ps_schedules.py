@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from stratagem.strategy.ps_schedules import follow
+from stratagem.strategy.ps_schedules import follow, keep_up
 
 
 @dataclasses.dataclass
@@ -104,3 +104,20 @@ def test_a_worker_that_starts_again_takes_the_place_of_the_job(job: Job, schedul
     job.num_pushed, job.num_applied = 1, 31
     scheduler.step()
     assert scheduler.last_epoch == 31
+
+
+def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(job: Job) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    by_step, by_epoch = (lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2))
+    missed = [keep_up(scheduler, job, lambda: job.in_loop) for scheduler in (by_step, by_epoch)]
+    optimizer.step()
+    for _ in range(3):
+        job.update(0)
+        by_step.step()
+    for tell in missed:
+        tell(2)
+    job.in_loop = False
+    by_epoch.step()
+    for tell in missed:
+        tell(1)
+    assert (by_step.last_epoch, by_epoch.last_epoch) == (6, 1)
