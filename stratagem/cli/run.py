@@ -29,8 +29,17 @@ COMMUNICATION = (
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
+def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -> None:
+    if count is not None:
+        raise click.UsageError(
+            f"--replicas {count}: say what the replicas are: --workers {count} (a process each, also under ps), or "
+            "--strategy mirrored --devices cuda:0,cuda:1 (a device of one process each; cpu:0,cpu:1 to try it out)"
+        )
+
+
 @click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("--workers", "num_workers", default=1, help="Workers, each a process that runs the script.")
+@click.option("--replicas", hidden=True, expose_value=False, callback=_refuse_replicas)
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
 @click.option(
     "--strategy",

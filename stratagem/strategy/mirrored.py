@@ -22,8 +22,8 @@ class MirroredStrategy(SynchronousStrategy):
     Args:
         devices: for example ``["cuda:0", "cuda:1"]``, TensorFlow's ``["/gpu:0", "/gpu:1"]``, or logical CPUs
             ``["cpu:0", "cpu:1"]``, which take turns. None: all GPUs that torch sees, else one CPU.
-        cross_device_ops: how gradients are reduced; None: NCCL where each replica has a GPU of its own, else
-            :class:`ReductionToOneDevice`.
+        cross_device_ops: how gradients are reduced, or the class of it; None: NCCL where each replica has a GPU of its
+            own, else :class:`ReductionToOneDevice`.
         seed: seed of the order of the examples; the same seed gives the same order under every strategy.
 
     Raises:
@@ -33,7 +33,7 @@ class MirroredStrategy(SynchronousStrategy):
     def __init__(
         self,
         devices: Sequence[str | torch.device] | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
+        cross_device_ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
         *,
         seed: int = 0,
     ) -> None:

@@ -65,7 +65,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         *,
         communication: CommunicationImplementation | str | None = None,
         devices: str | torch.device | Sequence[str | torch.device] | None = None,
-        cross_device_ops: CrossDeviceOps | None = None,
+        cross_device_ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
         compression: str | GradientCompression | None = None,
     ) -> None:
         if isinstance(cluster_resolver, CommunicationImplementation | str):

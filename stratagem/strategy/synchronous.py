@@ -23,7 +23,7 @@ from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.guard import guard
 from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, default_cross_device_ops, names_of
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
@@ -79,14 +79,14 @@ class SynchronousStrategy(Strategy):
         meter: StepMeter,
         *,
         workers: Communicator | None = None,
-        ops: CrossDeviceOps | None = None,
+        ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         compression: GradientCompression | None = None,
     ) -> None:
         self._meter: StepMeter = meter
         self.prepared: Prepared = Prepared()
         self.communicator = workers
-        self._ops = ops or default_cross_device_ops(devices)
+        self._ops = cross_device_ops_of(ops, devices)
         self._local: LocalReplicas = self._make_replicas(tuple(devices))
         self._shares = StepShares(len(devices), self.num_replicas_in_sync)
         self._cross_replica = CrossReplica(len(devices), self._ops, workers)

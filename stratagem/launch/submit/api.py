@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stratagem.launch.machines import MachineConfig
@@ -18,7 +18,7 @@ from stratagem.launch.submit.request import JobRequest
 
 def run(
     entry_point: str | Path | None = None,
-    requirements_txt: str | Path | None = None,
+    requirements_txt: str | Path | Sequence[str] | None = None,
     distribution_strategy: str | None = "auto",
     docker_base_image: str | None = None,
     chief_config: str | MachineConfig = "auto",
@@ -55,7 +55,8 @@ def run(
     Args:
         entry_point: script (.py) or notebook (.ipynb) below the working directory. None: the running notebook (its
             file in VS Code and JupyterLab, elsewhere the cells executed so far), or the running script.
-        requirements_txt: file whose packages are installed in the image; a local job checks that they are there.
+        requirements_txt: file whose packages are installed in the image, or a list of them; a local job checks that
+            they are there.
         distribution_strategy: "auto": ParameterServerStrategy with ps, MultiWorkerMirroredStrategy with workers, else
             MirroredStrategy if the chief has several accelerators, else OneDeviceStrategy (on the CPU where no
             accelerator is asked for). Or "one", "mirrored", "central", "ring", "ps". None: the script makes its own.

@@ -33,8 +33,8 @@ class LocalTarget:
 
     def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
         """Starts the job; it no longer depends on this process. Returns no image, and where it runs."""
-        if plan.request.requirements_txt is not None:
-            check_installed(Path(plan.request.requirements_txt))
+        if (requirements := plan.request.requirements) is not None:
+            check_installed(requirements)
         if plan.entry_point.source is not None:
             (folder / plan.entry_point.path.name).write_text(plan.entry_point.source)
         (folder / ORDER).write_text(json.dumps(_arguments(plan, folder)))

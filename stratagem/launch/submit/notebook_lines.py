@@ -1,4 +1,5 @@
-"""Lines of a notebook that are no Python: ``!command`` becomes subprocess, ``%magic`` is refused. Pure, no I/O."""
+"""Lines of a notebook that are no Python: ``!command`` becomes subprocess, ``%magic`` is refused, but for those that
+serve whoever looks on. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ _SPECIAL = re.compile(
 _HELP = re.compile(r"^\s*(\?{1,2}\s*[\w.*]+|[\w.]+\s*\?{1,2})\s*$")
 _SHELL = re.compile(r"[|&;<>()$`*?\[\]#~\n]|^\s*\w+=")
 """What only a shell understands."""
-_BRACES = re.compile(r"(?<![$\\{])\{([^{}]+)\}")
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)")
+_VALUE = re.compile(r"(?<![$\\{])\{(?P<expression>[^{}]+)\}|(?<!\$)\$(?P<name>[A-Za-z_]\w*)")
+"""Where IPython puts the value of Python code into a command."""
+_FOR_ONLOOKERS = re.compile(r"%(matplotlib|config|autoreload|(re)?load_ext\s+(autoreload|tensorboard)|tensorboard)\b")
+"""Magics that change what a person sees, and no result."""
 NEEDS = "import subprocess as _subprocess"
 """First line of a script with commands."""
 
@@ -49,6 +53,10 @@ def convert_cell(source: str, cell: int, bound: frozenset[str] = frozenset()) ->
             continue
         if special is None:
             raise _refused(cell, at + 1, line, "help is for a person at the keyboard; delete the line")
+        if _FOR_ONLOOKERS.match(line.strip()):
+            done.append(f"{special['indent']}pass  # {line.strip()}")
+            at += 1
+            continue
         if special["mark"].startswith("%"):
             raise _refused(cell, at + 1, line, "a magic works in IPython only; write Python instead, or delete it")
         first, rest = at, special["rest"]
@@ -77,6 +85,9 @@ def bound_names(sources: list[str]) -> frozenset[str]:
         except SyntaxError:
             continue  # reported, with its line, when the whole script is compiled
         found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        found |= {
+            (node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)
+        }
     return frozenset(found)
 
 
@@ -97,16 +108,24 @@ def _is_inside(before: str) -> bool:
 def _call(command: str, cell: int, line: int, bound: frozenset[str], wants_lines: bool) -> str:
     if not command:
         raise _refused(cell, line, "!", "a command is missing after the '!'")
-    for expression in _BRACES.findall(command):
-        if _is_expression(expression):
+    parts, end = [], 0
+    for found in _VALUE.finditer(command):
+        text = found["expression"] or found["name"]
+        names = _names_in(text)
+        if names and names <= bound:  # else it is the shell's, or awk's
+            parts += [repr(command[end : found.start()]), f"str({text})"]
+            end = found.end()
+        elif names is not None and found["expression"]:
             raise _refused(
-                cell, line, f"!{command}", f"IPython would put the value of {{{expression}}} in; call subprocess.run"
+                cell, line, f"!{command}", f"IPython would put the value of {{{text}}} in; call subprocess.run"
             )
     for name in _VARIABLE.findall(command):
         if name in bound:
             raise _refused(
                 cell, line, f"!{command}", f"IPython would put the Python variable {name} in; call subprocess.run"
             )
+    if parts:
+        return _run(f"['/bin/sh', '-c', {' + '.join([*parts, repr(command[end:])])}]", wants_lines)
     if _SHELL.search(command):
         argv = ["/bin/sh", "-c", command]
     else:
@@ -114,17 +133,22 @@ def _call(command: str, cell: int, line: int, bound: frozenset[str], wants_lines
             argv = shlex.split(command)
         except ValueError as error:
             raise _refused(cell, line, f"!{command}", f"the command cannot be read: {error}") from None
+    return _run(repr(argv), wants_lines)
+
+
+def _run(argv: str, wants_lines: bool) -> str:
     if wants_lines:
-        return f"_subprocess.run({argv!r}, check=True, stdout=_subprocess.PIPE, text=True).stdout.splitlines()"
-    return f"_subprocess.run({argv!r}, check=True)"
+        return f"_subprocess.run({argv}, check=True, stdout=_subprocess.PIPE, text=True).stdout.splitlines()"
+    return f"_subprocess.run({argv}, check=True)"
 
 
-def _is_expression(text: str) -> bool:
+def _names_in(text: str) -> set[str] | None:
+    """Names in an expression; None: it is none."""
     try:
-        ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError:
-        return False
-    return True
+        return None
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _refused(cell: int, line: int, text: str, why: str) -> ConfigurationError:

@@ -108,10 +108,10 @@ def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id
         context.check_holds(script, "the script")
     else:
         made[f"project/{script}"] = entry_point.source
-    if request.requirements_txt is not None:
-        path = Path(request.requirements_txt)
-        path_inside(path, root, "requirements_txt")
-        made["requirements.txt"] = path.read_text()
+    if isinstance(request.requirements_txt, str | Path):
+        path_inside(Path(request.requirements_txt), root, "requirements_txt")
+    if (requirements := request.requirements) is not None:
+        made["requirements.txt"] = requirements
     base_image = request.docker_base_image or DEFAULT_BASE_IMAGE
     dockerfile = render_dockerfile(job_id, base_image, script, "requirements.txt" in made, request.labels)
     registry = request.docker_image_bucket_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
@@ -39,7 +39,7 @@ class JobRequest:
     evaluator: bool = False
     staleness: float = math.inf
     entry_point_args: list[str] | tuple[str, ...] | None = None
-    requirements_txt: str | Path | None = None
+    requirements_txt: str | Path | Sequence[str] | None = None
     docker_base_image: str | None = None
     docker_image_bucket_name: str | None = None
     docker_build_network: str | None = None
@@ -63,13 +63,21 @@ class JobRequest:
         self._check_strategy()
         for name in ("chief_config", "worker_config", "ps_config"):
             machine_of(getattr(self, name), name)
-        if self.requirements_txt is not None and not Path(self.requirements_txt).is_file():
+        if isinstance(self.requirements_txt, str | Path) and not Path(self.requirements_txt).is_file():
             raise ConfigurationError(
                 f"expected requirements_txt to be a file, but there is no {self.requirements_txt}; "
                 f"the working directory is {Path.cwd()}"
             )
         check_labels({} if self.job_labels is None else self.job_labels)
         self._check_image()
+
+    @property
+    def requirements(self) -> str | None:
+        """The text of the requirements, a line each."""
+        given = self.requirements_txt
+        if given is None:
+            return None
+        return Path(given).read_text() if isinstance(given, str | Path) else "\n".join([*given, ""])
 
     @property
     def labels(self) -> dict[str, str]:

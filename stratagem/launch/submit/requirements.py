@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from stratagem.errors import ConfigurationError
 
 
-def check_installed(requirements: Path) -> None:
+def check_installed(requirements: str) -> None:
     """Refuses requirements that this Python does not meet: a local job installs nothing.
+
+    Args:
+        requirements: text of a requirements file.
 
     Raises:
         ConfigurationError: names those that are missing.
     """
     missing = []
-    for line in requirements.read_text().splitlines():
+    for line in requirements.splitlines():
         text = line.split(" #")[0].strip()
         if not text or text.startswith(("#", "-")):
             continue
@@ -36,5 +38,5 @@ def check_installed(requirements: Path) -> None:
             missing.append(f"{text} (installed: {version})")
     if missing:
         raise ConfigurationError(
-            f"a local job runs in this Python, which lacks {', '.join(missing)}: pip install -r {requirements}"
+            f"a local job runs in this Python, which lacks {', '.join(missing)}: install it with pip first"
         )

@@ -235,6 +235,26 @@ class NcclAllReduce(_AllReduce):
         return results
 
 
+def cross_device_ops_of(
+    given: CrossDeviceOps | type[CrossDeviceOps] | None, devices: Sequence[torch.device]
+) -> CrossDeviceOps:
+    """What a strategy was given, a class with its defaults; None: the default for the devices.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if given is None:
+        return default_cross_device_ops(devices)
+    if isinstance(given, CrossDeviceOps):
+        return given
+    if isinstance(given, type) and issubclass(given, CrossDeviceOps):
+        return given()
+    raise ConfigurationError(
+        "expected cross_device_ops like sg.ReductionToOneDevice(), sg.HierarchicalCopyAllReduce() or "
+        f"sg.NcclAllReduce(), got {given!r}"
+    )
+
+
 def default_cross_device_ops(devices: Sequence[torch.device]) -> CrossDeviceOps:
     """What a strategy uses when nobody says: NCCL where each replica has a GPU of its own, else one device."""
     distinct = len(set(devices)) == len(devices)

@@ -114,6 +114,7 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["status"], "which job?"),
         (["status", "--chief", "nonsense"], "expected an address"),
         (["run", "--wrokers", "2", "x.py"], "No such option"),
+        (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
         (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
     ],
 )

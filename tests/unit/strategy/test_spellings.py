@@ -69,3 +69,16 @@ def test_names_that_begin_with_experimental() -> None:
     assert module.distribute.experimental.partitioners.MinSizePartitioner is sg.MinSizePartitioner
     with pytest.raises(AttributeError, match="module 'stratagem' has no attribute 'nothing'"):
         _ = module.experimental.nothing
+
+
+@pytest.mark.parametrize("given", [sg.HierarchicalCopyAllReduce, sg.HierarchicalCopyAllReduce()])
+def test_cross_device_ops_may_be_a_class(given: Any) -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"], given)
+    assert float(strategy.reduce(sg.ReduceOp.SUM, strategy.run(lambda: torch.ones(())))) == 2
+    strategy.close()
+
+
+@pytest.mark.parametrize("given", ["nccl", sg.OneDeviceStrategy])
+def test_what_is_no_cross_device_ops_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected cross_device_ops like sg\.ReductionToOneDevice"):
+        sg.MirroredStrategy(["cpu:0", "cpu:1"], given)

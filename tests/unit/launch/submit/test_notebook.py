@@ -36,6 +36,28 @@ def test_commands_run_as_subprocesses_and_python_stays(tmp_path: Path) -> None:
     assert (tmp_path / "made.txt").exists()
 
 
+def test_values_of_python_code_go_into_commands_as_in_ipython(tmp_path: Path) -> None:
+    cells = [
+        "import os.path\nfolder, count = 'a b', 2",
+        "!mkdir '{folder}' && printf %s $count-{count + 1}-$$count-\"'quoted'\"",
+        "found = !ls {os.path.abspath('.')}\nprint(found)",
+    ]
+    out = run(to_script(cells, "n.ipynb"), tmp_path)
+    assert out.startswith("2-3-") and out.endswith("count-'quoted'['a b']\n")  # $$ is the shell's own number
+
+
+def test_magics_for_whoever_looks_on_are_left_out(tmp_path: Path) -> None:
+    magics = [
+        "%matplotlib inline",
+        "%load_ext autoreload",
+        "%autoreload 2",
+        "%config InlineBackend.figure_format = 'x'",
+    ]
+    cells = ["\n".join(magics), "if True:\n    %matplotlib notebook\nprint('done')"]
+    script = to_script(cells, "n.ipynb")
+    assert run(script, tmp_path) == "done\n" and "pass  # %matplotlib inline" in script
+
+
 def test_a_shell_is_used_only_where_the_line_needs_one() -> None:
     script = to_script(["!pip install 'torchmetrics' -q\n!ls | wc -l"], "n.ipynb")
     assert "_subprocess.run(['pip', 'install', 'torchmetrics', '-q'], check=True)" in script
@@ -52,8 +74,8 @@ def test_a_command_that_fails_ends_the_script(tmp_path: Path) -> None:
     ("cells", "words"),
     [
         (
-            ["x = 1", "y = 2\n%matplotlib inline"],
-            "line 2 of the notebook cannot run in a job: '%matplotlib inline'",
+            ["x = 1", "y = 2\n%cd data"],
+            "line 2 of the notebook cannot run in a job: '%cd data'",
         ),
         (["%%time\nx = 1"], "cell 1, line 1"),
         (["t = %timeit -o 1"], "cell 1, line 1"),
@@ -61,7 +83,8 @@ def test_a_command_that_fails_ends_the_script(tmp_path: Path) -> None:
         (["??len"], "cell 1, line 1"),
         (["a = 1\n!"], "a command is missing"),
         (["!echo {x + 1}"], "the value of {x + 1}"),
-        (["name = 'a'", "!echo $name"], "Python variable name"),
+        (["name = 'a'", "!echo ${name}"], "Python variable name"),
+        (["!awk '{print}' rows.csv"], "the value of {print}"),
         (["!echo 'open"], "cannot be read"),
         (["1", "\nget_ipython().system('ls')"], "cell 2, line 2"),
         (["x = 1", "y = (\n  1 +\n"], "cell 2, line"),

@@ -57,6 +57,11 @@ def test_the_dockerfile_has_what_was_asked_for(tmp_path: Path) -> None:
     assert base is not None and "FROM stratagem:latest\n" in base.dockerfile and not base.pushed
 
 
+def test_requirements_may_be_a_list() -> None:
+    assert JobRequest(requirements_txt=["einops", "rich>=13"]).requirements == "einops\nrich>=13\n"
+    assert JobRequest().requirements is None
+
+
 def test_a_script_made_from_a_notebook_goes_where_it_would_stand(tmp_path: Path) -> None:
     plan = make_plan(JobRequest(target="compose"), EntryPoint(tmp_path / "a" / "n.ipynb.py", "print(2)\n"), tmp_path)
     assert plan.image is not None and plan.image.made["project/a/n.ipynb.py"] == "print(2)\n"
