@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.plan import OF_ONE_TASK, Launch
 from stratagem.launch.processes import Child, OwnChild, guarded
 
-ANSWER_S = 10.0
-"""Seconds in which a fork server that is ready must have forked."""
+ANSWER_S = 30.0
+"""Seconds in which a fork server that is ready must have forked; one that has not is ended, and whom it forked too."""
 
 
 class ForkServer:
@@ -74,15 +75,18 @@ class ForkServer:
         """Starts a task: forked where that is the same as a Python of its own, else so."""
         if self.is_lost or self.is_loading or not self._is_alike(launch):
             return OwnChild(launch, stdout, stderr)
+        deadline = time.monotonic() + ANSWER_S
         try:
             self._send({"command": launch.command, "environ": launch.environ}, [stdout, stderr])
-            while not self._forked and not self.is_lost:
-                self.receive(ANSWER_S)
-        except (OSError, TimeoutError):
-            self.is_lost = True
-        if not self._forked:
-            return OwnChild(launch, stdout, stderr)
-        return _ForkedChild(self, self._forked.pop())
+            while not self._forked and not self.is_lost and (left_s := deadline - time.monotonic()) > 0:
+                self.receive(left_s)
+        except OSError:
+            pass
+        if self._forked:
+            return _ForkedChild(self, self._forked.pop())
+        self._process.kill()
+        self.is_lost = True
+        return OwnChild(launch, stdout, stderr)
 
     def code_of(self, pid: int) -> int | None:
         """The exit code of a child that has ended."""
