@@ -18,6 +18,7 @@ from stratagem.worker.ps_client import PendingCall, PsClient
 from stratagem.worker.row_gradients import PendingRows, RowGradient
 from stratagem.worker.row_placement import Numbers, RowPlacement
 from stratagem.worker.step_meter import StepMeter
+from stratagem.worker.table_handle import LOAD, TableHandle
 from stratagem.worker.variables import INITIAL_WAIT_S, Attached
 
 PULL_BYTES = 32 << 20
@@ -69,10 +70,23 @@ class RemoteTable:
         self.num_rows = num_rows
         self.width = width
         self._initial = initial
-        self.handle = torch.nn.Parameter(torch.empty((num_rows, width), dtype=dtype, device="meta"))
+        self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
         self._pending = PendingRows(self.handle)
         self._link: TableLink | None = None
+
+    def begin_with(self, initial: ps_pb2.InitialRows) -> None:
+        """Chooses other initial values.
+
+        Raises:
+            ConfigurationError: the rows have their values.
+        """
+        if self._link is not None:
+            raise ConfigurationError(
+                "initial values of a table are chosen before strategy.prepare: by now its rows have theirs. To give it "
+                f"others, on every worker:\n    {LOAD}"
+            )
+        self._initial = initial
 
     @property
     def is_linked(self) -> bool:
@@ -88,7 +102,8 @@ class RemoteTable:
         """
         if self._link is None:
             raise ConfigurationError(
-                "this table has no rows yet: give its model to strategy.prepare(model, optimizer) first"
+                "this table has no rows yet: give its model to strategy.prepare(model, optimizer) first. Values "
+                f"are loaded after that, on every worker:\n    {LOAD}"
             )
         return self._link
 

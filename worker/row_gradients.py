@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from stratagem.worker.row_placement import Numbers, RowPlacement
+from stratagem.worker.table_handle import TableGradient
 
 NUMBER_BYTES = 8
 
@@ -53,7 +54,7 @@ class PendingRows:
         """A backward has reached the table. Takes ``values`` over."""
         if not self._is_current():
             self._parts.clear()
-            self._mark = torch.empty_like(self._handle)
+            self._mark = torch.empty_like(self._handle).as_subclass(TableGradient)
             self._handle.grad = self._mark
             self._version = self._mark._version
         self._parts.append(RowGradient(numbers, values.to("cpu", self._handle.dtype).contiguous()))

@@ -27,6 +27,13 @@ class Embedding(nn.Embedding):
         num_embeddings: rows.
         embedding_dim: elements of a row.
         padding_idx: a row that is zero at first and gets no gradient.
+        max_norm: as in torch; not on parameter servers.
+        norm_type: of ``max_norm``.
+        scale_grad_by_freq: as in torch: divides the gradient of a row by how often the batch has it.
+        sparse: True: its gradients are.
+        _weight: values of all rows; not on parameter servers. As in torch, ``from_pretrained`` gives it.
+        _freeze: whether the table is not trained.
+        device: of the table; on parameter servers rows come to the device of the ids.
         dtype: None: torch's default dtype.
         init: initial values: ``sg.nn.Normal``, ``Uniform`` or ``Constant``.
         seed: of the initial values; None: drawn from torch's generator. The lead's counts.
@@ -45,25 +52,56 @@ class Embedding(nn.Embedding):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        padding_idx = checked_padding(num_embeddings, embedding_dim, padding_idx)
-        initial = initial_rows(init, seed, padding_idx)
+        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
+        check_sparse(sparse)
         super().__init__(
             num_embeddings,
             embedding_dim,
             padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
             sparse=True,
-            _weight=torch.empty(num_embeddings, embedding_dim, dtype=dtype),
+            _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
+            _freeze=_freeze,
         )
-        fill(self.weight, initial)
+        if _weight is None:
+            fill(self.weight, initial_rows(init, seed, padding_idx))
+
+    @classmethod
+    def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.nn.Embedding.from_pretrained``: a table with these rows, not trained unless ``freeze=False``.
+
+        Raises:
+            ConfigurationError: in the scope of a strategy with parameter servers; says how rows get there.
+        """
+        make: Any = super().from_pretrained
+        return make(embeddings, freeze, *args, **{"sparse": True, **kwargs})
 
     def export_form(self) -> nn.Embedding:
         """A plain ``nn.Embedding`` with a copy of all rows."""
-        weight = self.whole_weight()
-        return nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, sparse=True, _weight=weight)
+        return nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            sparse=True,
+            _weight=self.whole_weight(),
+        )
 
     def whole_weight(self) -> torch.Tensor:
         """A copy of all rows, ``(num_embeddings, embedding_dim)``."""
@@ -78,35 +116,81 @@ class RemoteEmbedding(RemoteRows, Embedding):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = checked_padding(num_embeddings, embedding_dim, padding_idx)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, True
-        self.build(dtype or torch.get_default_dtype(), initial_rows(init, seed, self.padding_idx))
+        self.padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
+        check_sparse(sparse)
+        self.check_remote(max_norm, _weight)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
+        self.build(dtype or torch.get_default_dtype(), initial_rows(init, seed, self.padding_idx), _freeze)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ids of any shape: ``(*input.shape, embedding_dim)``."""
         rows, place, padding = self.batch_rows(input)
-        return functional.embedding(place, rows, padding)
+        return functional.embedding(place, rows, padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
-def checked_padding(num_embeddings: int, embedding_dim: int, padding_idx: int | None) -> int | None:
+def checked_sizes(
+    num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None
+) -> int | None:
     """``padding_idx`` counted from the beginning.
 
     Raises:
-        ConfigurationError: sizes below 1, or a padding that is no row.
+        ConfigurationError: sizes below 1, more than torch can describe, or a padding that is no row.
     """
     if num_embeddings < 1 or embedding_dim < 1:
         raise ConfigurationError(
             f"expected a table of at least one row and element, got {num_embeddings} x {embedding_dim}"
+        )
+    row_bytes = embedding_dim * (dtype or torch.get_default_dtype()).itemsize
+    if num_embeddings * row_bytes >= 1 << 63:
+        raise ConfigurationError(
+            f"expected a table of less than 2**63 bytes, got {num_embeddings} rows of {row_bytes} bytes: at most "
+            f"{((1 << 63) - 1) // row_bytes} of this width, and no more than memory holds; hash ids to fewer rows"
         )
     if padding_idx is None:
         return None
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ConfigurationError(f"expected a padding_idx within {num_embeddings} rows, got {padding_idx}")
     return padding_idx % num_embeddings
+
+
+def check_sparse(sparse: bool) -> None:
+    """Refuses a table with dense gradients."""
+    if not sparse:
+        raise ConfigurationError(
+            "the gradients of sg.nn.Embedding and EmbeddingBag are sparse: leave sparse= out, or use torch.nn's layer, "
+            "whose whole gradient travels"
+        )
+
+
+def own_weight(
+    num_embeddings: int,
+    embedding_dim: int,
+    weight: torch.Tensor | None,
+    device: torch.device | str | int | None,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The weight of a table of this process: what was given, or memory to be filled.
+
+    Raises:
+        ConfigurationError: what was given is of another shape.
+    """
+    if weight is None:
+        return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
+    if tuple(weight.shape) != (num_embeddings, embedding_dim):
+        raise ConfigurationError(f"expected rows of shape {[num_embeddings, embedding_dim]}, got {list(weight.shape)}")
+    return weight.to(device=device, dtype=dtype)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
-from stratagem.nn.embedding import checked_padding
+from stratagem.nn.embedding import check_sparse, checked_sizes, own_weight
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows
 from stratagem.strategy.base import current_strategy
@@ -23,8 +23,15 @@ class EmbeddingBag(nn.EmbeddingBag):
     Args:
         num_embeddings: rows.
         embedding_dim: elements of a row.
+        max_norm: as in torch; not on parameter servers.
+        norm_type: of ``max_norm``.
+        scale_grad_by_freq: as in torch; on parameter servers alone, as torch has no such sparse gradient.
         mode: "sum" or "mean" of the rows of a bag.
+        sparse: True: its gradients are.
+        _weight: values of all rows; not on parameter servers. As in torch, ``from_pretrained`` gives it.
+        include_last_offset: as in torch: the last offset is the number of ids.
         padding_idx: a row that is left out of every bag.
+        device: of the table; on parameter servers rows come to the device of the ids.
         dtype: None: torch's default dtype.
         init: initial values: ``sg.nn.Normal``, ``Uniform`` or ``Constant``.
         seed: of the initial values; None: drawn from torch's generator. The lead's counts.
@@ -42,33 +49,54 @@ class EmbeddingBag(nn.EmbeddingBag):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         mode: Mode = "mean",
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        include_last_offset: bool = False,
         padding_idx: int | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        padding_idx = checked_padding(num_embeddings, embedding_dim, padding_idx)
-        initial = initial_rows(init, seed, padding_idx)
+        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
+        check_sparse(sparse)
         super().__init__(
             num_embeddings,
             embedding_dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
             mode=_checked(mode),
-            padding_idx=padding_idx,
             sparse=True,
-            _weight=torch.empty(num_embeddings, embedding_dim, dtype=dtype),
+            _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
         )
-        fill(self.weight, initial)
+        if _weight is None:
+            fill(self.weight, initial_rows(init, seed, padding_idx))
+
+    @classmethod
+    def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.nn.EmbeddingBag.from_pretrained``; see :meth:`Embedding.from_pretrained`."""
+        return super().from_pretrained(embeddings, freeze, *args, **{"sparse": True, **kwargs})
 
     def export_form(self) -> nn.EmbeddingBag:
         """A plain ``nn.EmbeddingBag`` with a copy of all rows."""
-        weight = self.whole_weight()
         return nn.EmbeddingBag(
             self.num_embeddings,
             self.embedding_dim,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
             mode=self.mode,
             sparse=True,
-            _weight=weight,
+            _weight=self.whole_weight(),
+            include_last_offset=self.include_last_offset,
             padding_idx=self.padding_idx,
         )
 
@@ -84,17 +112,27 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         mode: Mode = "mean",
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        include_last_offset: bool = False,
         padding_idx: int | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, _checked(mode)
-        self.padding_idx = checked_padding(num_embeddings, embedding_dim, padding_idx)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, True
-        self.include_last_offset = False
+        self.padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
+        check_sparse(sparse)
+        self.check_remote(max_norm, _weight)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
+        self.include_last_offset = include_last_offset
         self.build(dtype or torch.get_default_dtype(), initial_rows(init, seed, self.padding_idx))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
@@ -109,7 +147,14 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         if not len(rows):  # no bag, or empty ones: torch wants a table of one row at least
             rows = rows.new_zeros(1, self.embedding_dim)
         return functional.embedding_bag(
-            place, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights, padding_idx=padding
+            place,
+            rows,
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
         )
 
 

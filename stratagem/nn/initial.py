@@ -40,18 +40,21 @@ _NORMAL, _UNIFORM = ps_pb2.InitialRows.NORMAL, ps_pb2.InitialRows.UNIFORM
 _WIRE = {"normal": _NORMAL, "uniform": _UNIFORM, "constant": ps_pb2.InitialRows.CONSTANT}
 
 
-def initial_rows(init: Init, seed: int | None, zero_row: int | None) -> InitialRows:
+def initial_rows(
+    init: Init, seed: int | None, zero_row: int | None, generator: torch.Generator | None = None
+) -> InitialRows:
     """What makes the rows.
 
     Args:
         init: their distribution.
         seed: of the random numbers; None: drawn from torch's generator, as torch's own layers draw their weights.
         zero_row: a row that is zero.
+        generator: that the seed is drawn from; None: torch's own.
 
     Raises:
         ConfigurationError: no distribution of this module, bounds in the wrong order, a seed out of range.
     """
-    drawn = int(torch.randint(1 << 62, (), device="cpu").item()) if seed is None else seed
+    drawn = int(torch.randint(1 << 62, (), device="cpu", generator=generator).item()) if seed is None else seed
     if not 0 <= drawn < 1 << 64:
         raise ConfigurationError(f"expected a seed of at least 0 and below 2**64, got {drawn}")
     if isinstance(init, Normal) and math.isfinite(init.mean) and 0 <= init.std < math.inf:

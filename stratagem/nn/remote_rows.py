@@ -10,14 +10,10 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.nn.initial import to_wire
-from stratagem.ps.row_values import InitialRows
+from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows, to_wire
+from stratagem.ps.row_values import Distribution, InitialRows
 from stratagem.worker.remote_table import RemoteTable
-
-_ADVICE = (
-    "the weight of this table lives on the parameter servers and may be larger than this worker's memory: call the "
-    "layer to get rows, export_form() to get all of it, sg.Checkpoint to save it"
-)
+from stratagem.worker.table_handle import LOAD
 
 
 class RemoteRows(nn.Module):
@@ -32,18 +28,42 @@ class RemoteRows(nn.Module):
     padding_idx: int | None
     remote_table: RemoteTable
 
-    def build(self, dtype: torch.dtype, initial: InitialRows) -> None:
+    def check_remote(self, max_norm: float | None, weight: torch.Tensor | None) -> None:
+        """Refuses arguments of torch's layers that a table on parameter servers cannot have."""
+        if max_norm is not None:
+            raise ConfigurationError(
+                "max_norm= writes rows in forward(), and those of parameter servers change in optimizer.step() alone: "
+                "leave it out, and use torch.nn.functional.normalize(layer(ids), dim=-1) or clip_norm= of prepare"
+            )
+        if weight is not None:
+            raise ConfigurationError(
+                "rows of a table on parameter servers that are there already (from_pretrained, _weight=) are given "
+                f"after strategy.prepare, on every worker, also from a file in pieces (torch.load(path, mmap=True)):\n"
+                f"    {LOAD}"
+            )
+
+    def build(self, dtype: torch.dtype, initial: InitialRows, freeze: bool = False) -> None:
         """In the place of the constructor of the class in ``torch.nn``."""
         self.remote_table = RemoteTable(self.num_embeddings, self.embedding_dim, dtype, to_wire(initial))
         self._parameters["weight"] = self.remote_table.handle
+        self.remote_table.handle.requires_grad_(not freeze)
+        self.remote_table.handle.begin_with = self._begin_with
 
     @property
     def weight(self) -> Any:
-        raise ConfigurationError(_ADVICE)
+        """What stands for the table: its form, and no values."""
+        return self.remote_table.handle
 
     @weight.setter
     def weight(self, value: Any) -> None:
-        raise ConfigurationError(_ADVICE)
+        self.remote_table.handle.refuse("replacing")
+
+    def _begin_with(
+        self, distribution: Distribution, first: float, second: float, generator: torch.Generator | None
+    ) -> None:
+        """As torch fills a weight: the padding row too."""
+        init = {"normal": Normal, "uniform": Uniform}.get(distribution, lambda value, _: Constant(value))(first, second)
+        self.remote_table.begin_with(to_wire(initial_rows(init, None, None, generator)))
 
     def batch_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The rows that a batch uses, each once.
@@ -103,7 +123,7 @@ class RemoteRows(nn.Module):
         value = state_dict.get(key)
         if value is None:
             missing_keys.append(key)
-        elif value.is_meta:
+        elif value.device.type == "meta":
             error_msgs.append(
                 f"{key} has no values: a state_dict does not hold tables of parameter servers. Save and restore "
                 "them with sg.Checkpoint"

@@ -77,7 +77,7 @@ class Servers:
 
 def place_of(tensor: torch.Tensor) -> Place:
     """What tells tensors of a script apart, also by a ``detach()`` of them."""
-    return id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape
+    return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr(), tensor.shape
 
 
 def servers_of(strategy: Strategy) -> Servers | None:

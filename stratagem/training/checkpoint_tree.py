@@ -121,7 +121,7 @@ class _Encoder:
             ) from None
 
     def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Json:
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
             raise ConfigurationError(
                 f"the state of {self._name} holds a tensor at {'/'.join(path)} that is no plain dense one "
                 f"({value.layout}, {value.dtype}, {value.device}); make it dense in state_dict()"

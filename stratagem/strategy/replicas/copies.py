@@ -173,7 +173,9 @@ def move_original(item: nn.Module, device: torch.device, optimizers: Sequence[to
     """
     before = {id(parameter): parameter.device for parameter in item.parameters()}
     there = torch.empty(0, device=device)
-    if all(one.is_meta or torch._has_compatible_shallow_copy_type(one, there) for one in item.parameters()):
+    if all(
+        one.device.type == "meta" or torch._has_compatible_shallow_copy_type(one, there) for one in item.parameters()
+    ):
         item.to(device)
     else:
         _swap_parameters(item, device)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,13 +98,13 @@ def test_a_remote_table_has_no_memory(remote: Strategy) -> None:
     assert model.to("cpu") is model
     for optimizer in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam):
         optimizer(layer.parameters(), 0.1)
-    assert model.state_dict()["0.weight"].is_meta
+    assert model.state_dict()["0.weight"].device.type == "meta"
 
 
 def test_what_a_remote_table_cannot_do_says_what_can_be_done(remote: Strategy) -> None:
     layer = sg.nn.Embedding(20, 4)
     with pytest.raises(ConfigurationError, match=r"export_form\(\).*sg\.Checkpoint"):
-        _ = layer.weight
+        _ = layer.weight[1]
     with pytest.raises(ConfigurationError, match=r"strategy\.prepare"):
         layer(torch.tensor([1]))
     with pytest.raises(ConfigurationError, match=r"dtype=torch\.float64"):
@@ -121,3 +124,110 @@ def test_a_class_of_ones_own_stays_here(remote: Strategy) -> None:
     layer = Own(20, 4)
     assert not isinstance(layer, RemoteEmbedding) and layer.weight.shape == (20, 4)
     assert not isinstance(copy.deepcopy(layer), RemoteEmbedding)
+
+
+def remote_model() -> Any:
+    with Remote().scope():
+        return nn.Sequential(sg.nn.Embedding(10, 4, seed=1), nn.Linear(4, 2))
+
+
+def test_rows_that_are_not_here_are_neither_saved_nor_copied() -> None:
+    model = remote_model()
+    weight = model[0].weight
+    assert (weight.shape, weight.dtype, sum(each.numel() for each in model.parameters())) == (
+        (10, 4),
+        torch.float32,
+        50,
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.save(model.state_dict(), io.BytesIO()),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: copy.deepcopy(model),
+        lambda: torch.optim.swa_utils.AveragedModel(model),
+        lambda: {name: value.clone() for name, value in model.state_dict().items()},
+        lambda: weight.data.copy_(torch.ones(10, 4)),
+        lambda: weight.norm(),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match=r"export_form\(\).*sg.Checkpoint"):
+            call()
+
+
+def test_the_gradient_of_a_table_is_clipped_by_prepare() -> None:
+    model = remote_model()
+    table = model[0].remote_table
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.SparseAdam([table.handle], 0.1)]
+    for optimizer, to_none in itertools.product(optimizers, (True, False)):
+        table._pending.add(np.arange(2), torch.ones(2, 4))
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with pytest.raises(ConfigurationError, match=r"strategy.prepare\(..., clip_norm=\)"):
+                clip(model.parameters(), 1.0)
+        assert table.gradient() is not None
+        optimizer.zero_grad(set_to_none=to_none)
+        assert table.gradient() is None
+
+
+@pytest.mark.parametrize(
+    ("choose", "expected"),
+    [
+        (lambda weight: nn.init.normal_(weight, std=0.5), ("NORMAL", 0.0, 0.5)),
+        (lambda weight: weight.data.normal_(1.0, 0.5), ("NORMAL", 1.0, 0.5)),
+        (lambda weight: nn.init.uniform_(weight, -2, 3), ("UNIFORM", -2.0, 3.0)),
+        (lambda weight: weight.data.uniform_(-2, 3), ("UNIFORM", -2.0, 3.0)),
+        (lambda weight: nn.init.xavier_uniform_(weight), ("UNIFORM", -((6 / 14) ** 0.5), (6 / 14) ** 0.5)),
+        (lambda weight: nn.init.kaiming_normal_(weight), ("NORMAL", 0.0, 0.5**0.5)),
+        (lambda weight: nn.init.constant_(weight, 3), ("CONSTANT", 3.0, 0.0)),
+        (lambda weight: nn.init.zeros_(weight), ("CONSTANT", 0.0, 0.0)),
+        (lambda weight: nn.init.ones_(weight), ("CONSTANT", 1.0, 0.0)),
+    ],
+)
+def test_functions_of_torch_choose_initial_values(
+    choose: Callable[[Any], Any], expected: tuple[str, float, float]
+) -> None:
+    layer = remote_model()[0]
+    choose(layer.weight)
+    initial = layer.remote_table._initial
+    name = type(initial).Distribution.Name(initial.distribution)
+    assert (name, initial.first, initial.second) == (expected[0], *map(pytest.approx, expected[1:]))
+
+
+@pytest.mark.parametrize("function", [nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_uniform_])
+def test_initial_values_that_a_ps_cannot_make_are_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"init=sg.nn.Normal\(std=0.02\)"):
+        function(remote_model()[0].weight)
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
+    rows, ids = torch.randn(10, 4), torch.tensor([1, 2, 2, 5])
+    with (Remote() if is_remote else Strategy()).scope():
+        bag = sg.nn.EmbeddingBag(10, 4, include_last_offset=True, sparse=True, device="cpu", dtype=torch.float64)
+        assert bag.include_last_offset and sg.nn.Embedding(10, 4, scale_grad_by_freq=True).scale_grad_by_freq
+        for layer in BUILDERS:
+            with pytest.raises(ConfigurationError, match="leave sparse= out"):
+                layer(10, 4, sparse=False)
+            with pytest.raises(ConfigurationError, match=r"less than 2\*\*63 bytes.*at most"):
+                layer(2**62, 4)
+        with pytest.raises(ConfigurationError, match="'max'"):
+            sg.nn.EmbeddingBag(10, 4, mode="max")  # type: ignore[arg-type]
+        if is_remote:
+            for refused in (
+                lambda: sg.nn.Embedding.from_pretrained(rows),
+                lambda: sg.nn.EmbeddingBag(10, 4, _weight=rows),
+            ):
+                with pytest.raises(ConfigurationError, match=r"strategy.load_once\(lambda: layer.load_state_dict"):
+                    refused()
+            with pytest.raises(ConfigurationError, match="max_norm= writes rows"):
+                sg.nn.Embedding(10, 4, max_norm=1.0)
+            return
+    table = sg.nn.Embedding.from_pretrained(rows, padding_idx=2, max_norm=1.0)
+    assert type(table) is sg.nn.Embedding and table.sparse and not table.weight.requires_grad
+    plain = nn.Embedding.from_pretrained(rows.clone(), padding_idx=2, max_norm=1.0)
+    assert torch.equal(table(ids), plain(ids)) and torch.equal(table.export_form()(ids), plain(ids))
+    bags = sg.nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", include_last_offset=True)
+    flat = nn.EmbeddingBag.from_pretrained(rows, mode="sum", include_last_offset=True)
+    offsets = torch.tensor([0, 1, 4])
+    assert torch.equal(bags(ids, offsets), flat(ids, offsets)) and bags(ids, offsets).shape == (2, 4)
+    assert torch.equal(bags.export_form()(ids, offsets), flat(ids, offsets))
+    with pytest.raises(ConfigurationError, match=r"expected rows of shape \[3, 4\]"):
+        sg.nn.Embedding(3, 4, _weight=rows)
