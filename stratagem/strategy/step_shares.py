@@ -58,6 +58,11 @@ class StepShares:
         """Whether a local replica has none of the examples of the step."""
         return self._now is not None and not self._now.num_examples[replica]
 
+    @property
+    def are_told(self) -> bool:
+        """Whether the step is run on a batch of a distributed dataset."""
+        return self._now is not None
+
     def weight(self, replica: int, gradients: Literal["mean", "sum"]) -> Weight:
         """Of the gradient of a local replica."""
         told = self._set[replica]

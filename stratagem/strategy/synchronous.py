@@ -183,6 +183,7 @@ class SynchronousStrategy(Strategy):
             if reducer is not None:
                 own.register_step_pre_hook(functools.partial(_refuse_local_gradients, reducer))
                 own.register_step_post_hook(functools.partial(_committed, reducer, group))
+            own.register_step_post_hook(functools.partial(self._stepped, replica))
 
     def _make_reducer(
         self,
@@ -240,6 +241,17 @@ class SynchronousStrategy(Strategy):
             raise foreign("called backward() on a loss", here, replica)
         refuse_divided(preparation)
         return self._shares.weight(replica, preparation.gradients)
+
+    def _stepped(self, replica: int, *_: Any) -> None:
+        """A step of an optimizer; where no dataset counts the steps of the loop, it is one of the job."""
+        if self._shares.are_told:
+            return
+        own = list(self._local.communicators[replica : replica + 1])
+        if replica == 0:
+            self._meter.step_done(0)
+            own += [self.communicator] if self.communicator is not None and self.communicator not in own else []
+        for communicator in own:
+            communicator.step += 1
 
     def _skipped(self, replica: int) -> None:
         self._meter.skipped += replica == 0  # all skip it

@@ -1,0 +1,50 @@
+"""Loops that give `run` plain arguments: their steps are counted too, for errors and summaries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import CollectiveError
+
+
+def test_errors_say_the_step() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def step(inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step, args=(torch.ones(4, 2),))
+
+    def part() -> None:
+        context = sg.get_replica_context()
+        assert context is not None
+        if context.replica_id_in_sync_group:
+            context.all_gather(torch.ones(1), 0)
+        else:
+            model(torch.ones(4, 2)).sum().backward()
+
+    with pytest.raises(CollectiveError, match="step 3, collective"):
+        strategy.run(part)
+    assert strategy._meter.steps == 3
+    strategy.close()
+
+
+def test_batches_of_a_dataset_are_counted_once() -> None:
+    strategy = sg.OneDeviceStrategy()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def step(inputs: torch.Tensor) -> None:
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset([torch.ones(4, 2)] * 5):
+        strategy.run(step, args=(batch,))
+    assert (strategy._meter.steps, strategy._meter.examples) == (5, 20)
