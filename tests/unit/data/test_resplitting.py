@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.cluster.units import Plan
 from stratagem.data.dealing import Dealing, cut
-from stratagem.data.distribute import distribute
+from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import Placement, StepShare
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.values import PerReplica
-from tests.unit.data.reading import CPU, Numbers, Shares, Stream, batches, epoch, on_workers, steps_of
+from tests.unit.data.reading import CPU, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of
 
 NUMBERS = [
     (6, 4, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
@@ -269,3 +269,20 @@ def test_a_newer_pass_ends_an_older_one() -> None:
     next(newer)
     with pytest.raises(ConfigurationError, match="newer"):
         next(older)
+
+
+def test_the_form_of_a_batch_is_learned_when_the_first_data_come() -> None:
+    class Late:
+        def __init__(self, worker: int) -> None:
+            self._worker = worker
+            self._num_passes = 0
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            self._num_passes += 1
+            return iter([torch.arange(2)] if self._num_passes > 1 and self._worker == 0 else [])
+
+    def work(placement: Placement) -> list[Steps]:
+        dataset = distribute_from_function(lambda context: Late(context.input_pipeline_id), placement=placement)
+        return [steps_of(dataset), steps_of(dataset)]
+
+    assert on_workers(2, work) == [[[], [[[0, 1]]]], [[], [[[]]]]]

@@ -1,0 +1,100 @@
+"""Leased data in parts of so many batches: pieces of one pass behind the other, each batch once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from stratagem.chief.lending import Lending
+from stratagem.chief.lives import Life
+from stratagem.cluster.units import Plan
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.order import epoch_order
+from stratagem.errors import ConfigurationError
+from stratagem.worker.leases import Grant
+from tests.unit.data.reading import CPU, Numbers
+
+WORKER = Life("worker:0", 1)
+
+
+class OneWorker:
+    """A UnitSource of the chief's book itself."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.lending = Lending()
+        self.lending.open_dataset(1, plan)
+        self._place = (0, 0)
+
+    def start_epoch(self, epoch: int, stop: int) -> None:
+        self._place = (epoch, stop)
+
+    def next(self, wait: bool) -> Grant | None:
+        epoch, stop = self._place
+        loans = self.lending.ask(WORKER, 1, epoch, [*self.lending.epoch(1, epoch).held_by(WORKER)], 1, [WORKER], stop)
+        return Grant(loans.loans[0].unit, loans.loans[0].num_examples) if loans.loans else None
+
+    def holds(self, grant: Grant) -> bool:
+        return True
+
+    def begin(self, grant: Grant, batch: Any) -> None:
+        """The batch is trained on."""
+
+    def done(self, grant: Grant) -> None:
+        self.lending.accept(WORKER, 1, grant.unit.epoch, [grant.unit.index])
+
+    def end_epoch(self) -> None:
+        assert not self.lending.num_held(WORKER)
+
+    def leave(self) -> None:
+        self.lending.give_back(WORKER, self.lending.leave(WORKER, 1, self._place[0]).returned)
+
+
+def leased(num_examples: int, batch_size: int, shuffle: bool = False) -> tuple[DistributedDataset, OneWorker]:
+    plan = Plan(num_examples, batch_size, shuffle=shuffle, seed=7)
+    source = OneWorker(plan)
+    loader = DataLoader(Numbers(num_examples), batch_size)
+    return DistributedDataset(loader, plan, 1, source, CPU), source
+
+
+@given(
+    num_examples=st.integers(0, 12), batch_size=st.integers(1, 5), num_batches=st.integers(1, 9), shuffle=st.booleans()
+)
+def test_parts_are_pieces_of_passes(num_examples: int, batch_size: int, num_batches: int, shuffle: bool) -> None:
+    dataset, source = leased(num_examples, batch_size, shuffle)
+    found = [[batch.tolist() for batch in part] for part in itertools.islice(dataset.parts(num_batches), 4)]
+    orders = (epoch_order(num_examples, shuffle, 7, 1, epoch) for epoch in itertools.count())
+    passes = (batch.tolist() for order in orders for batch in order.split(batch_size))
+    if num_examples:
+        assert found == [list(itertools.islice(passes, num_batches)) for _ in range(4)]
+        assert source.lending.examples_accepted == sum(len(batch) for part in found for batch in part)
+    else:
+        assert found == [[]] * 4
+
+
+def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
+    dataset, source = leased(8, 2)
+    closed = iter(dataset)
+    next(closed)
+    assert source.lending.num_held(WORKER) == 1
+    closed.close()  # type: ignore[attr-defined]  # a generator
+    assert source.lending.num_held(WORKER) == 0
+    older = iter(dataset)
+    next(older)
+    part = next(dataset.parts(3))
+    assert next(part).tolist() == [0, 1]
+    assert [str(unit) for unit in source.lending.held(WORKER)] == ["unit 1/2/0"]
+    with pytest.raises(ConfigurationError, match="newer iter"):
+        next(older)
+    assert [batch.tolist() for batch in part] == [[2, 3], [4, 5]]
+    with contextlib.suppress(RuntimeError):
+        for _ in dataset:
+            raise RuntimeError
+    assert source.lending.num_held(WORKER) == 0
+    assert torch.equal(dataset.first_example(), torch.tensor([0]))
