@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import pydantic
 
 from stratagem.chief.fleet import Connect
-from stratagem.chief.job import Job
+from stratagem.chief.job import ChiefJob
 from stratagem.chief.lives import Life
-from stratagem.chief.ps_clients import PsClient
+from stratagem.chief.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.wire import progress_from_proto
 from stratagem.cluster.config import ChiefConfig
@@ -57,7 +57,7 @@ def run(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = F
 async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False) -> int:
     """As :func:`run`, inside an event loop."""
     security = security_of(config)
-    job = Job(config, lambda chief_epoch: _connector(config, chief_epoch, security))
+    job = ChiefJob(config, lambda chief_epoch: _connector(config, chief_epoch, security))
     server = await serve_aio(
         config.bind,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
@@ -83,7 +83,7 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
         return await job.run()
 
 
-def _serve_metrics(config: ChiefConfig, job: Job, security: Security) -> MetricsServer:
+def _serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> MetricsServer:
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigurationError("metrics_bind needs the package prometheus-client: pip install 'stratagem[metrics]'")
     from stratagem.chief.metrics import families
@@ -98,15 +98,15 @@ def _serve_metrics(config: ChiefConfig, job: Job, security: Security) -> Metrics
     return server
 
 
-def _on_input(job: Job) -> None:
+def _on_input(job: ChiefJob) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         job.stop(1, "the process that started the chief is gone")
 
 
 def _connector(config: ChiefConfig, chief_epoch: int, security: Security) -> Connect:
-    def connect(life: Life, address: str) -> PsClient:
-        return PsClient(life, address, chief=config.task, chief_epoch=chief_epoch, security=security)
+    def connect(life: Life, address: str) -> ChiefPsClient:
+        return ChiefPsClient(life, address, chief=config.task, chief_epoch=chief_epoch, security=security)
 
     return connect
 

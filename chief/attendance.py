@@ -20,7 +20,7 @@ from stratagem.chief.sessions import (
     Release,
     Session,
     Sessions,
-    State,
+    SessionState,
     StopJob,
 )
 from stratagem.chief.status import member_of
@@ -203,7 +203,7 @@ class Attendance:
                 logger.log(logging.INFO if self._sessions.stopping else logging.WARNING, "%s", action.reason)
         for session in self._sessions.tasks.values():
             history = self._journal.history
-            if session.state is State.DONE and history.live.get(str(session.task)) == session.incarnation:
+            if session.state is SessionState.DONE and history.live.get(str(session.task)) == session.incarnation:
                 self._write_over(session.life, done=True)
         if self._sessions.ready and not self._journal.history.ready:
             self._journal.write("ready")

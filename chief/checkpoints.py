@@ -32,7 +32,7 @@ _FILE = re.compile(r"\w[\w.-]*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class ServersManifest:
     """What a checkpoint says about itself."""
 
     step: int
@@ -72,7 +72,7 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, value: Mapping[str, Any]) -> ServersManifest:
         """The inverse of :meth:`to_json`.
 
         Raises:
@@ -105,7 +105,7 @@ def _plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class CheckpointDraft:
     """A checkpoint in the making."""
 
     directory: pathlib.Path
@@ -115,7 +115,7 @@ class Draft:
     nonce: str
 
 
-def begin(directory: str, step: int, chief_epoch: int) -> Draft:
+def begin(directory: str, step: int, chief_epoch: int) -> CheckpointDraft:
     """Makes the directory that the ps write into, with a nonce that proves that they see the same file system.
 
     Raises:
@@ -132,10 +132,10 @@ def begin(directory: str, step: int, chief_epoch: int) -> Draft:
             f"cannot make a checkpoint in {parent} ({error.strerror}); "
             "give a directory that the chief and every ps can write"
         ) from None
-    return Draft(parent, path, nonce)
+    return CheckpointDraft(parent, path, nonce)
 
 
-def commit(draft: Draft, manifest: Manifest) -> pathlib.Path:
+def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
     """Makes a draft a checkpoint by one rename; returns its path.
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed.
@@ -176,7 +176,7 @@ def commit(draft: Draft, manifest: Manifest) -> pathlib.Path:
     return target
 
 
-def discard(draft: Draft) -> None:
+def discard(draft: CheckpointDraft) -> None:
     """Removes a draft that will not be committed."""
     shutil.rmtree(draft.path, ignore_errors=True)
 
@@ -189,10 +189,10 @@ def sweep(directory: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def read(path: pathlib.Path) -> Manifest | None:
+def read(path: pathlib.Path) -> ServersManifest | None:
     """The manifest of a checkpoint; None when it is not complete."""
     try:
-        return Manifest.from_json(read_content(path))
+        return ServersManifest.from_json(read_content(path))
     except UNREADABLE:
         return None
 
@@ -208,7 +208,7 @@ def is_whole(path: pathlib.Path) -> bool:
         return False
 
 
-def scan_all(directory: str) -> list[tuple[pathlib.Path, int, Manifest | None]]:
+def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | None]]:
     """Newest first, what is or was a checkpoint: path, step and manifest; without one that can be read, by its name."""
     found = []
     for path in pathlib.Path(directory).absolute().glob(f"step-*/{MANIFEST}"):
@@ -219,12 +219,12 @@ def scan_all(directory: str) -> list[tuple[pathlib.Path, int, Manifest | None]]:
     return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def scan(directory: str) -> list[tuple[pathlib.Path, Manifest]]:
+def scan(directory: str) -> list[tuple[pathlib.Path, ServersManifest]]:
     """Complete checkpoints, oldest (step, chief epoch) first."""
     return [(path, manifest) for path, _, manifest in reversed(scan_all(directory)) if manifest is not None]
 
 
-def newest(directory: str) -> tuple[pathlib.Path, Manifest] | None:
+def newest(directory: str) -> tuple[pathlib.Path, ServersManifest] | None:
     """The complete checkpoint with the highest (step, chief epoch)."""
     return next(reversed(scan(directory)), None)
 
@@ -239,6 +239,6 @@ def prune(directory: str, keep: int) -> list[pathlib.Path]:
     return removed
 
 
-def _digests(manifest: Manifest) -> dict[str, str]:
+def _digests(manifest: ServersManifest) -> dict[str, str]:
     files = [file for files in manifest.files.values() for file in files]
     return {file.name: file.sha256 for file in files if file.name.endswith(".safetensors")}

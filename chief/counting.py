@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from stratagem.chief.agreements import Agreements
 from stratagem.chief.bell import Bell
-from stratagem.chief.evaluations import Evaluation, Evaluations, Versions
+from stratagem.chief.evaluations import Evaluations, RunningEvaluation, Versions
 from stratagem.chief.fleet import Fleet
 from stratagem.chief.journal import Journal
 from stratagem.chief.lending import Lending, Loans
@@ -127,7 +127,7 @@ class Counting:
                 await self._admit(life)
 
     def _report(
-        self, life: Life, name: TallyName, evaluation: Evaluation, attempt: int, deltas: Sequence[Delta]
+        self, life: Life, name: TallyName, evaluation: RunningEvaluation, attempt: int, deltas: Sequence[Delta]
     ) -> None:
         if attempt != evaluation.attempt:
             return
@@ -142,7 +142,7 @@ class Counting:
                 self._keep(delta)
                 self._bell.ring()
 
-    async def _pin(self, name: TallyName, evaluation: Evaluation) -> None:
+    async def _pin(self, name: TallyName, evaluation: RunningEvaluation) -> None:
         """Holds commits and notes of which weights the evaluation is, unless that is so, or it is over."""
         async with self._pinning:
             if evaluation.is_pinned or evaluation.is_proven:
@@ -153,7 +153,7 @@ class Counting:
             self._note(name, evaluation, await self._versions())
             evaluation.is_pinned = True
 
-    async def _prove(self, name: TallyName, evaluation: Evaluation) -> None:
+    async def _prove(self, name: TallyName, evaluation: RunningEvaluation) -> None:
         """Everything is counted: it counts if the weights are what they were."""
         async with self._pinning:
             if evaluation.is_proven:
@@ -163,7 +163,7 @@ class Counting:
                 await self._let_go(evaluation)
         self._bell.ring()
 
-    def _note(self, name: TallyName, evaluation: Evaluation, versions: Versions) -> bool:
+    def _note(self, name: TallyName, evaluation: RunningEvaluation, versions: Versions) -> bool:
         before = evaluation.record
         begins_anew = evaluation.pin(versions)
         if begins_anew:
@@ -179,7 +179,7 @@ class Counting:
             raise PeerUnavailableError(f"an evaluation needs all {self._num_ps} ps; {len(described)} are here now")
         return {life.task: (each.store_epoch, each.step) for life, each in described.items()}
 
-    async def _let_go(self, evaluation: Evaluation) -> None:
+    async def _let_go(self, evaluation: RunningEvaluation) -> None:
         if evaluation.is_held:
             evaluation.is_held = evaluation.is_pinned = False
             # The call that ends an evaluation may be cancelled, the hold has to end all the same.

@@ -47,7 +47,7 @@ def plan_of(num_examples: int, batch_size: int, drop_last: bool) -> Plan:
 
 
 @dataclasses.dataclass
-class Evaluation:
+class RunningEvaluation:
     """One pass over evaluation data."""
 
     plan: Plan
@@ -82,9 +82,9 @@ class Evaluations:
     """The evaluations of a job."""
 
     def __init__(self) -> None:
-        self._all: dict[TallyName, Evaluation] = {}
+        self._all: dict[TallyName, RunningEvaluation] = {}
 
-    def items(self) -> Iterator[tuple[TallyName, Evaluation]]:
+    def items(self) -> Iterator[tuple[TallyName, RunningEvaluation]]:
         """All that were begun."""
         return iter(list(self._all.items()))
 
@@ -99,15 +99,15 @@ class Evaluations:
         """
         indices = range(pin.plan.num_units) if is_settled else [unit.index for unit in counted]
         leases = EpochLeases(pin.plan, UnitBitmap.of(indices))
-        self._all[name] = Evaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_settled)
+        self._all[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_settled)
 
-    def open(self, name: TallyName, plan: Plan) -> Evaluation:
+    def open(self, name: TallyName, plan: Plan) -> RunningEvaluation:
         """The evaluation of a name.
 
         Raises:
             ConfigurationError: it is over other data.
         """
-        known = self._all.setdefault(name, Evaluation(plan, EpochLeases(plan)))
+        known = self._all.setdefault(name, RunningEvaluation(plan, EpochLeases(plan)))
         if known.plan != plan:
             raise ConfigurationError(
                 f"{name} is over {_sizes(known.plan)} in the job and over {_sizes(plan)} here. Every worker must "

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from stratagem.chief.lives import Life
-from stratagem.chief.servers import Description, Server
+from stratagem.chief.servers import Server, ServerDescription
 from stratagem.chief.steps import StepClosing
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
@@ -85,7 +85,7 @@ class Fleet:
         answers = await asyncio.gather(*(self.insist(server, call) for server in servers))
         return {server.life: each for server, each in zip(servers, answers, strict=True) if each is not None}
 
-    async def describe(self) -> dict[Life, Description]:
+    async def describe(self) -> dict[Life, ServerDescription]:
         """What every ps has applied."""
         return await self.insist_all(lambda server: server.describe_units())
 

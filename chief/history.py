@@ -12,7 +12,7 @@ from stratagem.cluster.units import Plan, Unit, UnitBitmap
 
 
 @dataclasses.dataclass
-class History:
+class JobHistory:
     """The job so far, as a restarted chief must know it."""
 
     chief_epoch: int = 0
@@ -180,27 +180,27 @@ class History:
 
 
 _RECORDS = {
-    "summary": History._summary,
-    "chief": History._chief,
-    "join": History._join,
-    "over": History._over,
-    "ready": History._ready,
-    "initialized": History._initialized,
-    "plan": History._plan,
-    "accepted": History._accepted,
-    "step": History._step,
-    "close_step": History._close_step,
-    "roll_back": History._roll_back,
-    "delta": History._delta,
-    "settled": History._settled,
-    "evaluation": History._evaluation,
-    "agreed": History._agreed,
-    "anew": History._anew,
-    "lost": History._lost,
-    "checkpoint": History._checkpoint,
-    "restored": History._restored,
-    "ending": History._ending,
-    "stopped": History._stopped,
+    "summary": JobHistory._summary,
+    "chief": JobHistory._chief,
+    "join": JobHistory._join,
+    "over": JobHistory._over,
+    "ready": JobHistory._ready,
+    "initialized": JobHistory._initialized,
+    "plan": JobHistory._plan,
+    "accepted": JobHistory._accepted,
+    "step": JobHistory._step,
+    "close_step": JobHistory._close_step,
+    "roll_back": JobHistory._roll_back,
+    "delta": JobHistory._delta,
+    "settled": JobHistory._settled,
+    "evaluation": JobHistory._evaluation,
+    "agreed": JobHistory._agreed,
+    "anew": JobHistory._anew,
+    "lost": JobHistory._lost,
+    "checkpoint": JobHistory._checkpoint,
+    "restored": JobHistory._restored,
+    "ending": JobHistory._ending,
+    "stopped": JobHistory._stopped,
 }
 
 

@@ -30,7 +30,7 @@ from stratagem.chief.quiet import Quiet
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.restoring import Restoring
 from stratagem.chief.rounds import Rounds
-from stratagem.chief.saving import Committed, Saving
+from stratagem.chief.saving import CommittedCheckpoint, Saving
 from stratagem.chief.servers import Server
 from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
 from stratagem.chief.tallies import Delta
@@ -46,7 +46,7 @@ LATE_S = 20.0  # for tasks that have not joined yet, or a ps that was lost, when
 RETRY_S = 0.25  # between two looks whether all ps are back for the first checkpoint
 
 
-class Job:
+class ChiefJob:
     """The chief's state and what it does with it.
 
     Args:
@@ -232,7 +232,7 @@ class Job:
         self.counting.leave(life, group)
         await self.recovery.carry_out(life, self.lending.remove(self.lending.steps.reserved_in(life, group), {}))
 
-    async def save_checkpoint(self, life: Life, directory: str) -> Committed:
+    async def save_checkpoint(self, life: Life, directory: str) -> CommittedCheckpoint:
         """Takes a checkpoint.
 
         Raises:
@@ -380,7 +380,7 @@ class Job:
     def _resume(self, life: Life, held: Sequence[Loan]) -> None:
         self.lending.resume(life, held)
 
-    def _committed(self, committed: Committed) -> None:
+    def _committed(self, committed: CommittedCheckpoint) -> None:
         self.journal.write("checkpoint", path=committed.path)
         logger.info("Checkpoint of step %d: %s", committed.step, committed.path)
 

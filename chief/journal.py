@@ -14,7 +14,7 @@ import os
 import pathlib
 from typing import Any
 
-from stratagem.chief.history import History
+from stratagem.chief.history import JobHistory
 from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Journal:
     """
 
     def __init__(self, directory: str, *, compact_bytes: int = COMPACT_BYTES) -> None:
-        self.history = History()
+        self.history = JobHistory()
         self._path = pathlib.Path(directory) / NAME if directory else None
         self._compact_bytes = compact_bytes
         self._fd = -1
@@ -46,7 +46,7 @@ class Journal:
             self._replay(self._path)
             if self.history.stopped is not None:
                 logger.info("The job in %s is over (%s); a new one begins", directory, self.history.stopped)
-                self.history = History(chief_epoch=self.history.chief_epoch)
+                self.history = JobHistory(chief_epoch=self.history.chief_epoch)
                 self._replace(self._path)
             self._open(self._path)
 
@@ -54,7 +54,7 @@ class Journal:
         """Appends a record.
 
         Args:
-            kind: name of the record, as :class:`History` knows it.
+            kind: name of the record, as :class:`JobHistory` knows it.
             durable: wait until it is on the disk.
             fields: JSON values.
         """

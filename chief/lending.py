@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from stratagem.chief.clocks import Clocks
 from stratagem.chief.leases import EpochLeases
 from stratagem.chief.lives import Life
-from stratagem.chief.steps import Removal, SliceState, Steps
+from stratagem.chief.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
 
@@ -66,7 +66,7 @@ class Lending:
     def __init__(self, next_step: int = 1) -> None:
         self.plans: dict[int, Plan] = {}
         self.epochs: dict[tuple[int, int], EpochLeases] = {}
-        self.steps = Steps(next_step)
+        self.steps = JobSteps(next_step)
         self.clocks = Clocks()
         self.restores = 0
         self.founders: frozenset[Life] = frozenset()

@@ -9,7 +9,7 @@ import grpc.aio
 
 from stratagem.chief import wire
 from stratagem.chief.lives import Life
-from stratagem.chief.servers import Description, SavedFile, SavedShards
+from stratagem.chief.servers import SavedFile, SavedShards, ServerDescription
 from stratagem.chief.steps import StepClosing
 from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.rpc.channels import connect_aio
@@ -23,7 +23,7 @@ DISK_TIMEOUT_S = 600.0
 """For calls that read or write all shards; a dead ps is noticed by keepalive long before."""
 
 
-class PsClient:
+class ChiefPsClient:
     """One ps, over gRPC. Implements :class:`stratagem.chief.servers.Server`.
 
     Args:
@@ -65,12 +65,12 @@ class PsClient:
         )
         await self._call("CloseStep", request)
 
-    async def describe_units(self) -> Description:
+    async def describe_units(self) -> ServerDescription:
         """See ``Server``."""
         request = ps_pb2.DescribeUnitsRequest(sender=self._sender)
         return wire.description_from_proto(await self._call("DescribeUnits", request))
 
-    async def hold_commits(self, token: int, hold_s: float) -> Description:
+    async def hold_commits(self, token: int, hold_s: float) -> ServerDescription:
         """See ``Server``."""
         request = ps_pb2.HoldCommitsRequest(sender=self._sender, token=token, hold_s=hold_s)
         reply: ps_pb2.HoldCommitsReply = await self._call("HoldCommits", request, CALL_TIMEOUT_S + hold_s)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from stratagem.chief.fleet import Fleet
 from stratagem.chief.lives import Life
-from stratagem.chief.servers import Description, Server
+from stratagem.chief.servers import Server, ServerDescription
 from stratagem.cluster.units import Update
 from stratagem.errors import PeerUnavailableError, StratagemError
 
@@ -27,7 +27,7 @@ PAUSE_S = 0.1
 """Between attempts: what waits at the gate gets through."""
 
 
-def torn_updates(held: Mapping[Life, Description]) -> dict[Life, list[Update]]:
+def torn_updates(held: Mapping[Life, ServerDescription]) -> dict[Life, list[Update]]:
     """Updates that are on some but not all of their ps, for each ps that may lack them.
 
     Args:

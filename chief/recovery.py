@@ -17,16 +17,16 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from stratagem.chief.bell import Bell
-from stratagem.chief.checkpoints import Manifest
+from stratagem.chief.checkpoints import ServersManifest
 from stratagem.chief.fleet import Fleet
 from stratagem.chief.history import encode_positions, encode_units
 from stratagem.chief.journal import Journal
 from stratagem.chief.lending import Lending, Positions
 from stratagem.chief.lives import Life
-from stratagem.chief.restoring import Restored, Restoring
+from stratagem.chief.restoring import RestoredServers, Restoring
 from stratagem.chief.saving import Saving
-from stratagem.chief.servers import Description, Server
-from stratagem.chief.sessions import Sessions, State
+from stratagem.chief.servers import Server, ServerDescription
+from stratagem.chief.sessions import Sessions, SessionState
 from stratagem.chief.steps import Removal
 from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import StratagemError
@@ -77,9 +77,9 @@ class Recovery:
         self._give_up = give_up
         self._begin_anew = begin_anew
         self._lock = asyncio.Lock()
-        self._origin: Restored | None = None
+        self._origin: RestoredServers | None = None
         """The checkpoint that the job starts from."""
-        self._put_back: dict[Life, Restored | None] = {}
+        self._put_back: dict[Life, RestoredServers | None] = {}
         """To which checkpoint each ps was put back while it joined."""
         self._committed: dict[Life, set[tuple[int, int]]] = {}
         self._restarted: set[Life] = set()
@@ -176,7 +176,7 @@ class Recovery:
                 self._put_back[server.life] = self._origin
             return True
         servers = self._fleet.servers
-        if len(servers) < len(sessions) or any(each.state is State.AWAITED for each in sessions):
+        if len(servers) < len(sessions) or any(each.state is SessionState.AWAITED for each in sessions):
             return False
         origin = await self._restoring.newest(servers)
         if self._fleet.servers != servers:
@@ -292,7 +292,7 @@ class Recovery:
         self.settled = True
         self._bell.ring()
 
-    async def _start_from_checkpoint(self, holding: list[Description]) -> None:
+    async def _start_from_checkpoint(self, holding: list[ServerDescription]) -> None:
         """No process is older than this chief: the job starts, or starts again, from what the ps restored."""
         saved: Positions = {}
         if self._origin is not None:
@@ -339,7 +339,7 @@ def _fence(life: Life) -> Callable[[Server], Awaitable[list[tuple[int, int]]]]:
     return lambda server: server.fence(life)
 
 
-def _common(descriptions: Sequence[Description]) -> Positions:
+def _common(descriptions: Sequence[ServerDescription]) -> Positions:
     """Units that are closed on every ps."""
     if not descriptions:
         return {}
@@ -349,7 +349,7 @@ def _common(descriptions: Sequence[Description]) -> Positions:
     return common
 
 
-def _is_synchronous(manifest: Manifest) -> bool:
+def _is_synchronous(manifest: ServersManifest) -> bool:
     return any(plan.staleness == 0 for plan in manifest.plans.values())
 
 

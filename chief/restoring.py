@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from stratagem.checkpoint.durable import set_aside
 from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import Manifest
+from stratagem.chief.checkpoints import ServersManifest
 from stratagem.chief.fleet import Fleet
 from stratagem.chief.servers import Server
 from stratagem.errors import CheckpointError, ConfigurationError
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Restored:
+class RestoredServers:
     """The checkpoint that ps were put back to."""
 
     path: pathlib.Path
-    manifest: Manifest
+    manifest: ServersManifest
     num_undone: int = 0
     """Updates that newer checkpoints had which are not whole, on the ps that had most."""
 
@@ -47,7 +47,7 @@ class Restoring:
         """Whether there is anything to go back to, whole or not."""
         return bool(self._directory and checkpoints.scan_all(self._directory))
 
-    async def newest(self, servers: Sequence[Server]) -> Restored | None:
+    async def newest(self, servers: Sequence[Server]) -> RestoredServers | None:
         """Puts these ps back to the newest checkpoint that is whole on each of them; None when there is none at all.
 
         Those that are not whole are set aside, so that nobody takes them for checkpoints again.
@@ -75,7 +75,7 @@ class Restoring:
                     path,
                     undone,
                 )
-            return Restored(path, manifest, undone)
+            return RestoredServers(path, manifest, undone)
         if left_out:
             newest, _, why = left_out[0]
             raise CheckpointError(
@@ -84,7 +84,7 @@ class Restoring:
             )
         return None
 
-    async def to(self, restored: Restored, server: Server) -> None:
+    async def to(self, restored: RestoredServers, server: Server) -> None:
         """Puts one more ps back to the same checkpoint.
 
         Raises:
@@ -92,7 +92,7 @@ class Restoring:
         """
         await self._fleet.insist(server, lambda each: each.restore_shards(str(restored.path)))
 
-    async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: Manifest | None) -> str:
+    async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
             return f"its {MANIFEST} cannot be read or was altered"
         if manifest.files.keys() != self._tasks:

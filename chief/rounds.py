@@ -12,7 +12,7 @@ from stratagem.chief import checkpoints
 from stratagem.errors import CheckpointError, StratagemError
 
 if TYPE_CHECKING:
-    from stratagem.chief.job import Job
+    from stratagem.chief.job import ChiefJob
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Rounds:
         job: the job.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ChiefJob) -> None:
         self._job = job
         self._busy = False
         self._first = asyncio.Lock()

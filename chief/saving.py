@@ -7,15 +7,15 @@ import dataclasses
 from collections.abc import Callable
 
 from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import Manifest
+from stratagem.chief.checkpoints import ServersManifest
 from stratagem.chief.lending import Lending, Positions
 from stratagem.chief.quiet import Quiet
-from stratagem.chief.servers import Description, Server
+from stratagem.chief.servers import Server, ServerDescription
 from stratagem.cluster.units import UnitBitmap
 
 
 @dataclasses.dataclass(frozen=True)
-class Committed:
+class CommittedCheckpoint:
     """A committed checkpoint."""
 
     path: str
@@ -40,7 +40,7 @@ class Saving:
         chief_epoch: int,
         quiet: Quiet,
         keep: int,
-        committed: Callable[[Committed], None],
+        committed: Callable[[CommittedCheckpoint], None],
     ) -> None:
         self.lock = asyncio.Lock()
         """Held while a checkpoint is taken; a restore takes it too."""
@@ -50,7 +50,7 @@ class Saving:
         self._keep = keep
         self._committed = committed
 
-    async def save(self, directory: str, *, automatic: bool, complete: bool = True) -> Committed:
+    async def save(self, directory: str, *, automatic: bool, complete: bool = True) -> CommittedCheckpoint:
         """Takes a checkpoint.
 
         Args:
@@ -65,7 +65,7 @@ class Saving:
         async with self.lock, self._quiet.held("a checkpoint", complete=complete) as token:
             return await self._write(self._quiet.check_all("a checkpoint"), token, directory, automatic)
 
-    async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> Committed:
+    async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         step = max(each.step for each in described)
         draft = await asyncio.to_thread(checkpoints.begin, directory, step, self._chief_epoch)
@@ -75,7 +75,7 @@ class Saving:
             )
             # Whoever reported a unit by now had its updates applied before the shards were written.
             accepted = self._lending.positions()
-            manifest = Manifest(
+            manifest = ServersManifest(
                 step=max(each.step for each in saved),
                 chief_epoch=self._chief_epoch,
                 files={server.life.task: each.files for server, each in zip(servers, saved, strict=True)},
@@ -89,14 +89,14 @@ class Saving:
         except BaseException:
             await asyncio.to_thread(checkpoints.discard, draft)
             raise
-        committed = Committed(str(path), manifest.step)
+        committed = CommittedCheckpoint(str(path), manifest.step)
         self._committed(committed)
         if automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._keep)
         return committed
 
 
-def applied_units(described: list[Description], accepted: Positions) -> Positions:
+def applied_units(described: list[ServerDescription], accepted: Positions) -> Positions:
     """Units with an update on some ps that nobody has reported as accepted."""
     found: Positions = {}
     for each in described:

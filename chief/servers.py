@@ -12,7 +12,7 @@ from stratagem.cluster.units import Unit, UnitBitmap, Update
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class ServerDescription:
     """What a ps has applied."""
 
     closed: Mapping[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
@@ -80,10 +80,10 @@ class Server(Protocol):
     async def close_step(self, closing: StepClosing) -> None:
         """Settles a step that lost a slice."""
 
-    async def describe_units(self) -> Description:
+    async def describe_units(self) -> ServerDescription:
         """What the ps has applied."""
 
-    async def hold_commits(self, token: int, hold_s: float) -> Description:
+    async def hold_commits(self, token: int, hold_s: float) -> ServerDescription:
         """Stops commits for at most ``hold_s`` seconds; what is applied then."""
 
     async def admit_updates(self, token: int, updates: Sequence[Update], wait_s: float) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratagem.chief import wire
 from stratagem.chief.events import Request
-from stratagem.chief.job import Job
+from stratagem.chief.job import ChiefJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 
 SERVICE = "stratagem.Chief"
@@ -20,7 +20,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         job: the job.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ChiefJob) -> None:
         self._job = job
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[chief_pb2.SessionEvent]:

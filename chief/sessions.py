@@ -25,7 +25,7 @@ HOPELESS = (2, 42)
 """Exit codes after which a restart of the task helps nobody."""
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """Where a task stands."""
 
     WAITING = "waiting"
@@ -41,7 +41,7 @@ class Session:
     """One task of the cluster and its newest process life."""
 
     task: TaskId
-    state: State = State.WAITING
+    state: SessionState = SessionState.WAITING
     incarnation: int = 0
     address: str = ""
     pid: int = 0
@@ -62,7 +62,7 @@ class Session:
     @property
     def open(self) -> bool:
         """Whether a stream carries the session."""
-        return self.state in (State.JOINED, State.LIVE)
+        return self.state in (SessionState.JOINED, SessionState.LIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +166,11 @@ class Sessions:
         self._pending: dict[Life, set[Life]] = {}
         for task, incarnation in {**(awaited or {}), **(done or {})}.items():
             if (session := self._session(task)) is not None:
-                session.state = State.DONE if task in (done or {}) else State.AWAITED
+                session.state = SessionState.DONE if task in (done or {}) else SessionState.AWAITED
                 session.incarnation, session.heard_at, session.lost_at = incarnation, now, now
         for task, session in self.tasks.items():
-            if ready and session.state is State.WAITING and task in self.required:
-                session.state, session.lost_at, session.incarnation = State.LOST, now, self.fenced.get(task, 0)
+            if ready and session.state is SessionState.WAITING and task in self.required:
+                session.state, session.lost_at, session.incarnation = SessionState.LOST, now, self.fenced.get(task, 0)
 
     def _session(self, task: str) -> Session | None:
         """The session of a task; a worker beyond those that the cluster waits for gets one when it first comes."""
@@ -190,11 +190,11 @@ class Sessions:
     @property
     def known(self) -> list[Session]:
         """Every task that belongs to the job: an evaluator that never came is none."""
-        return [s for name, s in self.tasks.items() if name in self.required or s.state is not State.WAITING]
+        return [s for name, s in self.tasks.items() if name in self.required or s.state is not SessionState.WAITING]
 
     def live(self, task_type: str) -> list[Session]:
         """Live tasks of a type, by index."""
-        return [s for s in self.tasks.values() if s.task.type == task_type and s.state is State.LIVE]
+        return [s for s in self.tasks.values() if s.task.type == task_type and s.state is SessionState.LIVE]
 
     @property
     def servers(self) -> list[Life]:
@@ -204,30 +204,33 @@ class Sessions:
     @property
     def waiting_for(self) -> list[str]:
         """Tasks that the cluster cannot start without and that are not there; when all are, the ps not prepared yet."""
-        missing = [task for task in self.required if self.tasks[task].state not in (State.LIVE, State.DONE)]
+        missing = [
+            task for task in self.required if self.tasks[task].state not in (SessionState.LIVE, SessionState.DONE)
+        ]
         return [task for task in missing if not self.tasks[task].open] or missing
 
     @property
     def never_came(self) -> bool:
         """Whether a task that the cluster cannot start without has not joined in this life of the chief."""
-        return any(self.tasks[task].state is State.WAITING for task in self.required)
+        return any(self.tasks[task].state is SessionState.WAITING for task in self.required)
 
     @property
     def absent_servers(self) -> list[str]:
         """ps that were in the cluster and are away without a goodbye, or are back and not prepared."""
-        away = (State.LOST, State.JOINED)
+        away = (SessionState.LOST, SessionState.JOINED)
         return [str(s.task) for s in self.tasks.values() if s.task.type == "ps" and s.state in away]
 
     def is_live(self, life: Life) -> bool:
         """Whether this life is, and is known to all."""
         session = self.tasks.get(life.task)
-        return session is not None and session.life == life and session.state is State.LIVE
+        return session is not None and session.life == life and session.state is SessionState.LIVE
 
     @property
     def settled(self) -> bool:
         """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
         return not any(
-            s.state is State.AWAITED or (s.task.type == "ps" and s.state is State.JOINED) for s in self.tasks.values()
+            s.state is SessionState.AWAITED or (s.task.type == "ps" and s.state is SessionState.JOINED)
+            for s in self.tasks.values()
         )
 
     @property
@@ -236,7 +239,7 @@ class Sessions:
 
         One that has finished has done what only the lead may do (the export, say): nobody does it again after it.
         """
-        here = (State.LIVE, State.DONE)
+        here = (SessionState.LIVE, SessionState.DONE)
         return next((str(s.task) for s in self.tasks.values() if s.task.type == "worker" and s.state in here), "")
 
     @property
@@ -268,7 +271,7 @@ class Sessions:
         if (
             session is None
             or session.incarnation != life.incarnation
-            or not (session.open or session.state is State.AWAITED)
+            or not (session.open or session.state is SessionState.AWAITED)
         ):
             newest = "unknown" if session is None else f"incarnation {session.incarnation}, {session.state.value}"
             raise FencedError(
@@ -303,7 +306,7 @@ class Sessions:
                 actions.append(Dismiss(life, session.stream, ""))
             was_open = session.open
         else:
-            if session.open or session.state is State.AWAITED:
+            if session.open or session.state is SessionState.AWAITED:
                 actions += self._lose(session, now, "a new process joined in its place")
             self._newest_incarnation += 1
             session.incarnation, session.resumed, was_open = self._newest_incarnation, False, False
@@ -311,16 +314,16 @@ class Sessions:
         session.given_up = False
         if not was_open:
             session.resumed = bool(resume_incarnation)
-            session.state = State.JOINED if session.task.type == "ps" else State.LIVE
-        actions += [Prepare(session.life)] if session.state is State.JOINED and not was_open else self._changed()
+            session.state = SessionState.JOINED if session.task.type == "ps" else SessionState.LIVE
+        actions += [Prepare(session.life)] if session.state is SessionState.JOINED and not was_open else self._changed()
         return session, actions
 
     def prepared(self, life: Life) -> list[Action]:
         """A ps knows all fences and has what it needs: workers may use it."""
         session = self.tasks[life.task]
-        if session.life != life or session.state is not State.JOINED:
+        if session.life != life or session.state is not SessionState.JOINED:
             return []
-        session.state = State.LIVE
+        session.state = SessionState.LIVE
         return self._changed()
 
     def heartbeat(self, task: str, stream: int, now: float) -> None:
@@ -335,7 +338,7 @@ class Sessions:
         if session.stream != stream or not session.open:
             return []
         if exit_code == 0 and (session.task.type != "ps" or self.stopping is not None):
-            session.state = State.DONE
+            session.state = SessionState.DONE
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
         was_added = self.was_added(task)  # the job goes on without it
@@ -362,7 +365,7 @@ class Sessions:
         actions: list[Action] = []
         for session in self.tasks.values():
             silent_s = now - session.heard_at
-            if (session.open or session.state is State.AWAITED) and silent_s > self._session_timeout_s:
+            if (session.open or session.state is SessionState.AWAITED) and silent_s > self._session_timeout_s:
                 actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
         if self.stopping is not None:
             return actions
@@ -373,10 +376,10 @@ class Sessions:
             )
         for task in self.required:
             session = self.tasks[task]
-            if self.ready and session.state is State.LOST and now - session.lost_at > self._worker_timeout_s:
+            if self.ready and session.state is SessionState.LOST and now - session.lost_at > self._worker_timeout_s:
                 actions += self._give_up(session, now)
         for task, session in self.tasks.items():
-            away = session.state is State.LOST and now - session.lost_at > self._worker_timeout_s
+            away = session.state is SessionState.LOST and now - session.lost_at > self._worker_timeout_s
             if away and not session.given_up and self.was_added(task):
                 session.given_up = True
                 actions += self._end_of_work()
@@ -396,13 +399,13 @@ class Sessions:
 
     def _give_up(self, session: Session, now: float) -> list[Action]:
         others = [s for s in self._workers if s is not session]
-        if session.task.type == "worker" and others and all(s.state is State.DONE for s in others):
+        if session.task.type == "worker" and others and all(s.state is SessionState.DONE for s in others):
             return self._stop(0, f"every worker but {session.task} has finished the work")
         why = f"; first failure: {self.first_failure}" if self.first_failure else ""
         return self._stop(1, f"{session.task} was lost {now - session.lost_at:.0f} s ago and did not come back{why}")
 
     def _end_of_work(self) -> list[Action]:
-        if all(s.state is State.DONE for s in self._workers):
+        if all(s.state is SessionState.DONE for s in self._workers):
             return self._stop(0, "every worker has finished")
         return []
 
@@ -419,7 +422,7 @@ class Sessions:
         return [Announce()]
 
     def _lose(self, session: Session, now: float, why: str) -> list[Action]:
-        session.state, session.lost_at = State.LOST, now
+        session.state, session.lost_at = SessionState.LOST, now
         reason = f"{session.life} is lost: {why}"
         actions: list[Action] = [Dismiss(session.life, session.stream, reason)]
         if session.task.type == "ps":

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from stratagem.chief.events import Member
-from stratagem.chief.history import History
+from stratagem.chief.history import JobHistory
 from stratagem.chief.lending import Lending
 from stratagem.chief.lives import Life
-from stratagem.chief.sessions import Session, Sessions, State
+from stratagem.chief.sessions import Session, Sessions, SessionState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,23 +51,23 @@ class JobStatus:
     updates_undone: int
 
 
-_SHOWN = {State.AWAITED: "waiting", State.JOINED: "waiting"}
+_SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
 
 
 def member_of(session: Session) -> Member:
     """A task as the others see it."""
-    return Member(str(session.task), session.address, session.incarnation, session.state is State.LIVE)
+    return Member(str(session.task), session.address, session.incarnation, session.state is SessionState.LIVE)
 
 
 def chief_report(address: str, chief_epoch: int, pid: int) -> TaskReport:
     """The chief's own row; its epoch stands in the place of an incarnation."""
-    return TaskReport(Member("chief:0", address, chief_epoch, True), b"", 0.0, pid, 0, 0, State.LIVE.value)
+    return TaskReport(Member("chief:0", address, chief_epoch, True), b"", 0.0, pid, 0, 0, SessionState.LIVE.value)
 
 
 def report(
     sessions: Sessions,
     lending: Lending,
-    history: History,
+    history: JobHistory,
     progress: Mapping[str, bytes],
     waiting_steps: Mapping[str, int],
     waits: Mapping[Life, tuple[str, float]],
@@ -90,7 +90,7 @@ def report(
     for session in sessions.known:
         name = str(session.task)
         waiting_on, since = waits.get(session.life, ("", now))
-        step = waiting_steps.get(name, 0) if session.state is State.LIVE else 0
+        step = waiting_steps.get(name, 0) if session.state is SessionState.LIVE else 0
         late = [life.task for life in lending.steps.unfinished(step) if waiting_steps.get(life.task) != step]
         if late and not waiting_on:
             waiting_on = f"{', '.join(late)} to deliver their part of step {step}"

@@ -46,7 +46,7 @@ class Slice:
 
 
 @dataclasses.dataclass
-class Step:
+class JobStep:
     """One synchronous step of the job."""
 
     number: int
@@ -82,7 +82,7 @@ class Removal:
     """Units of absorbed slices whose step is complete with this."""
 
 
-class Steps:
+class JobSteps:
     """The steps in progress, in the order of their numbers.
 
     Args:
@@ -91,12 +91,14 @@ class Steps:
 
     def __init__(self, next_number: int = 1) -> None:
         self.next_number = next_number
-        self.open: dict[int, Step] = {}
-        self._of_unit: dict[Unit, Step] = {}
+        self.open: dict[int, JobStep] = {}
+        self._of_unit: dict[Unit, JobStep] = {}
         self._members: frozenset[Life] | None = None
         self._missed: set[Life] = set()
 
-    def compose(self, units: Sequence[Unit], workers: Sequence[Life], places: Sequence[int], group: str = "") -> Step:
+    def compose(
+        self, units: Sequence[Unit], workers: Sequence[Life], places: Sequence[int], group: str = ""
+    ) -> JobStep:
         """A new step of pending units, at most one for each worker.
 
         Args:
@@ -115,7 +117,7 @@ class Steps:
             if unit not in assigned:
                 assigned[unit] = free.pop(min(free))
         slices = [Slice(unit, assigned[unit], refresh=self._is_late(assigned[unit])) for unit, _ in chosen]
-        step = self._add(Step(self.next_number, slices, group))
+        step = self._add(JobStep(self.next_number, slices, group))
         self.next_number += 1
         self._members = frozenset(assigned.values())
         return step
@@ -127,7 +129,7 @@ class Steps:
         """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet."""
         if number not in self.open:
             states = [SliceState.ACCEPTED if unit in accepted else SliceState.RESERVED for unit in units]
-            step = self._add(Step(number, [Slice(u, None, state) for u, state in zip(units, states, strict=True)]))
+            step = self._add(JobStep(number, [Slice(u, None, state) for u, state in zip(units, states, strict=True)]))
             self.next_number = max(self.next_number, number + 1)
             self._finish(step, Removal())
 
@@ -154,7 +156,7 @@ class Steps:
         """Units of unfinished slices that belong to nobody."""
         return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.life is None]
 
-    def reserved_for(self, life: Life, dataset: int, epoch: int, stop: int) -> Step | None:
+    def reserved_for(self, life: Life, dataset: int, epoch: int, stop: int) -> JobStep | None:
         """The first step with a slice reserved for ``life`` in one epoch, before unit ``stop``."""
         for step in self.open.values():
             for each in step.slices:
@@ -173,7 +175,7 @@ class Steps:
         slices = [each for step in steps for each in step.slices]
         return [each.unit for each in slices if each.life == life and each.state is SliceState.RESERVED]
 
-    def waits_for(self, life: Life, step: Step) -> list[Life]:
+    def waits_for(self, life: Life, step: JobStep) -> list[Life]:
         """Workers whose earlier slices must be accepted before ``life`` may have its slice of ``step``."""
         if not self._own(life, step).refresh and life not in self._missed:
             return []
@@ -185,7 +187,7 @@ class Steps:
         slices = self.open[number].slices if number in self.open else ()
         return sorted({each.life for each in slices if each.unfinished and each.life is not None})
 
-    def grant(self, life: Life, step: Step) -> Slice:
+    def grant(self, life: Life, step: JobStep) -> Slice:
         """Hands ``life`` its slice of ``step``."""
         own = self._own(life, step)
         own.refresh = own.refresh or life in self._missed
@@ -193,7 +195,7 @@ class Steps:
         own.state = SliceState.GRANTED
         return own
 
-    def find(self, unit: Unit) -> tuple[Step, Slice] | None:
+    def find(self, unit: Unit) -> tuple[JobStep, Slice] | None:
         """The open step that ``unit`` is a slice of, and the slice."""
         step = self._of_unit.get(unit)
         return None if step is None else (step, next(each for each in step.slices if each.unit == unit))
@@ -216,7 +218,7 @@ class Steps:
             committed: ordinals of the updates of these units that some ps has committed or applied.
         """
         removal = Removal()
-        touched: dict[int, Step] = {}
+        touched: dict[int, JobStep] = {}
         for unit in units:
             for each in self._slices_of(unit):
                 if not each.unfinished:
@@ -249,19 +251,19 @@ class Steps:
         """``life`` is over."""
         self._missed.discard(life)
 
-    def _add(self, step: Step) -> Step:
+    def _add(self, step: JobStep) -> JobStep:
         self.open[step.number] = step
         self._of_unit.update((unit, step) for unit in step.units)
         return step
 
-    def _own(self, life: Life, step: Step) -> Slice:
+    def _own(self, life: Life, step: JobStep) -> Slice:
         return next(each for each in step.slices if each.life == life)
 
     def _slices_of(self, unit: Unit) -> list[Slice]:
         step = self._of_unit.get(unit)
         return [] if step is None else [each for each in step.slices if each.unit == unit]
 
-    def _finish(self, step: Step, removal: Removal) -> None:
+    def _finish(self, step: JobStep, removal: Removal) -> None:
         """Takes a step out once no worker has to deliver anything more for it."""
         if any(each.unfinished for each in step.slices):
             return
@@ -273,7 +275,7 @@ class Steps:
                 removal.accepted.append(each.unit)
 
 
-def _closing(step: Step) -> StepClosing:
+def _closing(step: JobStep) -> StepClosing:
     kept = [each for each in step.slices if each.state is not SliceState.REMOVED]
     committed = tuple((each.unit, ordinal) for each in kept for ordinal in each.ordinals)
     return StepClosing(step.number, tuple(each.unit for each in kept), committed)

@@ -9,7 +9,7 @@ from stratagem.chief.evaluations import plan_of
 from stratagem.chief.lending import Loan, Loans
 from stratagem.chief.lives import Life
 from stratagem.chief.progress import TaskProgress
-from stratagem.chief.servers import Description
+from stratagem.chief.servers import ServerDescription
 from stratagem.chief.status import JobStatus
 from stratagem.chief.tallies import Delta, Logs, Page, TallyName
 from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
@@ -57,9 +57,9 @@ def positions_from_proto(sets: Iterable[common_pb2.UnitSet]) -> dict[tuple[int, 
     return {(each.dataset, each.epoch): UnitBitmap(each.bitmap) for each in sets}
 
 
-def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> Description:
+def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:
     """What a ps has applied."""
-    return Description(
+    return ServerDescription(
         closed=positions_from_proto(reply.closed),
         open={update_from_proto(each.update): each.num_servers for each in reply.open},
         store_epoch=reply.store_epoch,

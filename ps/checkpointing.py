@@ -14,8 +14,8 @@ from stratagem.ps import snapshot
 from stratagem.ps.requests import Sender
 from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import check_group, check_new_groups
-from stratagem.ps.state import Call, State
-from stratagem.ps.units import Description, Epoch
+from stratagem.ps.state import Call, StoreState
+from stratagem.ps.units import AppliedUnits, Epoch
 from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class StoreDescription:
     """What this ps has applied."""
 
-    units: Description
+    units: AppliedUnits
     store_epoch: int
     step: int
     """Largest number of updates applied to any group."""
@@ -43,7 +43,7 @@ class Checkpointing:
     """
 
     def __init__(
-        self, state: State, index: int, next_epoch: Callable[[int], int], folders: AllowedFolders | None = None
+        self, state: StoreState, index: int, next_epoch: Callable[[int], int], folders: AllowedFolders | None = None
     ) -> None:
         self._folders = folders
         self._state = state
@@ -86,7 +86,7 @@ class Checkpointing:
             state.changed.notify_all()
             return state.wait(applied, sender, call, wait_s)
 
-    def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[snapshot.SavedFile], int]:
+    def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[snapshot.ShardFile], int]:
         """Writes this ps's shards durably while commits are held. Returns the files and the step.
 
         Raises:

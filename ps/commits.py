@@ -13,7 +13,6 @@ from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ProtocolError
 from stratagem.ps.merge import facts_of, join_facts
 from stratagem.ps.requests import (
-    Action,
     CommitResult,
     CommitUpdate,
     Facts,
@@ -22,11 +21,12 @@ from stratagem.ps.requests import (
     PrepareUpdate,
     Sender,
     TransferRef,
+    UpdateAction,
 )
 from stratagem.ps.runs import covers, presence
 from stratagem.ps.sequences import Verdict
 from stratagem.ps.shard_group import Parts
-from stratagem.ps.state import Call, State
+from stratagem.ps.state import Call, StoreState
 from stratagem.ps.sync_commits import SyncCommits
 from stratagem.ps.units import UnitClose
 
@@ -40,7 +40,7 @@ class Commits:
         state: of the store.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: StoreState) -> None:
         self._state = state
         self.sync = SyncCommits(state, self)
 
@@ -168,11 +168,11 @@ class Commits:
     def _apply_once(self, request: CommitUpdate, store_epoch: int, call: Call) -> bool:
         state = self._state
         gradient: Gradient = {}
-        if request.action is Action.APPLY:
+        if request.action is UpdateAction.APPLY:
             with state.changed:
                 gradient = self.take_gradient(request.sender, request.gradients, request.groups, call, keep=True)
         with self.turn(request.sender, request.update, store_epoch, call) as is_new:
-            if is_new and request.action is Action.APPLY:
+            if is_new and request.action is UpdateAction.APPLY:
                 self.apply(request.groups, gradient, self.present(request.groups), request.scale)
             self._forget(request)
             with state.changed:
@@ -180,7 +180,7 @@ class Commits:
                     state.units.record(request.update, request.num_servers)
                 else:
                     state.num_duplicates += 1
-        return is_new and request.action is Action.APPLY
+        return is_new and request.action is UpdateAction.APPLY
 
     def apply(
         self,

@@ -20,7 +20,7 @@ from stratagem.rpc.throttle import THROTTLE
 logger = logging.getLogger(__name__)
 
 
-class Stream(Protocol):
+class WorkerStream(Protocol):
     """The stream that carries a grpc lane."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
@@ -91,7 +91,7 @@ class QueueLane:
             raise self._error
 
 
-def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
+def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: WorkerStream) -> Iterator[bytes]:
     """Serves one Transfer stream: a thread of its own stages what comes, the caller's sends what is yielded.
 
     Raises:

@@ -80,7 +80,7 @@ class Merge(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepSlice:
+class RequestedSlice:
     """Staleness 0: the step of the job that an update belongs to."""
 
     step: int
@@ -90,7 +90,7 @@ class StepSlice:
     merge: Merge
 
 
-class Action(enum.Enum):
+class UpdateAction(enum.Enum):
     """What to do with a staged update."""
 
     APPLY = "apply"
@@ -105,7 +105,7 @@ class PrepareUpdate:
     update: Update
     gradients: TransferRef
     groups: tuple[GroupCommit, ...]
-    slice: StepSlice | None = None
+    slice: RequestedSlice | None = None
     want_facts: bool = False
 
 
@@ -128,8 +128,8 @@ class CommitUpdate:
     gradients: TransferRef
     groups: tuple[GroupCommit, ...]
     reply_transfer: int
-    slice: StepSlice | None = None
-    action: Action = Action.APPLY
+    slice: RequestedSlice | None = None
+    action: UpdateAction = UpdateAction.APPLY
     scale: float = 1.0
     closes: tuple[UnitClose, ...] = ()
     num_servers: int = 1

@@ -25,7 +25,7 @@ class Verdict(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class SequenceDecision:
     """A verdict, and with ``DONE`` the recorded result (None when it is too old to be remembered)."""
 
     verdict: Verdict
@@ -63,7 +63,7 @@ class SequenceWindow:
         """The smallest number that has not been finished."""
         return self._mark
 
-    def begin(self, sequence: int) -> Decision:
+    def begin(self, sequence: int) -> SequenceDecision:
         """Decides about a request.
 
         Raises:
@@ -75,13 +75,13 @@ class SequenceWindow:
                 "say Hello to agree on the number"
             )
         if sequence in self._running:
-            return Decision(Verdict.RUNNING)
+            return SequenceDecision(Verdict.RUNNING)
         if sequence in self._results:
-            return Decision(Verdict.DONE, self._results[sequence])
+            return SequenceDecision(Verdict.DONE, self._results[sequence])
         if self._first <= sequence < self._mark and sequence not in self._failed:
-            return Decision(Verdict.DONE)
+            return SequenceDecision(Verdict.DONE)
         self._running.add(sequence)
-        return Decision(Verdict.NEW)
+        return SequenceDecision(Verdict.NEW)
 
     def finish(self, sequence: int, result: Any) -> None:
         """Records the result of a request; a resend gets it."""

@@ -30,7 +30,7 @@ FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedFile:
+class ShardFile:
     """A file of a checkpoint."""
 
     name: str
@@ -67,7 +67,7 @@ def check_nonce(directory: pathlib.Path, nonce: str) -> None:
         )
 
 
-def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFile]:
+def save(directory: pathlib.Path, index: int, content: Content) -> list[ShardFile]:
     """Writes the files of one ps, durably. Nobody may change the groups meanwhile.
 
     Raises:
@@ -82,10 +82,10 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
     }
     stem = f"ps-{index}"
     try:
-        saved = [SavedFile(f"{stem}.safetensors", *write_tensors(directory / f"{stem}.safetensors", weights))]
+        saved = [ShardFile(f"{stem}.safetensors", *write_tensors(directory / f"{stem}.safetensors", weights))]
         if slots:
             name = f"{stem}.slots.safetensors"
-            saved.append(SavedFile(name, *write_tensors(directory / name, slots)))
+            saved.append(ShardFile(name, *write_tensors(directory / name, slots)))
         saved.append(_write_json(directory / f"{stem}.json", _describe(index, content)))
     except OSError as error:
         raise CheckpointError(f"ps:{index} cannot write its shards into {directory}: {error}") from None
@@ -216,7 +216,7 @@ def _group(entry: Mapping[str, Any]) -> ShardGroup:
     return group
 
 
-def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> SavedFile:
+def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> ShardFile:
     text = json.dumps(data, separators=(",", ":")).encode()
     write_durably(path, text)
-    return SavedFile(path.name, len(text), hash_file(path))
+    return ShardFile(path.name, len(text), hash_file(path))

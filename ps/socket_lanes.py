@@ -20,7 +20,7 @@ from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Way
 from stratagem.rpc.lane import BytesMeter, ReceivingLane
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
-from stratagem.rpc.slots import Slot, SlotPool
+from stratagem.rpc.slots import ShmBlock, SlotPool
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from stratagem.rpc.throttle import THROTTLE
 
@@ -84,7 +84,7 @@ class ShmReplies:
     def send(self, transfer: int, frame: HeldFrame) -> None:
         try:
             tensor, slot = frame.tensor, frame.origin
-            if not isinstance(slot, Slot):
+            if not isinstance(slot, ShmBlock):
                 tensor, slot = self._sender.fill([tensor])
             self._sender.send_slot(WEIGHTS, transfer, frame.group, frame.offset, tensor, slot)
         except StratagemError:

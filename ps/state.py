@@ -14,7 +14,7 @@ from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import GroupVersion, Sender, TransferRef, Version
 from stratagem.ps.senders import Senders
-from stratagem.ps.sequences import Decision, Verdict
+from stratagem.ps.sequences import SequenceDecision, Verdict
 from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import Limits
 from stratagem.ps.staging import Staging
@@ -38,7 +38,7 @@ class LocalCall:
         return True
 
 
-class State:
+class StoreState:
     """Control state of a store. ``changed`` guards everything here; a shelf's own lock guards its tensors.
 
     Lock order: ``changed`` is never taken while a shelf's lock is held.
@@ -118,7 +118,7 @@ class State:
                 raise PeerUnavailableError(f"{sender} left while its call waited")
             self.changed.wait(left)
 
-    def begin(self, sender: Sender, call: Call) -> Decision:
+    def begin(self, sender: Sender, call: Call) -> SequenceDecision:
         """Enters a state-changing request into its sender's sequence; waits while the same request is being done.
 
         Raises:
@@ -128,7 +128,7 @@ class State:
         with self.changed:
             self.senders.check(sender)
             if not sender.sequence:
-                return Decision(Verdict.NEW)
+                return SequenceDecision(Verdict.NEW)
             decision = self.senders.window(sender).begin(sender.sequence)
             while decision.verdict is Verdict.RUNNING:
                 self.changed.wait(_TICK_S)

@@ -15,7 +15,7 @@ from stratagem.ps.commits import Commits
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.specs import Limits
-from stratagem.ps.state import Call, State
+from stratagem.ps.state import Call, StoreState
 from stratagem.ps.sync_steps import StepKey
 from stratagem.ps.variables import Variables
 from stratagem.rpc.confinement import AllowedFolders
@@ -66,7 +66,7 @@ class Store:
         self.task = task
         self.incarnation = 0
         """Of this process; set once the chief has issued it."""
-        self.state = State(limits or Limits(), next_epoch(0), frames_timeout_s)
+        self.state = StoreState(limits or Limits(), next_epoch(0), frames_timeout_s)
         self.variables = Variables(self.state)
         self.commits = Commits(self.state)
         self.checkpoints = Checkpointing(self.state, index, next_epoch, folders)

@@ -12,19 +12,19 @@ from stratagem.cluster.units import Unit, Update
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 from stratagem.ps.merge import SliceGradient, any_present, facts_of, join_facts, merge_slices
 from stratagem.ps.requests import (
-    Action,
     CommitResult,
     CommitUpdate,
     Facts,
     GroupCommit,
     PrepareUpdate,
+    RequestedSlice,
     Sender,
-    StepSlice,
+    UpdateAction,
 )
 from stratagem.ps.rows import merge_rows
 from stratagem.ps.runs import presence
 from stratagem.ps.shard_group import Parts
-from stratagem.ps.state import Call, State
+from stratagem.ps.state import Call, StoreState
 from stratagem.ps.sync_steps import Contribution, StepKey
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class SyncCommits:
         commits: applies what is merged here.
     """
 
-    def __init__(self, state: State, commits: Commits) -> None:
+    def __init__(self, state: StoreState, commits: Commits) -> None:
         self._state = state
         self._commits = commits
         self._merging = threading.RLock()
         self._merged: _Merged | None = None
 
-    def prepare(self, request: PrepareUpdate, part: StepSlice, call: Call) -> Facts:
+    def prepare(self, request: PrepareUpdate, part: RequestedSlice, call: Call) -> Facts:
         """Takes a slice; with ``want_facts`` waits for all that count and says what is in their sum."""
         state = self._state
         key, unit = _identify(request.update, part)
@@ -78,7 +78,7 @@ class SyncCommits:
                 ]
             )
 
-    def commit(self, request: CommitUpdate, part: StepSlice, store_epoch: int, call: Call) -> CommitResult:
+    def commit(self, request: CommitUpdate, part: RequestedSlice, store_epoch: int, call: Call) -> CommitResult:
         """Commits a slice, waits until the step is applied, sends the weights."""
         state, sender = self._state, request.sender
         key, unit = _identify(request.update, part)
@@ -96,7 +96,7 @@ class SyncCommits:
             left_out = state.steps.is_left_out(key, unit)
             state.num_duplicates += was_over and not left_out
         versions = self._commits.reply_weights(request, call)
-        applied = not was_over and not left_out and request.action is Action.APPLY
+        applied = not was_over and not left_out and request.action is UpdateAction.APPLY
         return CommitResult(applied, versions, left_out)
 
     def close_step(
@@ -114,12 +114,12 @@ class SyncCommits:
                 self._settle(key)
 
     def _register(
-        self, request: PrepareUpdate | CommitUpdate, part: StepSlice, key: StepKey, unit: Unit, call: Call
+        self, request: PrepareUpdate | CommitUpdate, part: RequestedSlice, key: StepKey, unit: Unit, call: Call
     ) -> None:
         state = self._state
         contributes = state.units.is_new(request.update)
         gradient: dict[int, Parts] = {}
-        skips = isinstance(request, CommitUpdate) and request.action is Action.SKIP
+        skips = isinstance(request, CommitUpdate) and request.action is UpdateAction.SKIP
         if contributes and not skips:
             gradient = self._commits.take_gradient(request.sender, request.gradients, request.groups, call, keep=False)
         else:
@@ -178,8 +178,8 @@ class SyncCommits:
         state = self._state
         with state.changed:
             committed = [one for one in state.steps.contributions(key) if one.committed]
-        action = committed[0].action if committed else Action.APPLY
-        if action is Action.SKIP:
+        action = committed[0].action if committed else UpdateAction.APPLY
+        if action is UpdateAction.SKIP:
             return
         with self._merging:
             merged = self._merge(key)
@@ -225,7 +225,7 @@ class SyncCommits:
         return self._merged
 
 
-def _identify(update: Update, part: StepSlice) -> tuple[StepKey, Unit]:
+def _identify(update: Update, part: RequestedSlice) -> tuple[StepKey, Unit]:
     if not update.units:
         raise ProtocolError(f"step {part.step}: expected an update of a planned slice, got one without units")
     return (part.step, update.ordinal), update.units[-1]

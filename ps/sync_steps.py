@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, ProtocolError, StratagemError
 from stratagem.ps.merge import coefficients
-from stratagem.ps.requests import Action, GroupCommit, Sender, StepSlice
+from stratagem.ps.requests import GroupCommit, RequestedSlice, Sender, UpdateAction
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.staging import FRAME_OVERHEAD_BYTES
 
@@ -34,14 +34,14 @@ class Contribution:
     unit: Unit
     """The slice; the last of the update's units."""
     update: Update
-    slice: StepSlice
+    slice: RequestedSlice
     groups: tuple[GroupCommit, ...]
     parts: Mapping[int, Parts]
     """Gradient of each group."""
     contributes: bool = True
     """False when the unit's update is applied here already: it counts as done and adds nothing."""
     committed: bool = False
-    action: Action = Action.APPLY
+    action: UpdateAction = UpdateAction.APPLY
     scale: float = 1.0
     num_servers: int = 1
 
@@ -110,7 +110,7 @@ class SyncSteps:
         step = self._open.get(key)
         return step is not None and unit in step.contributions
 
-    def commit(self, key: StepKey, unit: Unit, action: Action, scale: float, num_servers: int) -> None:
+    def commit(self, key: StepKey, unit: Unit, action: UpdateAction, scale: float, num_servers: int) -> None:
         """The slice's worker commits.
 
         Raises:

@@ -33,7 +33,7 @@ class UnitClose:
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class AppliedUnits:
     """What is applied here."""
 
     closed: dict[Epoch, UnitBitmap]
@@ -112,14 +112,14 @@ class UnitLedger:
         self._open = {unit: ordinals for unit, ordinals in self._open.items() if not self._is_closed(unit)}
         return num_lost
 
-    def describe(self) -> Description:
+    def describe(self) -> AppliedUnits:
         """What is applied here."""
         entries = (
             (Update((unit,), ordinal), num_servers)
             for unit, ordinals in sorted(self._open.items())
             for ordinal, num_servers in sorted(ordinals.items())
         )
-        return Description(dict(self._closed), tuple(entries))
+        return AppliedUnits(dict(self._closed), tuple(entries))
 
     def to_json(self) -> dict[str, Any]:
         """For a snapshot."""

@@ -11,7 +11,7 @@ from stratagem.ps.sequences import Verdict
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
-from stratagem.ps.state import Call, State
+from stratagem.ps.state import Call, StoreState
 from stratagem.ps.table_group import new_group
 from stratagem.rpc.codec import Frame
 
@@ -23,7 +23,7 @@ class Variables:
         state: of the store.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: StoreState) -> None:
         self._state = state
 
     def create_variables(

@@ -11,7 +11,6 @@ from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import FrameError, ProtocolError, VariableError
 from stratagem.ps.checkpointing import StoreDescription
 from stratagem.ps.requests import (
-    Action,
     AssignValues,
     CommitResult,
     CommitUpdate,
@@ -22,13 +21,14 @@ from stratagem.ps.requests import (
     PrepareUpdate,
     PullResult,
     PullWeights,
+    RequestedSlice,
     Sender,
-    StepSlice,
     TransferRef,
+    UpdateAction,
     Version,
 )
 from stratagem.ps.row_values import Distribution, InitialRows
-from stratagem.ps.snapshot import SavedFile
+from stratagem.ps.snapshot import ShardFile
 from stratagem.ps.socket_lanes import Family, Purpose
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import Epoch, UnitClose
@@ -42,7 +42,7 @@ _DISTRIBUTIONS: dict[int, Distribution] = {
     ps_pb2.InitialRows.CONSTANT: "constant",
 }
 _PURPOSES: dict[str, Purpose] = {"up": "up", "down": "down"}
-_ACTIONS = {ps_pb2.APPLY: Action.APPLY, ps_pb2.SKIP: Action.SKIP}
+_ACTIONS = {ps_pb2.APPLY: UpdateAction.APPLY, ps_pb2.SKIP: UpdateAction.SKIP}
 _MERGES = {ps_pb2.MEAN: Merge.MEAN, ps_pb2.SUM: Merge.SUM}
 
 
@@ -217,7 +217,7 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
     )
 
 
-def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
+def saved_to(files: Iterable[ShardFile], step: int) -> ps_pb2.SaveShardsReply:
     """Files of a snapshot."""
     saved = [ps_pb2.SavedFile(name=file.name, bytes=file.num_bytes, sha256=file.sha256) for file in files]
     return ps_pb2.SaveShardsReply(files=saved, step=step)
@@ -254,11 +254,11 @@ def _group_commits(messages: Iterable[ps_pb2.GroupCommit]) -> tuple[GroupCommit,
     )
 
 
-def _slice(message: ps_pb2.StepSlice) -> StepSlice:
+def _slice(message: ps_pb2.StepSlice) -> RequestedSlice:
     units = tuple(unit_from(unit) for unit in message.units)
     if message.merge not in _MERGES:
         raise ProtocolError(f"expected merge MEAN or SUM, got {message.merge}")
-    return StepSlice(message.step, units, message.weight, _MERGES[message.merge])
+    return RequestedSlice(message.step, units, message.weight, _MERGES[message.merge])
 
 
 def _plain_value(value: struct_pb2.Value) -> Any:

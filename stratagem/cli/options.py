@@ -15,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES, Resolved, gather
-from stratagem.cluster.tf_config import Placement
+from stratagem.cluster.tf_config import TaskPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.launch.replica import own_environment
 
@@ -96,7 +96,7 @@ def read_cluster_file(path: Path | None) -> dict[str, Any]:
 
 def configure(
     role: str, cluster_file: Path | None, flags: dict[str, Any]
-) -> tuple[Resolved[RoleConfig], Placement | None]:
+) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
     """The configuration of a role from flags, the environment of this process and the cluster file.
 
     Raises:

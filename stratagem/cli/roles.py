@@ -14,7 +14,7 @@ from stratagem.cli.options import configure, role_options
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, Resolved
-from stratagem.cluster.tf_config import Placement, emit_tf_config, torchrun_environment
+from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.joining import ask_for_cluster
 from stratagem.rpc.logs import configure_logging
@@ -36,7 +36,7 @@ def _refuse_without_chief(config: RoleConfig) -> None:
         )
 
 
-def script_environment(resolved: Resolved[RoleConfig], placement: Placement | None) -> dict[str, str]:
+def script_environment(resolved: Resolved[RoleConfig], placement: TaskPlacement | None) -> dict[str, str]:
     """What a training script finds in its environment.
 
     TF_CONFIG and torchrun's names; and what flags or a cluster file say, as ``STRATAGEM_<FIELD>``, because the

@@ -16,7 +16,7 @@ from stratagem.cli.options import cluster_option, read_cluster_file
 from stratagem.cluster.spec import ClusterSpec, split_address
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError, PeerUnavailableError, SecurityError
-from stratagem.launch.status import JobStatus, TaskState, fetch_stack, fetch_status
+from stratagem.launch.status import StatusView, TaskState, fetch_stack, fetch_status
 from stratagem.rpc.security import Security, operator_security
 
 COLUMNS = (
@@ -62,7 +62,7 @@ def row(task: TaskState) -> tuple[str, ...]:
     )
 
 
-def summary_line(status: JobStatus) -> str:
+def summary_line(status: StatusView) -> str:
     """The job in one line."""
     if status.stop_reason:
         state = f"ending: {status.stop_reason}"
@@ -79,7 +79,7 @@ def summary_line(status: JobStatus) -> str:
     return " | ".join(parts)
 
 
-def _print_table(status: JobStatus) -> None:
+def _print_table(status: StatusView) -> None:
     rows = [row(task) for task in status.tasks]
     click.echo(summary_line(status))
     if sys.stdout.isatty():
@@ -93,7 +93,7 @@ def _print_table(status: JobStatus) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
-def _stacks(status: JobStatus, timeout_s: float, security: Security) -> dict[str, list[str]]:
+def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[str, list[str]]:
     found = {}
     for task in status.workers:
         if task.state == "live" and task.address:

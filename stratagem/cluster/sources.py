@@ -11,7 +11,7 @@ import pydantic
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec, nearest
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import Placement, cluster_variables, placement_from_environment
+from stratagem.cluster.tf_config import TaskPlacement, cluster_variables, placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 
 Config = TypeVar("Config", bound=RoleConfig)
@@ -126,7 +126,7 @@ def gather(
     flags: Mapping[str, Any] | None = None,
     document: Mapping[str, Any] | None = None,
     file: str = "the cluster file",
-) -> tuple[Resolved[RoleConfig], Placement | None]:
+) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
     """The configuration of a task of ``role``, and its place in the cluster (None: there is no cluster).
 
     Args:
@@ -165,7 +165,7 @@ def gather(
     else:
         if task != TaskId("chief", 0):
             cluster.check_task(task)
-        placement = Placement(cluster, task)
+        placement = TaskPlacement(cluster, task)
         told_by = f"environment {cluster_variables(environ)}"
         from_environment = [cluster_layer(cluster, task, told_by)] if told is not None else []
         from_file = [cluster_layer(cluster, task, f"{file} (cluster)")] if told is None else []

@@ -19,7 +19,7 @@ _MAX_DIGITS = 6
 """Of an index, a rank or a port."""
 
 
-class Placement(NamedTuple):
+class TaskPlacement(NamedTuple):
     """A cluster and the place of this process in it."""
 
     cluster: ClusterSpec
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
     """None when only the cluster was described."""
 
 
-def parse_tf_config(text: str) -> Placement | None:
+def parse_tf_config(text: str) -> TaskPlacement | None:
     """What the JSON of TF_CONFIG says; None for a config without a cluster, which means "not distributed".
 
     Raises:
@@ -56,7 +56,7 @@ def parse_tf_config(text: str) -> Placement | None:
     cluster = ClusterSpec.from_mapping(config["cluster"])
     if task is not None:
         cluster.check_task(task)
-    return Placement(cluster, task)
+    return TaskPlacement(cluster, task)
 
 
 def _parse_task(task: object) -> TaskId:
@@ -106,7 +106,7 @@ def torchrun_environment(cluster: ClusterSpec, task: TaskId) -> dict[str, str]:
     }
 
 
-def parse_torchrun(environ: Mapping[str, str]) -> Placement | None:
+def parse_torchrun(environ: Mapping[str, str]) -> TaskPlacement | None:
     """The cluster of workers that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe; None without RANK.
 
     Worker 0 is at MASTER_ADDR:MASTER_PORT (there the chief will serve); the others take free ports.
@@ -130,10 +130,10 @@ def parse_torchrun(environ: Mapping[str, str]) -> Placement | None:
     address = environ["MASTER_ADDR"]
     host = f"[{address}]" if ":" in address else address
     others = ("127.0.0.1:0",) * (world_size - 1)
-    return Placement(ClusterSpec(worker=(f"{host}:{numbers['MASTER_PORT']}", *others)), TaskId("worker", rank))
+    return TaskPlacement(ClusterSpec(worker=(f"{host}:{numbers['MASTER_PORT']}", *others)), TaskId("worker", rank))
 
 
-def placement_from_environment(environ: Mapping[str, str]) -> Placement | None:
+def placement_from_environment(environ: Mapping[str, str]) -> TaskPlacement | None:
     """Where this process stands; None: it is not part of a cluster.
 
     The cluster is that of TF_CONFIG, and the task its "task" or STRATAGEM_TASK. Without TF_CONFIG, torchrun's
@@ -146,7 +146,7 @@ def placement_from_environment(environ: Mapping[str, str]) -> Placement | None:
     placement = parse_tf_config(environ.get("TF_CONFIG", ""))
     if placement is None:
         if "RANK" not in environ and is_step(environ):
-            return Placement(*read_slurm(environ))
+            return TaskPlacement(*read_slurm(environ))
         return parse_torchrun(environ)
     cluster, task = placement
     if name := environ.get(TASK_VARIABLE, ""):
@@ -159,7 +159,7 @@ def placement_from_environment(environ: Mapping[str, str]) -> Placement | None:
         task = named
     if task is not None:
         _check_agreement(cluster, task, environ)
-    return Placement(cluster, task)
+    return TaskPlacement(cluster, task)
 
 
 def cluster_variables(environ: Mapping[str, str]) -> str:

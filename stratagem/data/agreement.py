@@ -16,7 +16,7 @@ from stratagem.worker.ring.communicator import Communicator
 logger = logging.getLogger(__name__)
 
 
-class Agreement:
+class StepAgreement:
     """All workers make the same steps, until none has any data; who has none left gets batches of size 0.
 
     Args:

@@ -13,7 +13,7 @@ from stratagem.data.files import file_based, own_files
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
 from stratagem.data.loaders import has_own_batches, is_plain, plan_of
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
-from stratagem.data.placement import Listener, Placement
+from stratagem.data.placement import InputPlacement, Listener
 from stratagem.data.readers import IndexReader, ItemBatches, PerReplicaReader, Reader, Reopened, StreamReader
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
@@ -23,7 +23,7 @@ from stratagem.worker.ring.communicator import Communicator
 def distribute(
     source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
     *,
-    placement: Placement,
+    placement: InputPlacement,
     ordinal: int = 1,
     batch_size: int | None = None,
     options: DistributeOptions | None = None,
@@ -77,7 +77,7 @@ def distribute(
 def distribute_from_function(
     dataset_fn: Callable[[InputContext], Iterable[Any]],
     *,
-    placement: Placement,
+    placement: InputPlacement,
     options: DistributeOptions | None = None,
     listener: Listener | None = None,
 ) -> SplitDataset:

@@ -14,7 +14,7 @@ from stratagem.worker.ring.communicator import Communicator
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class InputPlacement:
     """This worker and its replicas. Every worker has equally many local replicas."""
 
     devices: tuple[torch.device, ...]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stratagem.cluster.units import Plan
-from stratagem.data.agreement import Agreement
+from stratagem.data.agreement import StepAgreement
 from stratagem.data.device_copies import DeviceCopies
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
-from stratagem.data.placement import Listener, Placement, StepShare
+from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.readers import Parts, Reader
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.values import PerReplica
@@ -35,7 +35,7 @@ class SplitDataset:
     def __init__(
         self,
         reader: Reader,
-        placement: Placement,
+        placement: InputPlacement,
         options: DistributeOptions,
         *,
         seed: int,
@@ -50,7 +50,7 @@ class SplitDataset:
         self._policy = policy
         self._plan = plan
         self._seed = seed
-        self._agreement = Agreement(placement.communicator, placement.num_local_replicas, not reader.knows_totals)
+        self._agreement = StepAgreement(placement.communicator, placement.num_local_replicas, not reader.knows_totals)
         copying = any(device.type != "cpu" for device in placement.devices)
         ahead = placement.num_local_replicas if copying else 0
         self._copies = DeviceCopies(placement.devices, ahead if options.prefetch is None else options.prefetch)

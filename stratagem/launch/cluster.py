@@ -14,7 +14,7 @@ from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
-from stratagem.launch.status import JobStatus
+from stratagem.launch.status import StatusView
 from stratagem.launch.supervisor import Action, Finish, Kill, Phase, Renew, Signal, Start, Supervisor, describe_exit
 from stratagem.rpc.security import OPEN, Security
 
@@ -49,7 +49,7 @@ class LocalCluster:
         supervisor: Supervisor,
         launch_for: LaunchFor,
         output: OutputRouter,
-        on_status: Callable[[JobStatus, float], None],
+        on_status: Callable[[StatusView, float], None],
         signals: SignalPipe,
         security: Security = OPEN,
         resumes: Callable[[], bool] = lambda: False,
@@ -77,7 +77,7 @@ class LocalCluster:
         self._selector.register(signals.fd, selectors.EVENT_READ)
 
     @property
-    def status(self) -> JobStatus | None:
+    def status(self) -> StatusView | None:
         """The newest status of the chief."""
         return self._poller.latest if self._poller is not None else None
 

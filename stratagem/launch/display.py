@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stratagem.launch.processes import Stream
-from stratagem.launch.progress import Pace, progress_words, task_words
-from stratagem.launch.status import JobStatus
+from stratagem.launch.progress import JobPace, progress_words, task_words
+from stratagem.launch.status import StatusView
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -22,7 +22,7 @@ class Display(Protocol):
     def show(self, stream: Stream, line: str) -> None:
         """Shows one line."""
 
-    def update(self, status: JobStatus, now: float) -> None:
+    def update(self, status: StatusView, now: float) -> None:
         """A new status has come."""
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class PlainDisplay:
     def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float = PLAIN_INTERVAL_S) -> None:
         self._streams: dict[Stream, TextIO] = {"stdout": stdout, "stderr": stderr}
         self._interval_s = interval_s
-        self._pace = Pace()
+        self._pace = JobPace()
         self._shown_at = float("-inf")
         self._shown: object = None
 
@@ -43,7 +43,7 @@ class PlainDisplay:
         """Writes the line to our stdout or stderr at once."""
         print(line, file=self._streams[stream], flush=True)
 
-    def update(self, status: JobStatus, now: float) -> None:
+    def update(self, status: StatusView, now: float) -> None:
         """Writes the progress if it is time and there is something new."""
         self._pace.add(now, status)
         if now < self._shown_at + self._interval_s:
@@ -65,7 +65,7 @@ class LiveDisplay:
         self._stdout = stdout
         self._console = Console(file=stderr)
         self._live = Live(console=self._console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
-        self._pace = Pace()
+        self._pace = JobPace()
         self._started = False
 
     def show(self, stream: Stream, line: str) -> None:
@@ -75,7 +75,7 @@ class LiveDisplay:
         else:
             self._console.print(Text.from_ansi(line))
 
-    def update(self, status: JobStatus, now: float) -> None:
+    def update(self, status: StatusView, now: float) -> None:
         """Draws the table."""
         self._pace.add(now, status)
         if not self._started:

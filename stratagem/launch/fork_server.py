@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-class _Server:
+class _ForkServer:
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._selector = selectors.DefaultSelector()
@@ -122,7 +122,7 @@ def main() -> None:
     gc.freeze()  # what is here already is never garbage: a collection in a child would only copy its pages
     link = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        if command := _Server(link).serve():
+        if command := _ForkServer(link).serve():
             _become(command)
 
 

@@ -7,9 +7,9 @@ import time
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import Placement
+from stratagem.cluster.tf_config import TaskPlacement
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
-from stratagem.launch.status import JobStatus, fetch_status
+from stratagem.launch.status import StatusView, fetch_status
 from stratagem.rpc.security import security_of
 
 ASK_S = 5.0
@@ -18,7 +18,7 @@ AGAIN_S = 0.5
 """Seconds between two tries."""
 
 
-def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> Placement:
+def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
     """The cluster that the chief at ``config.chief`` coordinates, and this task's place in it.
 
     Raises:
@@ -40,7 +40,7 @@ def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> Placement:
             return placement_of(config, status)
 
 
-def placement_of(config: WorkerConfig | EvaluatorConfig, status: JobStatus) -> Placement:
+def placement_of(config: WorkerConfig | EvaluatorConfig, status: StatusView) -> TaskPlacement:
     """The cluster of a status page; a worker that joins a running job may be beyond those it began with.
 
     The others stand in it to be counted: where they are, the chief tells when they join. They count as workers of this
@@ -54,4 +54,4 @@ def placement_of(config: WorkerConfig | EvaluatorConfig, status: JobStatus) -> P
         workers += [somewhere] * (task.index + 1 - len(workers))
         workers[task.index] = config.bind
     ps = [somewhere] * types.count("ps")
-    return Placement(ClusterSpec(chief=(config.chief,), worker=tuple(workers), ps=tuple(ps)), task)
+    return TaskPlacement(ClusterSpec(chief=(config.chief,), worker=tuple(workers), ps=tuple(ps)), task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from stratagem.cluster.identity import CHIEF
-from stratagem.launch.status import JobStatus, from_reply
+from stratagem.launch.status import StatusView, from_reply
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
@@ -25,7 +25,7 @@ class StatusPoller:
         self, address: str, interval_s: float = 0.5, timeout_s: float = 2.0, security: Security = OPEN
     ) -> None:
         self.interval_s = interval_s
-        self.latest: JobStatus | None = None
+        self.latest: StatusView | None = None
         self._timeout_s = timeout_s
         self._address, self._security = address, security
         self._connect()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 
-from stratagem.launch.status import JobStatus, TaskState
+from stratagem.launch.status import StatusView, TaskState
 
 WINDOW_S = 10.0
 
 
-class Pace:
+class JobPace:
     """Examples and units per second over the last seconds."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
         self._samples: deque[tuple[float, int, int, int]] = deque()
 
-    def add(self, now: float, status: JobStatus) -> None:
+    def add(self, now: float, status: StatusView) -> None:
         """A new status."""
         if self._samples and (status.examples < self._samples[-1][1]):
             self._samples.clear()
@@ -32,7 +32,7 @@ class Pace:
         first, last = self._samples[0], self._samples[-1]
         return (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
-    def eta_s(self, status: JobStatus) -> float | None:
+    def eta_s(self, status: StatusView) -> float | None:
         """Seconds until the epoch in progress is closed; None while it is not known."""
         same = [sample for sample in self._samples if sample[2] == status.epoch]
         if len(same) < 2 or same[-1][3] <= same[0][3]:
@@ -41,7 +41,7 @@ class Pace:
         return (status.units_planned - status.units_accepted) / units_per_s
 
 
-def progress_words(status: JobStatus, pace: Pace) -> str:
+def progress_words(status: StatusView, pace: JobPace) -> str:
     """The job in one line: epoch, units, loss, examples/s, ETA of the epoch, exposed communication."""
     if not status.ready:
         return f"waiting for the cluster: {', '.join(status.waiting_for) or 'the tasks to join'}"

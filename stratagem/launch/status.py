@@ -46,7 +46,7 @@ class TaskState:
 
 
 @dataclasses.dataclass(frozen=True)
-class JobStatus:
+class StatusView:
     """The whole job."""
 
     tasks: tuple[TaskState, ...] = ()
@@ -86,9 +86,9 @@ class JobStatus:
         return next((worker.loss for worker in order if worker.loss is not None), None)
 
 
-def from_reply(reply: chief_pb2.GetStatusReply) -> JobStatus:
+def from_reply(reply: chief_pb2.GetStatusReply) -> StatusView:
     """The reply of ``Chief.GetStatus`` as plain data."""
-    return JobStatus(
+    return StatusView(
         tasks=tuple(_task(status) for status in reply.tasks),
         chief_epoch=reply.chief_epoch,
         ready=reply.ready,
@@ -132,7 +132,7 @@ def _task(status: chief_pb2.TaskStatus) -> TaskState:
     )
 
 
-def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> JobStatus:
+def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> StatusView:
     """Asks the chief at ``address``.
 
     Raises:

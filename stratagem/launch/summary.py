@@ -12,7 +12,7 @@ from typing import Any
 from stratagem.cluster.task import TaskId
 from stratagem.launch.output import essence
 from stratagem.launch.plan import LocalJob
-from stratagem.launch.status import JobStatus
+from stratagem.launch.status import StatusView
 from stratagem.launch.supervisor import Failure, Supervisor, describe_exit
 
 
@@ -34,7 +34,7 @@ def newest_checkpoint(directory: Path) -> str:
 def build_summary(
     job: LocalJob,
     supervisor: Supervisor,
-    status: JobStatus | None,
+    status: StatusView | None,
     reports: Mapping[TaskId, Mapping[str, Any]],
     exit_code: int,
     duration_s: float,
@@ -53,7 +53,7 @@ def build_summary(
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.
     """
-    status = status or JobStatus()
+    status = status or StatusView()
     in_turn = job.staleness == 0 and job.chosen_strategy == "ps"
     steps = [int(report.get("steps", 0)) for report in reports.values()]
     reported_steps = max(steps, default=0) if in_turn else sum(steps)

@@ -127,7 +127,7 @@ class GrpcLane:
         self._outbox.put(None)
 
 
-class Stream(Protocol):
+class FrameStream(Protocol):
     """The server's end of a stream: what this module needs of ``grpc.ServicerContext``."""
 
     def add_callback(self, callback: Any) -> bool: ...
@@ -151,9 +151,9 @@ class ServedGrpcLane:
         self._peer = peer
         self._meter = meter
         self._inbox = Inbox(peer, READ_AHEAD)
-        self._stream: Stream | None = None
+        self._stream: FrameStream | None = None
 
-    def serve(self, messages: Iterator[bytes], stream: Stream) -> None:
+    def serve(self, messages: Iterator[bytes], stream: FrameStream) -> None:
         """Reads the stream until it ends."""
         self._stream = stream
         if self._inbox.error is not None:

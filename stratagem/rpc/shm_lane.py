@@ -22,7 +22,7 @@ from stratagem.rpc.codec import Frame, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import BytesMeter, Pieces
 from stratagem.rpc.segment import Segment, receive_descriptor
-from stratagem.rpc.slots import Slot, SlotPool
+from stratagem.rpc.slots import ShmBlock, SlotPool
 
 _FRAME, _SEGMENT = b"SGFR", b"SGSG"
 _MESSAGE = struct.Struct("<4sBB2xIQQQIQI4x")  # magic, kind, dtype, group, transfer, offset, elements, segment, at, slot
@@ -67,7 +67,7 @@ class ShmSender:
         self._turn = threading.Lock()
         self._error: StratagemError | None = None
         self._num_announced = 0
-        self._unread: dict[int, list[Slot]] = {}
+        self._unread: dict[int, list[ShmBlock]] = {}
         self._unread_bytes = 0
         close_in_children(sock)
         sock.settimeout(None)
@@ -83,7 +83,7 @@ class ShmSender:
             raise self._error
         self.send_slot(kind, transfer, group, offset, *self.fill(pieces() if num_elements else ()))
 
-    def fill(self, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Slot | None]:
+    def fill(self, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ShmBlock | None]:
         """Copies pieces, one after the other, into a slot; gives them as one flat tensor there."""
         num_elements = sum(piece.numel() for piece in pieces)
         if not num_elements:
@@ -100,7 +100,7 @@ class ShmSender:
         return target, slot
 
     def send_slot(
-        self, kind: int, transfer: int, group: int, offset: int, tensor: torch.Tensor, slot: Slot | None
+        self, kind: int, transfer: int, group: int, offset: int, tensor: torch.Tensor, slot: ShmBlock | None
     ) -> None:
         """Shows the receiver what lies at the beginning of a slot of this lane's pool; copies nothing."""
         wire = to_wire_dtype(tensor.dtype)

@@ -13,7 +13,7 @@ SEGMENT_BYTES = 32 << 20
 MIN_SLOT_BYTES = 64 << 10
 
 
-class Slot:
+class ShmBlock:
     """A piece of a segment. It returns to its pool when the last reference to this object goes.
 
     Attributes:
@@ -46,7 +46,7 @@ class SlotPool:
         self._free: dict[int, list[int]] = {}
         self._closed = False
 
-    def take(self, num_bytes: int) -> Slot:
+    def take(self, num_bytes: int) -> ShmBlock:
         """A slot of at least ``num_bytes``, with whatever is in it.
 
         Raises:
@@ -58,7 +58,7 @@ class SlotPool:
                 self._carve(size)
             number = self._free[size].pop()
             segment, at, _ = self._places[number]
-            slot = Slot(number, segment, at, size, self.segments[segment].tensor[at : at + size])
+            slot = ShmBlock(number, segment, at, size, self.segments[segment].tensor[at : at + size])
         weakref.finalize(slot, self._give_back, number, size).atexit = False
         return slot
 

@@ -22,7 +22,7 @@ class Updates(Protocol):
         """Of the job, as far as this worker knows."""
 
 
-class _Pace:
+class _SchedulePace:
     """How far a scheduler goes in a ``step()`` that belongs to an update of this worker.
 
     Args:
@@ -73,7 +73,7 @@ def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]
         is_in_loop: whether the script goes through a dataset now, or has none.
     """
     kind: Any = type(scheduler)
-    pace = _Pace(push)
+    pace = _SchedulePace(push)
     has_warned = False
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from stratagem.cluster.units import Plan, Unit
 from stratagem.data.distribute import distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.data.placement import Listener, Placement, StepShare
+from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.generated import chief_pb2
@@ -54,7 +54,7 @@ def own_batches(
 ) -> SplitDataset:
     """The batches of a worker's own pipeline, which no chief lends."""
     return distribute_from_function(
-        dataset_fn, placement=Placement((device,)), options=options, listener=_OwnBatches(meter)
+        dataset_fn, placement=InputPlacement((device,)), options=options, listener=_OwnBatches(meter)
     )
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Preparation, Strategy
@@ -289,12 +289,12 @@ class SynchronousStrategy(Strategy):
             listener=self._listener(self._num_datasets),
         )
 
-    def _placement(self, ordinal: int) -> Placement:
+    def _placement(self, ordinal: int) -> InputPlacement:
         seed = functools.partial(self._seed_of_dataset, ordinal)
         if self.communicator is None:
-            return Placement(self._local.devices, seed=seed)
+            return InputPlacement(self._local.devices, seed=seed)
         rank, size = self.communicator.rank, self.communicator.size
-        return Placement(self._local.devices, size, rank, self.communicator, seed)
+        return InputPlacement(self._local.devices, size, rank, self.communicator, seed)
 
     def _listener(self, ordinal: int) -> StepListener:
         communicators = list(self._local.communicators)

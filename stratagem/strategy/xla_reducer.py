@@ -15,7 +15,7 @@ import torch
 
 from stratagem.strategy.xla_group import XlaGroup
 from stratagem.worker.preemption_request import preemption
-from stratagem.worker.reduction.gradient_slot import Slot, WeakHook
+from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
 from stratagem.worker.reduction.gradient_tail import Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.ring.communicator import Communicator
@@ -44,7 +44,7 @@ class XlaReducer:
         self._paused = 0
         self._pending_weights = WeightSum()
         self._num_reduced = 0
-        self._backward: _Backward | None = None
+        self._backward: _XlaBackward | None = None
         self._slots = [_LazySlot(parameter, index) for index, parameter in enumerate(parameters)]
         for slot in self._slots:
             if slot.parameter.requires_grad:
@@ -78,8 +78,8 @@ class XlaReducer:
         if self._backward is not None and self._backward.task != task:
             self._end(self._backward)  # a backward inside a backward
         if self._backward is None:
-            self._backward = _Backward(task)
-            torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self, self._backward))
+            self._backward = _XlaBackward(task)
+            torch.autograd.Variable._execution_engine.queue_callback(_EndOfXlaBackward(self, self._backward))
         slot.take()
 
     def _on_gradient(self, slot: _LazySlot, parameter: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class XlaReducer:
         parameter.grad = None
         slot.add(delta, backward.weight)
 
-    def _begin(self, backward: _Backward) -> None:
+    def _begin(self, backward: _XlaBackward) -> None:
         pending = [slot for slot in self._slots if slot.pending]
         for slot in pending:
             slot.settle()
@@ -103,7 +103,7 @@ class XlaReducer:
         backward.local = self._paused > 0
         backward.begun = True
 
-    def _end(self, backward: _Backward) -> None:
+    def _end(self, backward: _XlaBackward) -> None:
         if backward is not self._backward:
             return
         try:
@@ -119,7 +119,7 @@ class XlaReducer:
             for slot in self._slots:
                 slot.restore()
 
-    def _abandon(self, backward: _Backward) -> None:
+    def _abandon(self, backward: _XlaBackward) -> None:
         """The backward raised; the other replicas wait for the word that it did."""
         if backward is not self._backward:
             return
@@ -131,7 +131,7 @@ class XlaReducer:
             for slot in self._slots:
                 slot.restore()
 
-    def _synchronise(self, backward: _Backward) -> None:
+    def _synchronise(self, backward: _XlaBackward) -> None:
         tail, total = self._exchange(backward)
         merged = tail.decode(total, self._group.size)
         if merged.wants_end:
@@ -147,14 +147,14 @@ class XlaReducer:
             if slot.taken:
                 slot.merge(reduced.get(slot.index))
 
-    def _exchange(self, backward: _Backward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
+    def _exchange(self, backward: _XlaBackward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
         present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
         tail = Tail(present, backward.weights, 0, 1, self._num_reduced, failed, preemption.requested)
         self._num_reduced += 1
         return tail, self._communicator.all_reduce(tail.encode(self._group.rank, self._group.size))
 
 
-class _LazySlot(Slot):
+class _LazySlot(ParameterGradient):
     """The gradient is a tensor of its own."""
 
     _own: torch.Tensor | None = None
@@ -190,7 +190,7 @@ class _LazySlot(Slot):
 
 
 @dataclasses.dataclass(eq=False)
-class _Backward:
+class _XlaBackward:
     """One run of autograd."""
 
     task: int
@@ -204,10 +204,10 @@ class _Backward:
     """With those of the pending gradients that are reduced along."""
 
 
-class _EndOfBackward:
+class _EndOfXlaBackward:
     """The engine calls it when a backward is done, and drops it uncalled when it failed."""
 
-    def __init__(self, reducer: XlaReducer, backward: _Backward) -> None:
+    def __init__(self, reducer: XlaReducer, backward: _XlaBackward) -> None:
         self._reducer = reducer
         self._backward = backward
 

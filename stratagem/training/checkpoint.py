@@ -18,8 +18,8 @@ import torch
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy
 from stratagem.training.checkpoint_catalog import check, offer, read_step, remove, scan
-from stratagem.training.checkpoint_files import Draft, sweep
-from stratagem.training.checkpoint_members import Members
+from stratagem.training.checkpoint_files import FilesDraft, sweep
+from stratagem.training.checkpoint_members import CheckpointMembers
 from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
 from stratagem.training.checkpoint_reading import (
     DESCRIPTION,
@@ -101,7 +101,7 @@ class Checkpoint:
         self._strategy = chosen
         self._asynchronous = asynchronous
         self._max_file_bytes = max_file_bytes
-        self._members = Members(chosen.communicator)
+        self._members = CheckpointMembers(chosen.communicator)
         self._servers = servers_of(chosen)
         self._writing: _Writing | None = None
         self._is_pending = False
@@ -267,7 +267,7 @@ class Checkpoint:
 
             def write() -> None:
                 sweep(folder)
-                with served or Draft(folder) as draft:
+                with served or FilesDraft(folder) as draft:
                     self._write(draft, target, number, states)
                 then(target)
 
@@ -278,7 +278,7 @@ class Checkpoint:
         self._stall_s = time.monotonic() - started
         return str(target)
 
-    def _write(self, draft: Draft, target: pathlib.Path, step: int, states: dict[str, EncodedState]) -> None:
+    def _write(self, draft: FilesDraft, target: pathlib.Path, step: int, states: dict[str, EncodedState]) -> None:
         objects = {
             name: {"state": state.tree, "files": draft.add_tensors(name, state.tensors, self._max_file_bytes)}
             for name, state in states.items()
@@ -350,9 +350,9 @@ def _number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _served_draft(folder: pathlib.Path, servers: Servers) -> Draft:
+def _served_draft(folder: pathlib.Path, servers: Servers) -> FilesDraft:
     """A draft with the parameter servers' part in it; commits are held while they write it."""
-    draft = Draft(folder)
+    draft = FilesDraft(folder)
     try:
         draft.build_on(servers.save(draft.path))
     except BaseException:

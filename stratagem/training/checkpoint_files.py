@@ -29,7 +29,7 @@ from stratagem.training.checkpoint_catalog import HOST, find_damage, offer_in, r
 logger = logging.getLogger(__name__)
 
 
-class Draft:
+class FilesDraft:
     """A checkpoint in the making; leaving the ``with`` block removes it, unless it was committed.
 
     Args:
@@ -55,7 +55,7 @@ class Draft:
             self.__exit__()
             raise
 
-    def __enter__(self) -> Draft:
+    def __enter__(self) -> FilesDraft:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,7 @@ BEAT_S = 1.0
 """While rank 0 is busy it says so this often: the others wait in a collective, which has a time-out."""
 
 
-class Members:
+class CheckpointMembers:
     """The processes that save and restore together; all make the same calls in the same order.
 
     Args:

@@ -14,7 +14,7 @@ from stratagem.errors import CheckpointError, ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.checkpoint_servers import Place, Servers, ServerState, place_of
-from stratagem.training.checkpoint_tree import EncodedState, OnServers, encode
+from stratagem.training.checkpoint_tree import EncodedState, StateOnServers, encode
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:
     if kind == MODEL and names:
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and place_of(value) in names:
-                state[key] = OnServers(names[place_of(value)])
+                state[key] = StateOnServers(names[place_of(value)])
     return state
 
 

@@ -30,7 +30,7 @@ _FILE_DTYPES = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class OnServers:
+class StateOnServers:
     """Stands for a tensor that parameter servers write themselves."""
 
     variable: str
@@ -89,7 +89,7 @@ class _Encoder:
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
-        if isinstance(value, OnServers):
+        if isinstance(value, StateOnServers):
             return {"$variable": value.variable}
         raise ConfigurationError(
             f"the state of {self._name} holds a {type(value).__module__}.{type(value).__qualname__} at "

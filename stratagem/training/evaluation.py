@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.strategy.ps_evaluation import EvaluatedUnits
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.fit_loop import evaluating, first_batches
 from stratagem.training.fit_sources import for_evaluation
-from stratagem.training.fit_steps import Steps
+from stratagem.training.fit_steps import FitSteps
 from stratagem.training.tally import Tally
 from stratagem.training.unit_counts import UnitCounts
 
@@ -40,7 +40,7 @@ class Evaluation:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: FitSteps,
         new_tally: Callable[[], Tally],
         source: Any,
         device: torch.device,
@@ -101,7 +101,9 @@ def _lent(strategy: ParameterServerStrategy, source: Any, num_steps: int | None)
         source = source.loader
     if isinstance(source, DataLoader) and can_be_planned(source):
         return strategy.lend_evaluation(source, num_steps)
-    return strategy.lend_whole(_Limited(distribute(source, placement=Placement(strategy.local_devices)), num_steps))
+    return strategy.lend_whole(
+        _Limited(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
+    )
 
 
 class _Limited:

@@ -24,7 +24,7 @@ VERSION = 1
 
 
 @dataclasses.dataclass
-class Draft:
+class ExportDraft:
     """A folder that is being written. The files in ``path`` and the ``description`` become the export."""
 
     path: Path
@@ -32,7 +32,7 @@ class Draft:
 
 
 @contextlib.contextmanager
-def writing(target: Path) -> Iterator[Draft]:
+def writing(target: Path) -> Iterator[ExportDraft]:
     """Gives a folder to write into, and puts it in the place of ``target`` at the end; an earlier export is replaced.
 
     Raises:
@@ -43,7 +43,7 @@ def writing(target: Path) -> Iterator[Draft]:
     draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
-        content = Draft(draft, {})
+        content = ExportDraft(draft, {})
         yield content
         _commit(content, target)
     except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
@@ -87,7 +87,7 @@ def _may_be_replaced(target: Path) -> bool:
     return target.is_dir() and (_describe(target) is not None or not any(target.iterdir()))
 
 
-def _commit(draft: Draft, target: Path) -> None:
+def _commit(draft: ExportDraft, target: Path) -> None:
     files = sorted(path for path in draft.path.iterdir() if path.is_file())
     table = {path.name: {"num_bytes": path.stat().st_size, "sha256": hash_file(path)} for path in files}
     head = {"format": FORMAT, "format_version": VERSION}

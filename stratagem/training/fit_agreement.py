@@ -17,7 +17,7 @@ from stratagem.training.tally import StepResult, Tally
 from stratagem.training.unit_counts import UnitCounts
 
 
-class Agreement(Protocol):
+class FitAgreement(Protocol):
     """What a worker has in common with the others."""
 
     is_alone: bool
@@ -66,31 +66,31 @@ class InStep:
         self.is_alone = self._workers is None
 
     def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         return contextlib.nullcontext()
 
     def begin(self, epoch: int) -> dict[str, float] | None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         return None
 
     def add(self, results: Sequence[StepResult]) -> None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
 
     def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         return tally.result()
 
     def settle(self, epoch: int, logs: dict[str, float]) -> None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         if self._workers is None:
             return wish
         return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
 
 
-class OnServers:
+class FitOnServers:
     """Of workers under parameter servers: their chief keeps what each unit has counted.
 
     Args:
@@ -129,7 +129,7 @@ class OnServers:
 
     @contextlib.contextmanager
     def listening(self, flush: Callable[[], None]) -> Iterator[None]:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         self._flush = flush
         try:
             with self._strategy.listened(self):
@@ -140,24 +140,24 @@ class OnServers:
             raise
 
     def begin(self, epoch: int) -> dict[str, float] | None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         self._epoch = epoch
         return self._shared.logs(self._logs, epoch)
 
     def add(self, results: Sequence[StepResult]) -> None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         self._units.add(results)
 
     def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         return self._units.result(self._counted, epoch)
 
     def settle(self, epoch: int, logs: dict[str, float]) -> None:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         self._shared.settle(self._logs, epoch, {name: float(value) for name, value in logs.items()})
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        """See :class:`Agreement`."""
+        """See :class:`FitAgreement`."""
         return bool(self._shared.agree(self.group, epoch, int(wish)))
 
 

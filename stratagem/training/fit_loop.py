@@ -15,10 +15,10 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
-from stratagem.training.fit_agreement import Agreement
+from stratagem.training.fit_agreement import FitAgreement
 from stratagem.training.fit_position import FitPosition
 from stratagem.training.fit_sources import Passes, close
-from stratagem.training.fit_steps import Steps
+from stratagem.training.fit_steps import FitSteps
 from stratagem.training.tally import Tally
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class Training:
     def __init__(
         self,
         model: Model,
-        steps: Steps,
+        steps: FitSteps,
         tally: Tally,
         position: FitPosition,
         callbacks: CallbackList,
         passes: Passes,
         validate: Callable[[bool], dict[str, float]] | None,
-        agreement: Agreement,
+        agreement: FitAgreement,
     ) -> None:
         self._model = model
         self._steps = steps
@@ -147,7 +147,7 @@ class Training:
         return stops
 
 
-def predict(steps: Steps, dataset: Iterable[Any], callbacks: CallbackList, num_steps: int | None) -> Any:
+def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, num_steps: int | None) -> Any:
     """The outputs for a dataset, in its order, joined along their first dimension.
 
     Args:

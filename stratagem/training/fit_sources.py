@@ -16,7 +16,7 @@ from stratagem.data.distribute import checked_batch_size, distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
 from stratagem.data.options import DistributeOptions
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -135,7 +135,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     if isinstance(source, DataLoader) and source.generator is None:
         source = _with_own_generator(source)
     if type(strategy) is Strategy:
-        return distribute(source, placement=Placement((device,)))
+        return distribute(source, placement=InputPlacement((device,)))
     if isinstance(strategy, ParameterServerStrategy):
         return strategy.distribute_dataset(source)
     # A replica without examples adds zeros, as to one process; BatchNorm needs examples (docs/protocol.md 20).
@@ -154,8 +154,8 @@ def for_evaluation(strategy: Strategy, source: Any, device: torch.device) -> Any
         return source
     workers = strategy.communicator
     if workers is None:
-        return distribute(source, placement=Placement(devices_of(strategy, device)))
-    return distribute(source, placement=Placement(strategy.local_devices, workers.size, workers.rank, workers))
+        return distribute(source, placement=InputPlacement(devices_of(strategy, device)))
+    return distribute(source, placement=InputPlacement(strategy.local_devices, workers.size, workers.rank, workers))
 
 
 def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> SplitDataset:
@@ -165,7 +165,7 @@ def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> Spl
             "predict keeps the order of the examples, and a distributed dataset is a worker's part of them: give it "
             "the arrays, the Dataset or the DataLoader"
         )
-    return distribute(source, placement=Placement(devices_of(strategy, device)))
+    return distribute(source, placement=InputPlacement(devices_of(strategy, device)))
 
 
 def devices_of(strategy: Strategy, device: torch.device) -> tuple[torch.device, ...]:

@@ -18,7 +18,7 @@ from stratagem.training.tally import StepResult
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class FitSteps:
     """The steps of a compiled model."""
 
     strategy: Strategy

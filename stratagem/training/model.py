@@ -27,7 +27,7 @@ from stratagem.training.checkpoint_number import next_number
 from stratagem.training.compiled import Compiled
 from stratagem.training.evaluation import Evaluation
 from stratagem.training.export import export_model
-from stratagem.training.fit_agreement import Agreement, InStep, OnServers, check_groups
+from stratagem.training.fit_agreement import FitAgreement, FitOnServers, InStep, check_groups
 from stratagem.training.fit_batches import sample_of, unpack
 from stratagem.training.fit_position import FitPosition
 from stratagem.training.fit_sources import (
@@ -39,7 +39,7 @@ from stratagem.training.fit_sources import (
     source_of,
     validation_source,
 )
-from stratagem.training.fit_steps import Steps
+from stratagem.training.fit_steps import FitSteps
 from stratagem.training.layer_table import layer_table
 from stratagem.training.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.losses import Loss, LossFunction
@@ -395,8 +395,8 @@ class Model(SingleBatches):
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()
 
-    def _steps(self, loss: Loss | None) -> Steps:
-        return Steps(
+    def _steps(self, loss: Loss | None) -> FitSteps:
+        return FitSteps(
             strategy=self.strategy,
             module=self.module,
             optimizer=self.optimizer,
@@ -419,10 +419,10 @@ class Model(SingleBatches):
             self._sampled,
         )
 
-    def _agreement(self) -> Agreement:
+    def _agreement(self) -> FitAgreement:
         assert self._loss is not None
         if isinstance(self.strategy, ParameterServerStrategy):
-            return OnServers(self.strategy, self._new_tally(self._loss))
+            return FitOnServers(self.strategy, self._new_tally(self._loss))
         return InStep(self.strategy)
 
     def _new_tally(self, loss: Loss) -> Tally:

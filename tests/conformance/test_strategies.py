@@ -20,8 +20,8 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.partitioners import place, shard_rows
-from stratagem.worker.ring.choice import Member, plan_lanes
-from stratagem.worker.ring.schedule import Action, all_reduce_schedule
+from stratagem.worker.ring.choice import RankInfo, plan_lanes
+from stratagem.worker.ring.schedule import ChunkAction, all_reduce_schedule
 from tests.cluster.conftest import Cluster
 from tests.conformance.law import cannot, law, only
 from tests.conformance.outcomes import Launches
@@ -105,8 +105,8 @@ def test_replicas_of_ring(column: Column, results: list[Any]) -> None:
 def test_communication_options(column: Column) -> None:
     options = sg.CommunicationOptions()
     assert (options.implementation.name, options.bytes_per_pack, options.timeout_seconds) == ("AUTO", 0, None)
-    gpus = [Member(f"worker:{rank}", "host", True) for rank in range(2)]
-    mixed = [gpus[0], Member("worker:1", "host", False)]
+    gpus = [RankInfo(f"worker:{rank}", "host", True) for rank in range(2)]
+    mixed = [gpus[0], RankInfo("worker:1", "host", False)]
     ring, nccl = (sg.CommunicationOptions(sg.CommunicationImplementation[name]) for name in ("RING", "NCCL"))
     assert plan_lanes(gpus, options).nccl and plan_lanes(gpus, options).reason == "every worker has CUDA"
     assert not plan_lanes(mixed, options).nccl and not plan_lanes(gpus, ring).nccl
@@ -127,10 +127,10 @@ def test_messages_of_a_ring(column: Column) -> None:
     for size in (2, 3, 4, 5):
         for rank in range(size):
             actions = [step.action for step in all_reduce_schedule(size, rank, 10 * size, 10)]
-            sends = [action for action in actions if action in (Action.SEND_OWN, Action.SEND)]
-            receives = [action for action in actions if action in (Action.REDUCE, Action.STORE)]
+            sends = [action for action in actions if action in (ChunkAction.SEND_OWN, ChunkAction.SEND)]
+            receives = [action for action in actions if action in (ChunkAction.REDUCE, ChunkAction.STORE)]
             assert len(sends) == 2 * (size - 1)
-            assert receives == [Action.REDUCE] * (size - 1) + [Action.STORE] * (size - 1)
+            assert receives == [ChunkAction.REDUCE] * (size - 1) + [ChunkAction.STORE] * (size - 1)
 
 
 @law("a sparse gradient has the rows and values of all replicas", placing.sparse_gradient, without=SPARSE)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 
-from stratagem.chief.job import Job
+from stratagem.chief.job import ChiefJob
 from stratagem.chief.servicer import SERVICE as CHIEF
 from stratagem.chief.servicer import ChiefServicer
 from stratagem.cluster.config import ChiefConfig
@@ -48,7 +48,7 @@ def membership() -> chief_pb2.Membership:
 async def chief(addresses: dict[str, str], ready: threading.Event, over: threading.Event) -> None:
     """Serves a job without parameter servers."""
     config = ChiefConfig(num_workers=NUM_WORKERS, num_ps=0)
-    job = Job(config, lambda epoch: lambda life, address: None)  # type: ignore[arg-type, return-value]  # no ps come
+    job = ChiefJob(config, lambda epoch: lambda life, address: None)  # type: ignore[arg-type, return-value]  # no ps come
     server = await serve_aio(
         "127.0.0.1:0",
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),

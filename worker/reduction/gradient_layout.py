@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.buckets import ALIGNMENT, ParameterSize, cut_buckets
 from stratagem.worker.reduction.compress_interface import BucketPart
 from stratagem.worker.reduction.gradient_areas import Area, CudaArea, HostArea, page_locked
-from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot
+from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
 from stratagem.worker.ring.communicator import Communicator
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -101,7 +101,7 @@ def check_reducible(parameter: torch.nn.Parameter) -> None:
         )
 
 
-def _check_same(slots: Sequence[Slot], groups: Sequence[int], communicator: Communicator) -> None:
+def _check_same(slots: Sequence[ParameterGradient], groups: Sequence[int], communicator: Communicator) -> None:
     """Makes sure that all ranks have the same parameters, and says which one differs."""
     mine = [_describe(slot, group) for slot, group in zip(slots, groups, strict=True)]
     sums = torch.tensor([zlib.crc32(text.encode()) for text in mine], dtype=torch.int64)
@@ -118,7 +118,7 @@ def _check_same(slots: Sequence[Slot], groups: Sequence[int], communicator: Comm
         )
 
 
-def _describe(slot: Slot, group: int) -> str:
+def _describe(slot: ParameterGradient, group: int) -> str:
     parameter = slot.parameter
     kind = "sparse" if isinstance(slot, SparseSlot) else "dense"
     strides = list(parameter.stride())

@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
 
 
-class Slot:
+class ParameterGradient:
     """What ``p.grad`` was before a backward, and what it goes back to if that backward fails.
 
     Gradients that ``no_sync`` has left are *pending*: this rank's own, not reduced, and what ``p.grad`` shows until the
@@ -99,7 +99,7 @@ class Slot:
         raise NotImplementedError
 
 
-class DenseSlot(Slot):
+class DenseSlot(ParameterGradient):
     """The gradient is a region of a bucket. :meth:`place` says which."""
 
     source: torch.Tensor
@@ -167,7 +167,7 @@ class DenseSlot(Slot):
         return grad if self.stash is None else grad.add_(self.stash.detach())
 
 
-class SparseSlot(Slot):
+class SparseSlot(ParameterGradient):
     """The gradient is a sparse tensor of rows. It is in no bucket: rows of all ranks are gathered."""
 
     _own: torch.Tensor | None = None
@@ -238,7 +238,7 @@ class WeakHook:
         slot: of the parameter that the hook is for.
     """
 
-    def __init__(self, method: Callable[[Any, torch.Tensor], None], slot: Slot) -> None:
+    def __init__(self, method: Callable[[Any, torch.Tensor], None], slot: ParameterGradient) -> None:
         self._method = weakref.WeakMethod(method)
         self._slot = weakref.ref(slot)
 

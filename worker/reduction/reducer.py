@@ -23,7 +23,7 @@ from stratagem.worker.preemption_request import PreemptionRequest, preemption
 from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
-from stratagem.worker.reduction.gradient_slot import DenseSlot, Slot, SparseSlot, WeakHook
+from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot, WeakHook
 from stratagem.worker.reduction.gradient_tail import MergedTail, Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.reduction.same_bits import SameBits
@@ -198,7 +198,7 @@ class GradientReducer:
 
     # -- one backward ------------------------------------------------------------------------------------------
 
-    def _on_leaf(self, slot: Slot, _: torch.Tensor) -> None:
+    def _on_leaf(self, slot: ParameterGradient, _: torch.Tensor) -> None:
         """Runs before autograd adds to ``p.grad``; also for ``torch.autograd.grad`` of the parameter."""
         task = torch._C._current_graph_task_id()
         with self._lock:
@@ -229,7 +229,7 @@ class GradientReducer:
             while backward.waiting and backward.num_missing[backward.waiting[0].index] == 0:
                 self._launch(backward, backward.waiting.pop(0))
 
-    def _begin(self, backward: _Backward, first: Slot) -> None:
+    def _begin(self, backward: _Backward, first: ParameterGradient) -> None:
         """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
         self._drain()
         self.refresh()

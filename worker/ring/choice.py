@@ -13,7 +13,7 @@ RingLane = Literal["grpc", "tcp"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class RankInfo:
     """One rank, by its own words."""
 
     task: str
@@ -50,7 +50,7 @@ class LanePlan:
 
 
 def plan_lanes(
-    members: Sequence[Member], options: CommunicationOptions, failures: Mapping[str, str] | None = None
+    members: Sequence[RankInfo], options: CommunicationOptions, failures: Mapping[str, str] | None = None
 ) -> LanePlan:
     """Decides.
 
@@ -95,7 +95,7 @@ def plan_lanes(
     return LanePlan(hosts, "tcp", False, shared)
 
 
-def _wants_nccl(members: Sequence[Member], options: CommunicationOptions) -> bool:
+def _wants_nccl(members: Sequence[RankInfo], options: CommunicationOptions) -> bool:
     auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
     return auto and all(member.cuda for member in members)
 
@@ -104,7 +104,7 @@ def _ring_lane(transport: Transport) -> RingLane:
     return "grpc" if transport == "grpc" else "tcp"
 
 
-def _hosts(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
+def _hosts(members: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:
     places: dict[str, list[int]] = {}
     for rank, member in enumerate(members):
         places.setdefault(member.place, []).append(rank)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
 from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Kind, Way
 from stratagem.rpc.generated import chief_pb2, common_pb2, lane_pb2, worker_pb2
-from stratagem.rpc.grpc_lane import ServedGrpcLane, Stream
+from stratagem.rpc.grpc_lane import FrameStream, ServedGrpcLane
 from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.security import OPEN, Security
@@ -107,7 +107,7 @@ class Entrance:
             raise ConfigurationError(f"expected a lane of grpc, tcp or shm, got kind {request.kind}")
         return self.door.expect(visitor, _KINDS[request.kind], request.sender.task)
 
-    def exchange(self, token: bytes, messages: Iterator[bytes], stream: Stream) -> None:
+    def exchange(self, token: bytes, messages: Iterator[bytes], stream: FrameStream) -> None:
         """Serves a grpc lane until it ends.
 
         Raises:

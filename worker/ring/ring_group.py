@@ -13,7 +13,7 @@ from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.neighbours import Neighbours
 from stratagem.worker.ring.schedule import (
-    Action,
+    ChunkAction,
     Schedule,
     all_reduce_schedule,
     chunks,
@@ -121,7 +121,7 @@ class RingGroup:
         for step in gather_slices(slices, self.rank, self._chunk_elements(source.dtype)):
             first = slices[step.slice][0]
             part = outs[step.slice][step.start - first : step.stop - first]
-            if step.action is Action.SEND:
+            if step.action is ChunkAction.SEND:
                 self._ring.send(part, step.start, tag)
             else:
                 self._ring.receive_into(part, step.start, tag)
@@ -200,13 +200,13 @@ class RingGroup:
         reduce = _REDUCE[op]
         for step in steps:
             part = held[step.start : step.stop]
-            if step.action is Action.REDUCE:
+            if step.action is ChunkAction.REDUCE:
                 scratch = self._scratch("chunk", step.stop - step.start, source.dtype)
                 received = self._ring.receive(scratch, step.start, tag)
                 reduce(source[step.start : step.stop], received, out=part)
-            elif step.action is Action.STORE:
+            elif step.action is ChunkAction.STORE:
                 self._ring.receive_into(part, step.start, tag)
-            elif step.action is Action.SEND:
+            elif step.action is ChunkAction.SEND:
                 self._ring.send(part, step.start, tag)
             else:
                 self._ring.send(source[step.start : step.stop], step.start, tag)
@@ -224,19 +224,21 @@ class RingGroup:
         reduce = _REDUCE[op]
         for step in steps:
             part = wire[step.start : step.stop]
-            if step.action is Action.REDUCE:
+            if step.action is ChunkAction.REDUCE:
                 num_elements = step.stop - step.start
                 total = self._scratch("total", num_elements, source.dtype)
                 total.copy_(self._ring.receive(self._scratch("chunk", num_elements, wire.dtype), step.start, tag))
                 reduce(source[step.start : step.stop], total, out=total)
                 part.copy_(total)
-            elif step.action is Action.STORE:
+            elif step.action is ChunkAction.STORE:
                 self._ring.receive_into(part, step.start, tag)
             else:
-                if step.action is Action.SEND_OWN:
+                if step.action is ChunkAction.SEND_OWN:
                     part.copy_(source[step.start : step.stop])
                 self._ring.send(part, step.start, tag)
-            complete = step.action is Action.STORE or (step.action is Action.REDUCE and step.slice == self.rank)
+            complete = step.action is ChunkAction.STORE or (
+                step.action is ChunkAction.REDUCE and step.slice == self.rank
+            )
             if complete and out is not None:
                 out[step.start : step.stop].copy_(part)
 

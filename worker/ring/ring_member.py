@@ -24,7 +24,7 @@ from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.place import place_of_this_process
 from stratagem.rpc.session import SessionClient
 from stratagem.worker.ring.breakage import Breakage
-from stratagem.worker.ring.choice import LanePlan, Member, plan_lanes
+from stratagem.worker.ring.choice import LanePlan, RankInfo, plan_lanes
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.entrance import Entrance
 from stratagem.worker.ring.group import Group, Tag
@@ -138,7 +138,7 @@ class RingMember:
         )
         said = peers.meet(1, me, deadline)
         _check_agreement(said)
-        members = [Member(one.task, one.place, one.cuda) for one in said]
+        members = [RankInfo(one.task, one.place, one.cuda) for one in said]
         failures: dict[str, str] = {}
         meeting = 1
         while True:

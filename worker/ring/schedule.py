@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Sequence
 
 
-class Action(enum.Enum):
+class ChunkAction(enum.Enum):
     """What a rank does with one chunk."""
 
     SEND_OWN = "send own"
@@ -34,10 +34,10 @@ class Action(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class RingStep:
     """One action on the elements from ``start`` to ``stop`` of the flat tensor; never empty."""
 
-    action: Action
+    action: ChunkAction
     slice: int
     """Owner of the elements."""
     hop: int
@@ -46,7 +46,7 @@ class Step:
     stop: int
 
 
-Schedule = tuple[Step, ...]
+Schedule = tuple[RingStep, ...]
 
 
 def cut(num_elements: int, num_parts: int) -> list[tuple[int, int]]:
@@ -78,7 +78,7 @@ def reduce_scatter_schedule(size: int, rank: int, num_elements: int, chunk_eleme
     """Steps after which ``rank`` has its slice (:func:`cut`) of the reduction."""
     slices = cut(num_elements, size)
     received = _reduced(size, rank)
-    return tuple(_relay(slices, chunk_elements, (Action.SEND_OWN, (rank - 1) % size), received))
+    return tuple(_relay(slices, chunk_elements, (ChunkAction.SEND_OWN, (rank - 1) % size), received))
 
 
 @functools.lru_cache(maxsize=64)
@@ -91,7 +91,7 @@ def all_gather_schedule(size: int, rank: int, num_elements: int, chunk_elements:
 def gather_slices(slices: tuple[tuple[int, int], ...], rank: int, chunk_elements: int) -> Schedule:
     """The same for slices of any lengths: ``slices[r]`` is (start, stop) of what rank r begins with."""
     size = len(slices)
-    return tuple(_relay(slices, chunk_elements, (Action.SEND, rank), _gathered(size, rank)))
+    return tuple(_relay(slices, chunk_elements, (ChunkAction.SEND, rank), _gathered(size, rank)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,23 +99,23 @@ def all_reduce_schedule(size: int, rank: int, num_elements: int, chunk_elements:
     """Reduce-scatter and all-gather in one: a chunk starts its second round as soon as its first one is complete."""
     slices = cut(num_elements, size)
     received = [*_reduced(size, rank), *_gathered(size, rank)]
-    return tuple(_relay(slices, chunk_elements, (Action.SEND_OWN, (rank - 1) % size), received))
+    return tuple(_relay(slices, chunk_elements, (ChunkAction.SEND_OWN, (rank - 1) % size), received))
 
 
-def _reduced(size: int, rank: int) -> list[tuple[Action, int, int]]:
-    return [(Action.REDUCE, (rank - 1 - hop) % size, hop) for hop in range(1, size)]
+def _reduced(size: int, rank: int) -> list[tuple[ChunkAction, int, int]]:
+    return [(ChunkAction.REDUCE, (rank - 1 - hop) % size, hop) for hop in range(1, size)]
 
 
-def _gathered(size: int, rank: int) -> list[tuple[Action, int, int]]:
-    return [(Action.STORE, (rank - hop) % size, hop) for hop in range(1, size)]
+def _gathered(size: int, rank: int) -> list[tuple[ChunkAction, int, int]]:
+    return [(ChunkAction.STORE, (rank - hop) % size, hop) for hop in range(1, size)]
 
 
 def _relay(
     slices: Sequence[tuple[int, int]],
     chunk_elements: int,
-    first: tuple[Action, int],
-    received: Sequence[tuple[Action, int, int]],
-) -> list[Step]:
+    first: tuple[ChunkAction, int],
+    received: Sequence[tuple[ChunkAction, int, int]],
+) -> list[RingStep]:
     """Sends the first slice, then receives one slice after the other and sends each on, except the last.
 
     The slices follow each other as waves: at beat ``c + STRIDE * place`` a rank sends chunk c of the slice that is its
@@ -127,12 +127,12 @@ def _relay(
         received: (action, slice, hop) in the order in which they begin to come.
     """
     parts = [chunks(*bounds, chunk_elements) for bounds in slices]
-    events: list[tuple[int, int, int, Step]] = []
+    events: list[tuple[int, int, int, RingStep]] = []
     for place, (action, index, hop) in enumerate(received):
-        sent_action, sent = first if place == 0 else (Action.SEND, received[place - 1][1])
+        sent_action, sent = first if place == 0 else (ChunkAction.SEND, received[place - 1][1])
         for number, chunk in enumerate(parts[sent]):
-            events.append((number + STRIDE * place, 0, place, Step(sent_action, sent, hop, *chunk)))
+            events.append((number + STRIDE * place, 0, place, RingStep(sent_action, sent, hop, *chunk)))
         for number, chunk in enumerate(parts[index]):
-            events.append((number + STRIDE * place + AHEAD, 1, place, Step(action, index, hop, *chunk)))
+            events.append((number + STRIDE * place + AHEAD, 1, place, RingStep(action, index, hop, *chunk)))
     events.sort(key=lambda event: event[:3])
     return [step for *_, step in events]

@@ -141,7 +141,7 @@ class ReplicaContext:
             return value
         what = f"all_reduce {op.value} of {outline(value)}"
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
-            results = _AllReduce.apply(self, op, what, *leaves(value))  # type: ignore[no-untyped-call]
+            results = _ReplicaAllReduce.apply(self, op, what, *leaves(value))  # type: ignore[no-untyped-call]
         else:
             results = self._reduce(op, what, [leaf.detach() for leaf in leaves(value)])
         following = iter(results)
@@ -270,7 +270,7 @@ class ReplicaContext:
         return torch.cat(parts).movedim(0, axis), sum(part.shape[0] for part in parts[: self._workers.rank])
 
 
-class _AllReduce(torch.autograd.Function):
+class _ReplicaAllReduce(torch.autograd.Function):
     """The loss of the job is the sum of all replicas' losses, so the gradient of a sum is the sum of the gradients."""
 
     @staticmethod

@@ -14,11 +14,11 @@ from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedErro
 from stratagem.strategy import roles
 from stratagem.training.checkpoint_catalog import was_removed
 from stratagem.training.estimator.estimator import Estimator
-from stratagem.training.estimator.evaluator_schedule import Decision, EvaluatorSchedule
+from stratagem.training.estimator.evaluator_schedule import EvaluatorDecision, EvaluatorSchedule
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.model_folder import newest
-from stratagem.training.estimator.training import SavedCheckpoint
+from stratagem.training.estimator.training import SavedStep
 from stratagem.training.estimator.untouched_random import random_untouched
 from stratagem.training.new_checkpoints import JobWatch
 
@@ -128,7 +128,7 @@ class _Evaluation:
         self.spec = spec
         self.newest: Evaluated | None = None
 
-    def after_saving(self, saved: SavedCheckpoint) -> None:
+    def after_saving(self, saved: SavedStep) -> None:
         """Evaluates what training has just saved; training does not notice."""
         with random_untouched():
             if self.newest is None or self.newest.results["global_step"] != saved.step:
@@ -164,9 +164,9 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
             reason = job.over(POLL_S)
             found, started = newest(model_dir), time.monotonic()
             decision = schedule.decide(started, None if found is None else found[1], reason is not None)
-            if decision is Decision.STOP:
+            if decision is EvaluatorDecision.STOP:
                 break
-            if found is None or decision is Decision.WAIT:
+            if found is None or decision is EvaluatorDecision.WAIT:
                 continue
             path, step = found
             try:

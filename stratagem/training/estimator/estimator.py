@@ -17,7 +17,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment
 from stratagem.training.estimator import evaluation
-from stratagem.training.estimator.evaluation import Restored
+from stratagem.training.estimator.evaluation import RestoredObjects
 from stratagem.training.estimator.inputs import Input, InputFunction
 from stratagem.training.estimator.model_folder import newest
 from stratagem.training.estimator.model_function import ModelFunction
@@ -25,7 +25,7 @@ from stratagem.training.estimator.predictor import Predictor
 from stratagem.training.estimator.run_config import RunConfig, StrategyOrFactory
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries
-from stratagem.training.estimator.training import SavingListener, Training
+from stratagem.training.estimator.training import EstimatorTraining, SavingListener
 from stratagem.training.export import export_model
 from stratagem.training.export_inputs import batch_of
 
@@ -50,7 +50,7 @@ class Estimator:
             optimizer = sg.get_or_create("optimizer", lambda: torch.optim.Adam(net.parameters(), params["lr"]))
             return sg.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
 
-    The first call in each mode, with an example or two of the first batch, creates the objects. Training goes on from
+    The first call in each mode, with an example or two of the first batch, creates the objects. EstimatorTraining goes on from
     the newest checkpoint of the folder; evaluation and prediction take the newest one's weights, or those of another.
 
     Args:
@@ -75,8 +75,8 @@ class Estimator:
         self.params = dict(params or {})
         self.model_dir = _model_dir(model_dir, self.config.model_dir)
         self._function = ModelFunction(model_fn, self.params, self.config)
-        self._training: Training | None = None
-        self._restored: dict[ModeKeys, Restored] = {}
+        self._training: EstimatorTraining | None = None
+        self._restored: dict[ModeKeys, RestoredObjects] = {}
         self._evaluations: dict[str | None, Summaries] = {}
 
     def train(
@@ -118,7 +118,7 @@ class Estimator:
         given = Input(input_fn, ModeKeys.TRAIN, self.params, self.config)
         if self._training is None:
             strategy = _made(self.config.train_distribute) or strategy_from_environment()
-            self._training = Training(self._function, strategy, self.model_dir, self.config)
+            self._training = EstimatorTraining(self._function, strategy, self.model_dir, self.config)
         step = self._training.run(given, steps, max_steps, saving_listeners)
         logger.info("Trained %d steps in all", step)
         return self
@@ -197,17 +197,17 @@ class Estimator:
             example_inputs = next((one.example for one in self._restored.values() if one.example is not None), None)
         if example_inputs is None:
             raise ConfigurationError("export_model needs example_inputs=, a batch of features, or an evaluation before")
-        restored = Restored(self._function, ModeKeys.PREDICT, Strategy(), torch.device("cpu"))
+        restored = RestoredObjects(self._function, ModeKeys.PREDICT, Strategy(), torch.device("cpu"))
         restored.build(batch_of((example_inputs,), 2))
         step = restored.load(self._checkpoint(checkpoint_path))
         predictor = Predictor(self._function, restored.objects.modules, step)
         return export_model(predictor, path, (example_inputs,), {"global_step": step, **(metadata or {})})
 
-    def _restored_in(self, mode: ModeKeys) -> Restored:
+    def _restored_in(self, mode: ModeKeys) -> RestoredObjects:
         if mode not in self._restored:
             strategy = _made(self.config.eval_distribute) or Strategy()
             device = default_device() if self._training is None else self._training.strategy.local_devices[0]
-            self._restored[mode] = Restored(self._function, mode, strategy, device)
+            self._restored[mode] = RestoredObjects(self._function, mode, strategy, device)
         return self._restored[mode]
 
     def _summaries_of(self, name: str | None) -> Summaries:

@@ -31,7 +31,7 @@ from stratagem.training.tally import StepResult, Tally
 logger = logging.getLogger(__name__)
 
 
-class Restored:
+class RestoredObjects:
     """The objects of mode EVAL or PREDICT, with the weights of a checkpoint.
 
     Args:
@@ -107,11 +107,11 @@ class Restored:
         return None if self._mode is ModeKeys.PREDICT else labels
 
 
-def evaluate(restored: Restored, given: Input, path: Path | None, num_batches: int | None) -> dict[str, float]:
+def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_batches: int | None) -> dict[str, float]:
     """Loss, metrics and "global_step" of a checkpoint, over at most ``num_batches`` batches.
 
     Raises:
-        CheckpointError: see :meth:`Restored.load`.
+        CheckpointError: see :meth:`RestoredObjects.load`.
         ConfigurationError: there is no example.
     """
     batch, source = sample(given.open())
@@ -136,7 +136,7 @@ def evaluate(restored: Restored, given: Input, path: Path | None, num_batches: i
     return {**tally.result(), "global_step": step}
 
 
-def predict(restored: Restored, given: Input, path: Path | None) -> Iterator[Any]:
+def predict(restored: RestoredObjects, given: Input, path: Path | None) -> Iterator[Any]:
     """The predictions, example by example, on the CPU, in the order of the input."""
     batch, source = sample(given.open())
     restored.build(batch)

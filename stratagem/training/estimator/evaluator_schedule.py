@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Decision(enum.Enum):
+class EvaluatorDecision(enum.Enum):
     """What an evaluator does now."""
 
     EVALUATE = enum.auto()
@@ -32,7 +32,7 @@ class EvaluatorSchedule:
         self._not_before = now + start_delay_s
         self._done = -1
 
-    def decide(self, now: float, newest: int | None, is_over: bool) -> Decision:
+    def decide(self, now: float, newest: int | None, is_over: bool) -> EvaluatorDecision:
         """What to do.
 
         Args:
@@ -42,8 +42,8 @@ class EvaluatorSchedule:
         """
         if newest is not None and newest > self._done:
             is_due = is_over or self._is_last(newest) or now >= self._not_before
-            return Decision.EVALUATE if is_due else Decision.WAIT
-        return Decision.STOP if is_over or self._is_last(self._done) else Decision.WAIT
+            return EvaluatorDecision.EVALUATE if is_due else EvaluatorDecision.WAIT
+        return EvaluatorDecision.STOP if is_over or self._is_last(self._done) else EvaluatorDecision.WAIT
 
     def evaluated(self, step: int, started: float) -> None:
         """The checkpoint of ``step`` is done with, since ``started``."""

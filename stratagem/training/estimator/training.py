@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedCheckpoint:
+class SavedStep:
     """A checkpoint that a training has just saved."""
 
     path: str
@@ -45,10 +45,10 @@ class SavedCheckpoint:
     """The training is done. Where that turns out only later, listeners hear of the checkpoint once more."""
 
 
-SavingListener = Callable[[SavedCheckpoint], None]
+SavingListener = Callable[[SavedStep], None]
 
 
-class Training:
+class EstimatorTraining:
     """The objects of mode TRAIN under one strategy, and how far they have been trained.
 
     Args:
@@ -68,7 +68,7 @@ class Training:
         self._has_servers = isinstance(strategy, ParameterServerStrategy)
         self._is_prepared = False
         self._step = 0
-        self._saved: SavedCheckpoint | None = None
+        self._saved: SavedStep | None = None
 
     def run(
         self, given: Input, steps: int | None, max_steps: int | None, listeners: Sequence[SavingListener] = ()
@@ -126,7 +126,7 @@ class Training:
         manager = CheckpointManager(checkpoint, self._model_dir, keep, CHECKPOINT_NAME)
         if is_first and not self._has_servers and (path := manager.restore_or_initialize()) is not None:
             self._step = checkpoint.global_step
-            self._saved = SavedCheckpoint(path, self._step, is_last=True)
+            self._saved = SavedStep(path, self._step, is_last=True)
             logger.info("Going on from step %d, %s", self._step, path)
         return manager
 
@@ -205,12 +205,12 @@ class Training:
             return ""
         if self._saved is None or self._saved.step != self._step:
             manager.checkpoint.global_step = self._step
-            return self._tell(SavedCheckpoint(manager.save(self._step), self._step, is_last), listeners).path
+            return self._tell(SavedStep(manager.save(self._step), self._step, is_last), listeners).path
         if is_last and not self._saved.is_last:
             self._tell(dataclasses.replace(self._saved, is_last=True), listeners)
         return self._saved.path
 
-    def _tell(self, saved: SavedCheckpoint, listeners: Sequence[SavingListener]) -> SavedCheckpoint:
+    def _tell(self, saved: SavedStep, listeners: Sequence[SavingListener]) -> SavedStep:
         self._saved = saved
         for listener in listeners:
             listener(saved)

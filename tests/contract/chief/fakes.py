@@ -14,8 +14,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from stratagem.chief.job import Job
-from stratagem.chief.ps_clients import PsClient
+from stratagem.chief.job import ChiefJob
+from stratagem.chief.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.units import Unit, UnitBitmap, Update
@@ -44,7 +44,7 @@ async def until(condition: Callable[[], Any]) -> Any:
 class Chief:
     """A chief that serves."""
 
-    def __init__(self, job: Job, server: Any) -> None:
+    def __init__(self, job: ChiefJob, server: Any) -> None:
         self.job = job
         self.address: str = server.address
         self._server = server
@@ -67,9 +67,9 @@ async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief
     defaults: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "heartbeat_interval_s": 0.05, "session_timeout_s": 5.0}
     defaults["checkpoint_roots"] = tempfile.gettempdir()
     settings = ChiefConfig(bind=bind, **{**defaults, **config})
-    job = Job(
+    job = ChiefJob(
         settings,
-        lambda epoch: lambda life, address: PsClient(life, address, chief="chief:0", chief_epoch=epoch),
+        lambda epoch: lambda life, address: ChiefPsClient(life, address, chief="chief:0", chief_epoch=epoch),
     )
     server = await serve_aio(
         settings.bind,

@@ -15,7 +15,7 @@ import pytest
 from stratagem.checkpoint import ended
 from stratagem.chief import job as chief_job
 from stratagem.chief.journal import Journal
-from stratagem.chief.sessions import State
+from stratagem.chief.sessions import SessionState
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.units import Unit
 from stratagem.ps.__main__ import run as run_ps
@@ -165,6 +165,6 @@ def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None:
             await asyncio.sleep(0.2)  # some heartbeats
             await asyncio.to_thread(session.goodbye, 0)
             await until(lambda: not running.job.sessions.tasks["ps:0"].open)
-            assert running.job.sessions.tasks["ps:0"].state is State.DONE
+            assert running.job.sessions.tasks["ps:0"].state is SessionState.DONE
 
     run(scenario)

@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.lives import Life
-from stratagem.chief.ps_clients import PsClient
+from stratagem.chief.ps_clients import ChiefPsClient
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, PeerUnavailableError, StratagemError
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.status import fetch_stack, fetch_status
@@ -305,7 +305,9 @@ def test_the_chief_comes_back_to_a_ps_with_a_renewed_certificate(folder: Path, t
     async def check() -> None:
         server = describing(with_tls(folder, "ps:0"))
         life = Life("ps:0", 1)
-        client = PsClient(life, server.address, chief="chief:0", chief_epoch=1, security=with_tls(folder, "chief:0"))
+        client = ChiefPsClient(
+            life, server.address, chief="chief:0", chief_epoch=1, security=with_tls(folder, "chief:0")
+        )
         assert (await client.describe_units()).step == 5
         server.stop(0)
         for path in make_certificates(tmp_path / "strangers", *TASKS).iterdir():

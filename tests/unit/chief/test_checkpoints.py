@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import Manifest
+from stratagem.chief.checkpoints import ServersManifest
 from stratagem.chief.servers import SavedFile
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 
 
-def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automatic: bool = True) -> Manifest:
+def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automatic: bool = True) -> ServersManifest:
     name = "ps-0.safetensors"
-    return Manifest(
+    return ServersManifest(
         step=step,
         chief_epoch=epoch,
         files={"ps:0": (SavedFile(name, len(content), hashlib.sha256(content).hexdigest()),)},
@@ -30,7 +30,7 @@ def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automati
     )
 
 
-def commit(directory: Path, manifest: Manifest, content: bytes = b"weights") -> Path:
+def commit(directory: Path, manifest: ServersManifest, content: bytes = b"weights") -> Path:
     draft = checkpoints.begin(str(directory), manifest.step, manifest.chief_epoch)
     assert (draft.path / "nonce").read_text() == draft.nonce
     (draft.path / "ps-0.safetensors").write_bytes(content)

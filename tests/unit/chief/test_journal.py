@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.chief.evaluations import Pin, plan_of
-from stratagem.chief.history import History
+from stratagem.chief.history import JobHistory
 from stratagem.chief.journal import NAME, Journal
 from stratagem.chief.tallies import Delta, Tallies, TallyName, encode_delta
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
@@ -38,7 +38,7 @@ def write_all(journal: Journal) -> None:
     journal.write("checkpoint", path="/c/step-00000006")
 
 
-EXPECTED = History(
+EXPECTED = JobHistory(
     chief_epoch=4,
     newest_incarnation=4,
     live={"worker:0": 4, "ps:0": 3},
@@ -114,7 +114,7 @@ def test_a_job_that_is_over_is_followed_by_a_new_one(tmp_path: Path) -> None:
     journal.close()
     again = Journal(str(tmp_path))
     again.close()
-    assert again.history == History(chief_epoch=4)
+    assert again.history == JobHistory(chief_epoch=4)
 
 
 def test_a_roll_back_replaces_what_was_accepted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stratagem.chief.lives import Life
-from stratagem.chief.sessions import Action, Announce, Dismiss, Fence, Prepare, Release, Sessions, State, StopJob
+from stratagem.chief.sessions import Action, Announce, Dismiss, Fence, Prepare, Release, Sessions, SessionState, StopJob
 from stratagem.errors import ConfigurationError, FencedError
 
 
@@ -221,8 +221,8 @@ def test_a_restarted_chief_waits_for_the_sessions_that_were_live() -> None:
 
 def test_a_restarted_chief_remembers_who_was_done_or_lost() -> None:
     sessions = make(newest_incarnation=3, done={"worker:0": 1}, fenced={"worker:1": 2}, ready=True, awaited={"ps:0": 3})
-    assert sessions.tasks["worker:0"].state is State.DONE
-    assert sessions.tasks["worker:1"].state is State.LOST
+    assert sessions.tasks["worker:0"].state is SessionState.DONE
+    assert sessions.tasks["worker:1"].state is SessionState.LOST
     with pytest.raises(FencedError):
         sessions.join("worker:1", "", 1, 2, 1, 0.0)
 
@@ -301,5 +301,5 @@ def test_an_added_worker_that_cannot_work_does_not_end_the_job() -> None:
 
 def test_a_restarted_chief_knows_its_additional_workers() -> None:
     sessions = make(max_workers=3, awaited={"worker:2": 7, "worker:0": 5}, done={"worker:1": 6}, ready=True)
-    assert sessions.tasks["worker:2"].state is State.AWAITED
+    assert sessions.tasks["worker:2"].state is SessionState.AWAITED
     assert make(awaited={"worker:2": 7}).tasks.get("worker:2") is None

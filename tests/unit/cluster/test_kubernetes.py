@@ -11,7 +11,7 @@ from stratagem.cluster.resolvers import KubernetesClusterResolver
 from stratagem.cluster.sources import gather
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import Placement, emit_tf_config, placement_from_environment
+from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 
 CLUSTER = ClusterSpec(
@@ -21,9 +21,9 @@ SHARED = {"TF_CONFIG": json.dumps({"cluster": CLUSTER.as_dict()})}
 
 
 def test_the_task_beside_a_tf_config_for_all() -> None:
-    assert placement_from_environment(SHARED) == Placement(CLUSTER, None)
+    assert placement_from_environment(SHARED) == TaskPlacement(CLUSTER, None)
     environ = SHARED | {"STRATAGEM_TASK": "worker:1"}
-    assert placement_from_environment(environ) == Placement(CLUSTER, TaskId("worker", 1))
+    assert placement_from_environment(environ) == TaskPlacement(CLUSTER, TaskId("worker", 1))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_contradictions_are_refused(environ: dict[str, str], words: str) -> None
 def test_a_flag_is_stronger() -> None:
     resolved, placement = gather("worker", SHARED | {"STRATAGEM_TASK": "worker:1"}, {"task": "worker:0"})
     assert resolved.config.task == "worker:0"
-    assert placement == Placement(CLUSTER, TaskId("worker", 0))
+    assert placement == TaskPlacement(CLUSTER, TaskId("worker", 0))
 
 
 def test_a_pod_listens_everywhere_and_is_called_by_its_name() -> None:

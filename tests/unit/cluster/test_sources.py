@@ -19,7 +19,7 @@ from stratagem.cluster.sources import (
 )
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.tf_config import Placement, emit_tf_config
+from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config
 from stratagem.errors import ConfigurationError
 
 DOCUMENT = {"defaults": {"num_threads": 4, "session_timeout_s": 9.0}, "ps": {"peer_timeout_s": 1}}
@@ -127,7 +127,7 @@ def test_gather_from_the_environment() -> None:
     assert isinstance(resolved.config, WorkerConfig)
     assert (resolved.config.task, resolved.config.chief, resolved.config.staleness) == ("worker:1", "c:1", 2.0)
     assert resolved.origins["chief"] == "environment TF_CONFIG"
-    assert placement == Placement(CLUSTER, TaskId("worker", 1))
+    assert placement == TaskPlacement(CLUSTER, TaskId("worker", 1))
 
 
 def test_gather_from_a_file() -> None:

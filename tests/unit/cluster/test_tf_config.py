@@ -13,7 +13,7 @@ from stratagem.cluster.resolvers import SimpleClusterResolver, TFConfigClusterRe
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import (
-    Placement,
+    TaskPlacement,
     emit_tf_config,
     parse_tf_config,
     placement_from_environment,
@@ -33,7 +33,7 @@ def test_round_trip(num_chiefs: int, num_workers: int, num_ps: int, data: st.Dat
     )
     task = data.draw(st.sampled_from(cluster.tasks))
     environ = {"TF_CONFIG": emit_tf_config(cluster, task), **torchrun_environment(cluster, task)}
-    assert placement_from_environment(environ) == Placement(cluster, task)
+    assert placement_from_environment(environ) == TaskPlacement(cluster, task)
 
 
 def test_torchrun_names_count_workers() -> None:
@@ -63,7 +63,7 @@ def test_cloud_extras_are_accepted() -> None:
             "rpc_layer": "grpc",
         }
     )
-    assert parse_tf_config(text) == Placement(ClusterSpec(worker=("a:1",)), TaskId("worker", 0))
+    assert parse_tf_config(text) == TaskPlacement(ClusterSpec(worker=("a:1",)), TaskId("worker", 0))
 
 
 def _config(**changes: Any) -> str:
@@ -96,7 +96,7 @@ def test_refusals(text: str, words: list[str]) -> None:
 
 def test_torchrun_as_input() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "m", "MASTER_PORT": "29500"}
-    assert placement_from_environment(environ) == Placement(
+    assert placement_from_environment(environ) == TaskPlacement(
         ClusterSpec(worker=("m:29500", "127.0.0.1:0")), TaskId("worker", 1)
     )
 

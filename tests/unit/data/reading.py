@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from stratagem.data.distribute import distribute
 from stratagem.data.options import DistributeOptions
-from stratagem.data.placement import Listener, Placement, StepShare
+from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy.values import local_values
 from stratagem.worker.ring.communicator import Communicator
@@ -85,17 +85,17 @@ def steps_of(dataset: SplitDataset) -> Steps:
 
 def on_workers(
     num_workers: int,
-    work: Callable[[Placement], Any],
+    work: Callable[[InputPlacement], Any],
     replicas: int = 1,
     seed: int = 0,
 ) -> list[Any]:
     """Runs ``work`` on each worker, told where it stands."""
 
     def run(communicator: Communicator) -> Any:
-        return work(Placement((CPU,) * replicas, num_workers, communicator.rank, communicator, lambda plan: seed))
+        return work(InputPlacement((CPU,) * replicas, num_workers, communicator.rank, communicator, lambda plan: seed))
 
     if num_workers == 1:
-        return [work(Placement((CPU,) * replicas, seed=lambda plan: seed))]
+        return [work(InputPlacement((CPU,) * replicas, seed=lambda plan: seed))]
     return run_ranks(num_workers, run)
 
 
@@ -108,7 +108,7 @@ def epoch(
 ) -> list[Steps]:
     """What each worker gets in one epoch."""
 
-    def work(placement: Placement) -> Steps:
+    def work(placement: InputPlacement) -> Steps:
         return steps_of(distribute(make_source(), placement=placement, options=options, batch_size=batch_size))
 
     return on_workers(num_workers, work, replicas)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.data.distribute import distribute
 from stratagem.data.options import DistributeOptions
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.strategy.values import local_values
 from tests.unit.data.reading import CPU, batches, steps_of
 
@@ -44,7 +44,7 @@ class Counting:
 )
 def test_steps_read_ahead(devices: tuple[torch.device, ...], prefetch: int | None, ahead: int) -> None:
     source = Counting(6)
-    dataset = distribute(source, placement=Placement(devices), options=DistributeOptions(prefetch=prefetch))
+    dataset = distribute(source, placement=InputPlacement(devices), options=DistributeOptions(prefetch=prefetch))
     seen = []
     for number, item in enumerate(dataset):
         assert source.asked == min(number + 1 + ahead, 6)
@@ -55,7 +55,7 @@ def test_steps_read_ahead(devices: tuple[torch.device, ...], prefetch: int | Non
 
 
 def test_reading_ahead_changes_nothing() -> None:
-    placement = Placement((CPU, CPU))
+    placement = InputPlacement((CPU, CPU))
     loader = DataLoader(TensorDataset(torch.arange(22)), batch_size=4, shuffle=True)
     plain, ahead = (
         distribute(loader, placement=placement, options=DistributeOptions(prefetch=prefetch)) for prefetch in (0, 3)
@@ -72,7 +72,7 @@ def test_copies_to_a_gpu_are_complete_when_they_are_used(pin_memory: bool) -> No
     data = torch.arange(64.0).repeat_interleave(1 << 16).view(64, -1)
     loader = DataLoader(TensorDataset(data), batch_size=4, pin_memory=pin_memory)
     sums = []
-    for (x,) in distribute(loader, placement=Placement((device,))):
+    for (x,) in distribute(loader, placement=InputPlacement((device,))):
         busy = torch.ones(2048, 2048, device=device)
         for _ in range(8):
             busy = busy @ busy / 2048

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from stratagem.data.distribute import distribute
 from stratagem.data.form import decode, empty_of, encode, fingerprint, form_of
 from stratagem.data.nested import empty_like, num_examples, part_of, tensors, to_device
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
 from tests.unit.data.reading import CPU
 
@@ -57,7 +57,7 @@ def test_an_empty_one_keeps_the_form() -> None:
 
 
 def test_replicas_get_parts_of_nested_batches() -> None:
-    (item,) = distribute([batch()], placement=Placement((CPU,) * 3))
+    (item,) = distribute([batch()], placement=InputPlacement((CPU,) * 3))
     assert [part["ids"] for part in item.values] == [["p", "q"], ["r", "s"], []]
     assert item.values[2]["record"].x.shape == (0, 2)
 

@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader
 
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from tests.unit.data.reading import CPU, Numbers, batches, epoch, on_workers, steps_of, values
 from tests.unit.data.test_resplitting import SOURCES
 from tests.unit.data.test_sharding import FILE, OFF, files
 
-ALONE = Placement((CPU,))
+ALONE = InputPlacement((CPU,))
 
 
 def shuffled(num: int = 20) -> DataLoader[int]:
@@ -53,15 +53,15 @@ def test_a_resumed_epoch_goes_on_where_it_was(source: str, seen: int) -> None:
 
 
 def test_shuffled_epochs_are_resumed_on_any_number_of_workers() -> None:
-    def seeded(placement: Placement) -> SplitDataset:
+    def seeded(placement: InputPlacement) -> SplitDataset:
         return distribute(shuffled(), placement=placement)
 
     (before,) = on_workers(1, lambda placement: _two_epochs(seeded(placement)), seed=7)
-    first = distribute(shuffled(), placement=Placement((CPU,), seed=lambda plan: 7))
+    first = distribute(shuffled(), placement=InputPlacement((CPU,), seed=lambda plan: 7))
     steps_of(first)
     read(first, 2)
 
-    def resumed(placement: Placement) -> Any:
+    def resumed(placement: InputPlacement) -> Any:
         dataset = seeded(placement)  # another seed, until the state is loaded
         dataset.load_state_dict(first.state_dict())
         assert dataset.plan is not None and dataset.plan.seed == 7 and dataset.epoch == 1
@@ -104,7 +104,7 @@ def test_what_lies_before_is_not_read_again() -> None:
 def test_workers_that_read_alone_resume(options: DistributeOptions, seen: int) -> None:
     whole = epoch(lambda: files("0-5", "6-9"), num_workers=2, options=options)
 
-    def work(placement: Placement) -> Any:
+    def work(placement: InputPlacement) -> Any:
         first = distribute(files("0-5", "6-9"), placement=placement, options=options)
         iterator = iter(first)
         steps = [values(next(iterator)) for _ in range(seen)]
@@ -118,7 +118,7 @@ def test_workers_that_read_alone_resume(options: DistributeOptions, seen: int) -
 
 
 def test_a_function_is_resumed() -> None:
-    placement = Placement((CPU, CPU))
+    placement = InputPlacement((CPU, CPU))
     dataset = distribute_from_function(lambda context: batches(10, 2), placement=placement)
     dataset.load_state_dict({**dataset.state_dict(), "step": 1})
     assert steps_of(dataset) == [[[4, 5], [6, 7]], [[8, 9], []]]
@@ -155,11 +155,11 @@ def test_states_of_other_data_are_refused() -> None:
     alone = DistributeOptions(auto_shard_policy=AutoShardPolicy.OFF)
     state = distribute(batches(8, 4), placement=ALONE, options=alone).state_dict()
     with pytest.raises(ConfigurationError, match="num_local_replicas=1"):
-        distribute(batches(8, 4), placement=Placement((CPU, CPU)), options=alone).load_state_dict(state)
+        distribute(batches(8, 4), placement=InputPlacement((CPU, CPU)), options=alone).load_state_dict(state)
 
 
 def test_workers_at_different_places_are_told() -> None:
-    def work(placement: Placement) -> None:
+    def work(placement: InputPlacement) -> None:
         dataset = distribute(shuffled(), placement=placement)
         if placement.worker == 1:
             dataset.load_state_dict({**dataset.state_dict(), "step": 2})

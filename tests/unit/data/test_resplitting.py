@@ -15,7 +15,7 @@ from stratagem.cluster.units import Plan
 from stratagem.data.dealing import Dealing, cut
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
-from stratagem.data.placement import Placement, StepShare
+from stratagem.data.placement import InputPlacement, StepShare
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.values import PerReplica
 from tests.unit.data.reading import CPU, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of
@@ -82,16 +82,16 @@ def test_every_worker_alone_takes_all_and_together_they_take_all_once(num: int, 
 
 
 def test_one_replica_gets_batches_several_get_per_replica() -> None:
-    (alone,) = distribute(batches(3, 3), placement=Placement((CPU,)))
+    (alone,) = distribute(batches(3, 3), placement=InputPlacement((CPU,)))
     assert torch.equal(alone, torch.arange(3))
-    (both,) = distribute(batches(3, 3), placement=Placement((CPU, CPU)))
+    (both,) = distribute(batches(3, 3), placement=InputPlacement((CPU, CPU)))
     assert isinstance(both, PerReplica)
     assert [batch.tolist() for batch in both.values] == [[0, 1], [2]] and both.shares == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_shares_are_told_before_each_batch(source: str) -> None:
-    def work(placement: Placement) -> Shares:
+    def work(placement: InputPlacement) -> Shares:
         heard = Shares()
         for _ in distribute(SOURCES[source](14, 8), placement=placement, listener=heard):
             heard.events.append("batch")
@@ -110,7 +110,7 @@ def test_a_dataset_with_a_batch_size() -> None:
 
 
 def test_each_worker_reads_its_own_rows_only() -> None:
-    def work(placement: Placement) -> list[int]:
+    def work(placement: InputPlacement) -> list[int]:
         data = Numbers(8)
         steps_of(distribute(DataLoader(data, batch_size=4), placement=placement))
         return data.asked
@@ -119,7 +119,7 @@ def test_each_worker_reads_its_own_rows_only() -> None:
 
 
 def test_shuffled_shares_are_one_permutation() -> None:
-    def work(placement: Placement) -> list[list[list[list[int]]]]:
+    def work(placement: InputPlacement) -> list[list[list[list[int]]]]:
         dataset = distribute(DataLoader(Numbers(50), batch_size=12, shuffle=True), placement=placement)
         return [steps_of(dataset) for _ in range(2)]
 
@@ -131,7 +131,7 @@ def test_shuffled_shares_are_one_permutation() -> None:
 
 
 def test_length() -> None:
-    placement = Placement((CPU, CPU))
+    placement = InputPlacement((CPU, CPU))
     assert len(distribute(DataLoader(Numbers(9), batch_size=4), placement=placement)) == 3
     assert len(distribute(DataLoader(Numbers(9), batch_size=4, drop_last=True), placement=placement)) == 2
     assert len(distribute(batches(9, 4), placement=placement)) == 3
@@ -152,7 +152,7 @@ def test_steps_with_an_empty_share_can_be_skipped(source: str, workers: int) -> 
     each = epoch(lambda: SOURCES[source](9, 8), workers, replicas=4 // workers, options=options)
     assert [rows for own in each for step in own for rows in step] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     if source == "map-style":
-        dataset = distribute(SOURCES[source](9, 8), placement=Placement((CPU,) * 4), options=options)
+        dataset = distribute(SOURCES[source](9, 8), placement=InputPlacement((CPU,) * 4), options=options)
         assert len(dataset) == 1
 
 
@@ -167,7 +167,7 @@ def test_the_indices_of_other_samplers_are_drawn_once_for_all(sampled: str, work
             return DataLoader(batches(80, 4), batch_size=None, sampler=sampler)  # type: ignore[arg-type]
         return DataLoader(Numbers(20), batch_sampler=torch.utils.data.BatchSampler(sampler, 4, drop_last=False))
 
-    def work(placement: Placement) -> list[list[list[list[int]]]]:
+    def work(placement: InputPlacement) -> list[list[list[list[int]]]]:
         dataset = distribute(source(), placement=placement)
         return [steps_of(dataset) for _ in range(2)]
 
@@ -185,7 +185,7 @@ def test_drawing_leaves_the_random_numbers_alone() -> None:
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 20, 12, generator=torch.Generator().manual_seed(4))
     torch.manual_seed(1)
     loader = DataLoader(Numbers(20), batch_size=4, sampler=sampler, generator=torch.Generator())
-    steps_of(distribute(loader, placement=Placement((CPU,))))
+    steps_of(distribute(loader, placement=InputPlacement((CPU,))))
     drawn = torch.rand(1)
     torch.manual_seed(1)
     assert torch.equal(drawn, torch.rand(1))
@@ -204,7 +204,7 @@ def test_a_sampler_without_a_length() -> None:
 
 
 def test_sources_that_cannot_be_shared_out() -> None:
-    placement = Placement((CPU,))
+    placement = InputPlacement((CPU,))
     with pytest.raises(ConfigurationError, match="batch_size="):
         distribute(Numbers(4), placement=placement)
     with pytest.raises(ConfigurationError, match="batches of its own"):
@@ -235,7 +235,7 @@ def test_options_are_checked() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_processes_of_the_loader(workers: int) -> None:
-    def work(placement: Placement) -> list[list[list[list[int]]]]:
+    def work(placement: InputPlacement) -> list[list[list[list[int]]]]:
         loader = DataLoader(Numbers(10), batch_size=4, num_workers=1, persistent_workers=True, timeout=60)
         dataset = distribute(loader, placement=placement)
         for _ in dataset:
@@ -255,14 +255,14 @@ def test_samplers_and_datasets_hear_of_epochs() -> None:
         def set_epoch(self, epoch: int) -> None:
             self.heard.append(epoch)
 
-    dataset = distribute(DataLoader(Shuffling(4), batch_size=2), placement=Placement((CPU,)))
+    dataset = distribute(DataLoader(Shuffling(4), batch_size=2), placement=InputPlacement((CPU,)))
     steps_of(dataset)
     steps_of(dataset)
     assert Shuffling.heard == [0, 1]
 
 
 def test_a_newer_pass_ends_an_older_one() -> None:
-    dataset = distribute(DataLoader(TensorDataset(torch.arange(6)), batch_size=2), placement=Placement((CPU,)))
+    dataset = distribute(DataLoader(TensorDataset(torch.arange(6)), batch_size=2), placement=InputPlacement((CPU,)))
     older = iter(dataset)
     next(older)
     newer = iter(dataset)
@@ -281,7 +281,7 @@ def test_the_form_of_a_batch_is_learned_when_the_first_data_come() -> None:
             self._num_passes += 1
             return iter([torch.arange(2)] if self._num_passes > 1 and self._worker == 0 else [])
 
-    def work(placement: Placement) -> list[Steps]:
+    def work(placement: InputPlacement) -> list[Steps]:
         dataset = distribute_from_function(lambda context: Late(context.input_pipeline_id), placement=placement)
         return [steps_of(dataset), steps_of(dataset)]
 

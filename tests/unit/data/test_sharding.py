@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.files import FileDataset, Path
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
-from stratagem.data.placement import Placement
+from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
 from tests.unit.data.reading import CPU, Numbers, Shares, Stream, batches, epoch, on_workers, steps_of, values
 
@@ -50,7 +50,7 @@ def test_file_needs_files() -> None:
 
 
 def test_file_lists_must_be_the_same() -> None:
-    def work(placement: Placement) -> None:
+    def work(placement: InputPlacement) -> None:
         names = ("0-5", "6-11") if placement.worker == 0 else ("6-11", "0-5")
         steps_of(distribute(files(*names), placement=placement, options=FILE))
 
@@ -132,7 +132,7 @@ def test_processes_of_a_loader_share_files() -> None:
 
 
 def test_who_has_no_data_left_takes_part_with_size_0() -> None:
-    def work(placement: Placement) -> tuple[Any, Shares]:
+    def work(placement: InputPlacement) -> tuple[Any, Shares]:
         heard = Shares()
         loader = files("0-5", "6-6", batch_size=4)
         return steps_of(distribute(loader, placement=placement, options=FILE, listener=heard)), heard
@@ -161,7 +161,7 @@ def test_who_never_had_data_gets_the_form_of_the_others() -> None:
         extra: dict[Any, Any] = {"rate": 0.5, 3: (torch.tensor(1.5), torch.zeros(len(rows), dtype=torch.bfloat16))}
         return Example(torch.zeros(len(rows), 3, 2), [str(row) for row in rows], extra)
 
-    def work(placement: Placement) -> list[Any]:
+    def work(placement: InputPlacement) -> list[Any]:
         loader = files("0-3", "1-0", collate_fn=collate)  # the second file is empty
         return list(distribute(loader, placement=placement, options=FILE))
 
@@ -178,7 +178,7 @@ def test_nobody_has_any_data(options: DistributeOptions) -> None:
 
 
 def test_workers_that_read_other_batches_are_told() -> None:
-    def work(placement: Placement) -> None:
+    def work(placement: InputPlacement) -> None:
         steps_of(distribute([torch.tensor([placement.worker, 1])], placement=placement))
 
     with pytest.raises(ConfigurationError, match=r"workers 0 and 1 must read the same.*first batch.*OFF"):
@@ -186,7 +186,7 @@ def test_workers_that_read_other_batches_are_told() -> None:
 
 
 def test_workers_with_other_datasets_are_told() -> None:
-    def work(placement: Placement) -> None:
+    def work(placement: InputPlacement) -> None:
         steps_of(distribute(DataLoader(Numbers(8 + placement.worker), batch_size=4), placement=placement))
 
     with pytest.raises(ConfigurationError, match="the same dataset"):
@@ -202,7 +202,7 @@ def test_a_function_makes_batches_for_each_replica() -> None:
         mine = torch.arange(24)[context.input_pipeline_id :: context.num_input_pipelines]
         return list(mine.split(size))
 
-    def work(placement: Placement) -> list[Any]:
+    def work(placement: InputPlacement) -> list[Any]:
         dataset = distribute_from_function(dataset_fn, placement=placement)
         return [steps_of(dataset) for _ in range(2)]
 
@@ -216,7 +216,7 @@ def test_a_function_makes_batches_for_each_replica() -> None:
 
 
 def test_a_function_may_end_in_the_middle_of_a_step() -> None:
-    placement = Placement((CPU, CPU))
+    placement = InputPlacement((CPU, CPU))
     heard = Shares()
     dataset = distribute_from_function(lambda context: batches(5, 2), placement=placement, listener=heard)
     assert steps_of(dataset) == [[[0, 1], [2, 3]], [[4], []]]
@@ -224,7 +224,7 @@ def test_a_function_may_end_in_the_middle_of_a_step() -> None:
 
 
 def test_a_function_that_cannot_be_used() -> None:
-    placement = Placement((CPU,))
+    placement = InputPlacement((CPU,))
     with pytest.raises(ConfigurationError, match="single examples"):
         distribute_from_function(lambda context: Numbers(4), placement=placement)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigurationError, match="shards by"):
@@ -234,7 +234,7 @@ def test_a_function_that_cannot_be_used() -> None:
 
 
 def test_length_is_unknown_where_workers_read_different_things() -> None:
-    def work(placement: Placement) -> None:
+    def work(placement: InputPlacement) -> None:
         for options in (FILE, OFF):
             with pytest.raises(TypeError, match="how many steps"):
                 len(distribute(files("0-1", "2-3"), placement=placement, options=options))
@@ -251,7 +251,7 @@ def test_a_set_of_batches_without_examples_is_no_step() -> None:
 
 
 def test_reading_stops_together_when_a_worker_has_fewer_batches() -> None:
-    def work(placement: Placement) -> Any:
+    def work(placement: InputPlacement) -> Any:
         make = functools.partial(batches, 8, 2)
         source = make() if placement.worker == 0 else make()[:3]
         return [values(item) for item in distribute(source, placement=placement)]

@@ -18,8 +18,8 @@ from stratagem.launch.display import LiveDisplay, PlainDisplay, make_display
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
 from stratagem.launch.processes import Stream
-from stratagem.launch.progress import Pace, progress_words
-from stratagem.launch.status import JobStatus, TaskState
+from stratagem.launch.progress import JobPace, progress_words
+from stratagem.launch.status import StatusView, TaskState
 from stratagem.launch.summary import build_summary, failure_words, newest_checkpoint
 from stratagem.launch.supervisor import Failure, Supervisor
 
@@ -87,14 +87,14 @@ def test_essence_leaves_frames_out() -> None:
     ]
 
 
-def _status(**changes: Any) -> JobStatus:
+def _status(**changes: Any) -> StatusView:
     worker = TaskState("worker:0", "live", step=3, loss=0.5, step_s=0.1, exposed_s=0.025)
     fields: dict[str, Any] = {"ready": True, "lead": "worker:0", "tasks": (worker,), "units_planned": 100, "epoch": 1}
-    return JobStatus(**(fields | changes))
+    return StatusView(**(fields | changes))
 
 
 def test_progress_in_words() -> None:
-    pace = Pace()
+    pace = JobPace()
     pace.add(10.0, _status(examples=0, units_accepted=10))
     status = _status(examples=640, units_accepted=30, updates_lost=2)
     pace.add(12.0, status)
@@ -102,11 +102,11 @@ def test_progress_in_words() -> None:
         "epoch 1 · units 30/100 · loss 0.5000 · 320 examples/s · epoch ends in 7 s · exposed communication 25% · "
         "updates lost 2"
     )
-    assert progress_words(JobStatus(waiting_for=("ps:0",)), Pace()) == "waiting for the cluster: ps:0"
+    assert progress_words(StatusView(waiting_for=("ps:0",)), JobPace()) == "waiting for the cluster: ps:0"
 
 
 def test_pace_forgets() -> None:
-    pace = Pace(window_s=5.0)
+    pace = JobPace(window_s=5.0)
     pace.add(0.0, _status(examples=0))
     pace.add(100.0, _status(examples=1000))
     pace.add(102.0, _status(examples=1100))

@@ -19,7 +19,6 @@ from stratagem.errors import StratagemError
 from stratagem.ps.frames import read_message, weights_message
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import (
-    Action,
     AssignValues,
     CommitResult,
     CommitUpdate,
@@ -29,9 +28,10 @@ from stratagem.ps.requests import (
     PrepareUpdate,
     PullResult,
     PullWeights,
+    RequestedSlice,
     Sender,
-    StepSlice,
     TransferRef,
+    UpdateAction,
     Version,
 )
 from stratagem.ps.specs import GroupSpec, ShardSpec
@@ -152,7 +152,7 @@ class DirectWorker:
         return self.store.commits.commit_update(request, CALL)
 
     def prepare(
-        self, ref: TransferRef, unit: Unit, part: StepSlice, *, present: bytes = b"", want_facts: bool = False
+        self, ref: TransferRef, unit: Unit, part: RequestedSlice, *, present: bytes = b"", want_facts: bool = False
     ) -> Facts:
         """First phase."""
         group = GroupCommit(self.spec.group, present, (dict(self.hyper),), self.have)
@@ -180,7 +180,7 @@ class DirectWorker:
         self.store.commits.close_units(self.sender, [UnitClose(unit, num_updates) for unit in units], CALL)
 
 
-SKIP = Action.SKIP
+SKIP = UpdateAction.SKIP
 
 
 def complete(directory: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, FencedError, ProtocolError
-from stratagem.ps.requests import Merge, StepSlice
+from stratagem.ps.requests import Merge, RequestedSlice
 from stratagem.ps.store import Store
 from tests.unit.ps.driver import CALL, CHIEF, SKIP, Background, DirectWorker, in_thread, make_spec, poll, weights
 
@@ -33,11 +33,11 @@ def units_of(step: int, num_slices: int) -> tuple[Unit, ...]:
     return tuple(Unit(1, 0, step * 10 + index) for index in range(num_slices))
 
 
-def part_of(step: int, units: tuple[Unit, ...], weight: float, merge: Merge = Merge.MEAN) -> StepSlice:
-    return StepSlice(step, units, weight, merge)
+def part_of(step: int, units: tuple[Unit, ...], weight: float, merge: Merge = Merge.MEAN) -> RequestedSlice:
+    return RequestedSlice(step, units, weight, merge)
 
 
-def commit(worker: DirectWorker, gradient: torch.Tensor, unit: Unit, part: StepSlice, **fields: Any) -> Background:
+def commit(worker: DirectWorker, gradient: torch.Tensor, unit: Unit, part: RequestedSlice, **fields: Any) -> Background:
     ref = worker.stage(gradient)
     worker.prepare(ref, unit, part, present=fields.get("present", b""))
     request = worker.request(ref, [unit], slice=part, **fields)

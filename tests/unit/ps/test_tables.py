@@ -10,7 +10,7 @@ import torch
 from stratagem.cluster.units import Unit
 from stratagem.errors import FencedError, FrameError, LimitError, ProtocolError, VariableError
 from stratagem.ps.consolidate import consolidate
-from stratagem.ps.requests import FrameKind, Merge, StepSlice
+from stratagem.ps.requests import FrameKind, Merge, RequestedSlice
 from stratagem.ps.row_values import InitialRows, fill_rows
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
@@ -175,8 +175,8 @@ def test_a_synchronous_step_is_one_update_of_the_union(merge: Merge) -> None:
     with torch.sparse.check_sparse_tensor_invariants(False):
         optimizer.step()
 
-    def part(at: int) -> StepSlice:
-        return StepSlice(1, units, weights[at], merge)
+    def part(at: int) -> RequestedSlice:
+        return RequestedSlice(1, units, weights[at], merge)
 
     waiting = in_thread(lambda: one.commit_rows([1, 4], first, units[0], slice=part(0)))
     poll(lambda: store.state.steps.is_prepared((1, 0), units[0]))
@@ -192,7 +192,7 @@ def test_facts_of_a_synchronous_step_are_those_of_the_sum() -> None:
     one.create_table()
     two = TableWorker(store, "worker:1", one.spec)
     units = (UNIT, Unit(1, 0, 1))
-    parts = [StepSlice(1, units, 1.0, Merge.MEAN)] * 2
+    parts = [RequestedSlice(1, units, 1.0, Merge.MEAN)] * 2
     ref = one.stage_rows([4], torch.full((1, WIDTH), 2.0))
     waiting = in_thread(lambda: one.prepare(ref, units[0], parts[0], want_facts=True))
     facts = two.prepare(two.stage_rows([4], torch.full((1, WIDTH), 4.0)), units[1], parts[1], want_facts=True)

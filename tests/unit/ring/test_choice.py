@@ -8,13 +8,13 @@ import pytest
 
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions, Transport
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.choice import LanePlan, Member, plan_lanes
+from stratagem.worker.ring.choice import LanePlan, RankInfo, plan_lanes
 
 AUTO = CommunicationOptions()
 
 
-def members(*places: str, cuda: str = "") -> list[Member]:
-    return [Member(f"worker:{rank}", place, str(rank) in cuda) for rank, place in enumerate(places)]
+def members(*places: str, cuda: str = "") -> list[RankInfo]:
+    return [RankInfo(f"worker:{rank}", place, str(rank) in cuda) for rank, place in enumerate(places)]
 
 
 def forced(transport: Transport) -> CommunicationOptions:
@@ -35,7 +35,7 @@ def forced(transport: Transport) -> CommunicationOptions:
     ],
 )
 def test_lanes(
-    who: list[Member], options: CommunicationOptions, hosts: tuple[tuple[int, ...], ...], ring: str | None
+    who: list[RankInfo], options: CommunicationOptions, hosts: tuple[tuple[int, ...], ...], ring: str | None
 ) -> None:
     plan = plan_lanes(who, options)
     assert (plan.hosts, plan.ring, plan.nccl) == (hosts, ring, False)

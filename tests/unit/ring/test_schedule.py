@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring.schedule import (
-    Action,
+    ChunkAction,
+    RingStep,
     Schedule,
-    Step,
     all_gather_schedule,
     all_reduce_schedule,
     chunks,
@@ -55,10 +55,10 @@ class Ring:
         self.own = own
         self.has = [torch.full_like(tensor, 99) for tensor in own]
         self.num_sent = [0] * self.size
-        self.messages: list[Step] = []
+        self.messages: list[RingStep] = []
         self._reduction = reduction
         self._schedules = schedules
-        self._queues: list[collections.deque[tuple[Step, torch.Tensor]]] = [collections.deque() for _ in schedules]
+        self._queues: list[collections.deque[tuple[RingStep, torch.Tensor]]] = [collections.deque() for _ in schedules]
 
     def run(self) -> None:
         """Lets every rank go as far as it can, in turn, until all are done; fails when they wait for each other."""
@@ -79,8 +79,8 @@ class Ring:
         for step in self._schedules[rank]:
             assert 0 <= step.start < step.stop <= len(own)
             part = slice(step.start, step.stop)
-            if step.action in (Action.SEND_OWN, Action.SEND):
-                values = own[part] if step.action is Action.SEND_OWN else has[part]
+            if step.action in (ChunkAction.SEND_OWN, ChunkAction.SEND):
+                values = own[part] if step.action is ChunkAction.SEND_OWN else has[part]
                 outbox.append((step, values.clone()))
                 self.messages.append(step)
                 self.num_sent[rank] += step.stop - step.start
@@ -89,7 +89,7 @@ class Ring:
                 yield "waits"
             sent, values = inbox.popleft()
             assert (sent.start, sent.stop, sent.slice, sent.hop) == (step.start, step.stop, step.slice, step.hop)
-            has[part] = self._reduction(own[part], values) if step.action is Action.REDUCE else values
+            has[part] = self._reduction(own[part], values) if step.action is ChunkAction.REDUCE else values
 
 
 def all_reduce(own: Sequence[torch.Tensor], op: ReduceOp, chunk: int) -> Ring:
@@ -191,15 +191,15 @@ def test_hops_and_volume(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_little_is_under_way_and_a_chunk_is_sent_on_before_the_next_of_its_slice_is_received(size: int) -> None:
     steps = all_reduce_schedule(size, 1, 64 * size, 4)
-    sending = (Action.SEND_OWN, Action.SEND)
+    sending = (ChunkAction.SEND_OWN, ChunkAction.SEND)
     num_ahead = 0
     for index, step in enumerate(steps):
         num_ahead += 1 if step.action in sending else -1
         assert 0 <= num_ahead <= 2 * (size - 1)  # one chunk of each slice that travels
-        if step.action in sending or (step.action is Action.STORE and step.hop == size - 1):
+        if step.action in sending or (step.action is ChunkAction.STORE and step.hop == size - 1):
             continue
         rest = steps[index + 1 :]
-        departs = next(i for i, one in enumerate(rest) if one.action is Action.SEND and one.start == step.start)
+        departs = next(i for i, one in enumerate(rest) if one.action is ChunkAction.SEND and one.start == step.start)
         same = [
             i for i, one in enumerate(rest) if (one.action, one.slice, one.hop) == (step.action, step.slice, step.hop)
         ]

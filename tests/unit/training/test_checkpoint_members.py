@@ -16,7 +16,7 @@ from stratagem.errors import CheckpointError
 from stratagem.strategy.base import Strategy
 from stratagem.training import checkpoint_members
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_members import Members
+from stratagem.training.checkpoint_members import CheckpointMembers
 from stratagem.training.checkpoint_reading import load_checkpoint
 from stratagem.training.checkpoint_retention import CheckpointManager
 from stratagem.worker.reduction.batch_norm import average_buffers
@@ -76,7 +76,10 @@ def test_one_checkpoint_with_averaged_buffers_whoever_calls(tmp_path: Path) -> N
 def test_every_worker_has_its_own_random_numbers(tmp_path: Path) -> None:
     def gather(communicator: Communicator) -> list[float]:
         mine = {"torch": torch.full((2,), float(communicator.rank)), "only": torch.ones(communicator.rank)}
-        return [float(states["torch"][0]) + states["only"].numel() for states in Members(communicator).gather(mine)]
+        return [
+            float(states["torch"][0]) + states["only"].numel()
+            for states in CheckpointMembers(communicator).gather(mine)
+        ]
 
     assert run_ranks(3, gather) == [[0.0, 2.0, 4.0]] * 3
 
@@ -96,7 +99,7 @@ def test_a_long_write_keeps_the_others_informed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checkpoint_members, "BEAT_S", 0.01)
     heard = threading.Event()
 
-    class Counting(Members):
+    class Counting(CheckpointMembers):
         def _tell(self, ring: Communicator, news: dict[str, Any] | None) -> dict[str, Any]:
             found = super()._tell(ring, news)
             if "busy" in found and ring.rank == 1:

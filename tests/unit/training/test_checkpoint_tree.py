@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.errors import CheckpointError, ConfigurationError
-from stratagem.training.checkpoint_tree import OnServers, decode, encode
+from stratagem.training.checkpoint_tree import StateOnServers, decode, encode
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 KEYS = st.text() | st.integers()
@@ -68,7 +68,7 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> No
 
 def test_module_metadata_and_variables_of_servers() -> None:
     state: Any = torch.nn.BatchNorm1d(2).state_dict()
-    state["weight"] = OnServers("w")
+    state["weight"] = StateOnServers("w")
     found = again(state)
     assert found._metadata == state._metadata
     assert found["weight"] == ord("w") and list(found) == list(state)

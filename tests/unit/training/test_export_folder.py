@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.errors import ExportError
 from stratagem.training import export_folder
-from stratagem.training.export_folder import Draft, read, writing
+from stratagem.training.export_folder import ExportDraft, read, writing
 
 
 def write(target: Path, text: str) -> None:
@@ -112,7 +112,7 @@ def test_other_folders_and_newer_formats_are_refused(tmp_path: Path, monkeypatch
 
 def test_the_description_cannot_hide_the_files(tmp_path: Path) -> None:
     with writing(tmp_path / "out") as draft:
-        assert isinstance(draft, Draft)
+        assert isinstance(draft, ExportDraft)
         draft.description["files"] = {}
         (draft.path / "weights").write_text("abc")
     assert list(read(tmp_path / "out")["files"]) == ["weights"]
