@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import pydantic
 
-from stratagem.chief.fleet import Connect
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.lives import Life
 from stratagem.chief.ps_clients import ChiefPsClient
+from stratagem.chief.ps_pool import Connect
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.wire import progress_from_proto
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.limits import ServerLimits
@@ -105,8 +105,8 @@ def _on_input(job: ChiefJob) -> None:
 
 
 def _connector(config: ChiefConfig, chief_epoch: int, security: Security) -> Connect:
-    def connect(life: Life, address: str) -> ChiefPsClient:
-        return ChiefPsClient(life, address, chief=config.task, chief_epoch=chief_epoch, security=security)
+    def connect(incarnation: Incarnation, address: str) -> ChiefPsClient:
+        return ChiefPsClient(incarnation, address, chief=config.task, chief_epoch=chief_epoch, security=security)
 
     return connect
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from stratagem.chief.lives import Life
 from stratagem.chief.tallies import TallyName
+from stratagem.cluster.incarnation import Incarnation
 
 
 class Agreements:
@@ -17,30 +17,32 @@ class Agreements:
 
     def __init__(self, decided: dict[TallyName, int]) -> None:
         self._decided = decided
-        self._said: dict[TallyName, dict[Life, int]] = {}
-        self._members: dict[str, set[Life]] = {}
-        self._left: dict[str, set[Life]] = {}
+        self._said: dict[TallyName, dict[Incarnation, int]] = {}
+        self._members: dict[str, set[Incarnation]] = {}
+        self._left: dict[str, set[Incarnation]] = {}
 
-    def say(self, life: Life, topic: TallyName, value: int) -> None:
-        """``life`` says a number; from now on it takes part in the group."""
-        self._members.setdefault(topic.group, set()).add(life)
-        self._left.get(topic.group, set()).discard(life)
+    def say(self, incarnation: Incarnation, topic: TallyName, value: int) -> None:
+        """``incarnation`` says a number; from now on it takes part in the group."""
+        self._members.setdefault(topic.group, set()).add(incarnation)
+        self._left.get(topic.group, set()).discard(incarnation)
         if topic not in self._decided:
-            self._said.setdefault(topic, {})[life] = value
+            self._said.setdefault(topic, {})[incarnation] = value
 
     def decided(self, topic: TallyName) -> int | None:
         """What was decided."""
         return self._decided.get(topic)
 
-    def leave(self, life: Life, group: str) -> None:
-        """``life`` takes part in a group no more, unless it says something again."""
-        self._left.setdefault(group, set()).add(life)
+    def leave(self, incarnation: Incarnation, group: str) -> None:
+        """``incarnation`` takes part in a group no more, unless it says something again."""
+        self._left.setdefault(group, set()).add(incarnation)
 
-    def has_left(self, life: Life, group: str) -> bool:
-        """Whether ``life`` takes part in a group no more."""
-        return life in self._left.get(group, ())
+    def has_left(self, incarnation: Incarnation, group: str) -> bool:
+        """Whether ``incarnation`` takes part in a group no more."""
+        return incarnation in self._left.get(group, ())
 
-    def waits_for(self, topic: TallyName, live: Sequence[Life], founders: Collection[Life]) -> list[Life]:
+    def waits_for(
+        self, topic: TallyName, live: Sequence[Incarnation], founders: Collection[Incarnation]
+    ) -> list[Incarnation]:
         """Live workers that take part and have not said their number.
 
         Args:
@@ -50,7 +52,11 @@ class Agreements:
         """
         said = self._said.get(topic, {})
         members = {*founders, *self._members.get(topic.group, set())}
-        return [life for life in live if life in members and life not in said and not self.has_left(life, topic.group)]
+        return [
+            incarnation
+            for incarnation in live
+            if incarnation in members and incarnation not in said and not self.has_left(incarnation, topic.group)
+        ]
 
     def outcome(self, topic: TallyName) -> int:
         """The largest number said about a topic."""

@@ -38,7 +38,7 @@ class ServersManifest:
     step: int
     """Largest number of updates applied by any ps."""
     chief_epoch: int
-    """Process life of the chief that committed it."""
+    """Process incarnation of the chief that committed it."""
     files: Mapping[str, Sequence[SavedFile]]
     """Files of each ps."""
     plans: Mapping[int, Plan]
@@ -182,7 +182,7 @@ def discard(draft: CheckpointDraft) -> None:
 
 
 def sweep(directory: str) -> None:
-    """Removes drafts that an earlier life of the chief left behind."""
+    """Removes drafts that an earlier incarnation of the chief left behind."""
     parent = pathlib.Path(directory)
     for path in parent.glob(".tmp-*-*") if parent.is_dir() else ():
         logger.info("Removing the unfinished checkpoint %s", path)

@@ -1,4 +1,4 @@
-"""The units of evaluations: lent and counted like those of an epoch, all on one version of the weights. Pure, no I/O.
+"""The units of evaluations: leased and counted like those of an epoch, all on one version of the weights. Pure, no I/O.
 
 Nothing of them is on the ps: a unit is accepted when what was counted on it is here. When the weights have changed
 before the last unit was, the evaluation begins anew under the next attempt.
@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from stratagem.chief.lease_book import Lease, Leases
 from stratagem.chief.leases import EpochLeases
-from stratagem.chief.lending import Loan, Loans
-from stratagem.chief.lives import Life
 from stratagem.chief.tallies import TallyName
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError
 
@@ -61,7 +61,7 @@ class RunningEvaluation:
     """``versions`` are of this hold."""
     is_proven: bool = False
     """All units were counted, and the weights were the same before and after."""
-    askers: set[Life] = dataclasses.field(default_factory=set)
+    askers: set[Incarnation] = dataclasses.field(default_factory=set)
 
     def pin(self, versions: Versions) -> bool:
         """These are the weights now. True when what was counted before was of others."""
@@ -89,7 +89,7 @@ class Evaluations:
         return iter(list(self._all.items()))
 
     def restore(self, name: TallyName, pin: Pin, counted: Iterable[Unit], is_settled: bool) -> None:
-        """An earlier life of the chief had begun it.
+        """An earlier incarnation of the chief had begun it.
 
         Args:
             name: its name.
@@ -115,31 +115,31 @@ class Evaluations:
             )
         return known
 
-    def ask(self, name: TallyName, life: Life, held: Collection[int], want: int) -> Loans:
-        """Lends up to ``want`` units; those that the borrower does not know of first."""
+    def ask(self, name: TallyName, incarnation: Incarnation, held: Collection[int], want: int) -> Leases:
+        """Leases up to ``want`` units; those that the holder does not know of first."""
         evaluation = self._all[name]
         leases = evaluation.leases
-        evaluation.askers.add(life)
-        units = [index for index in leases.held_by(life) if index not in held][:want]
+        evaluation.askers.add(incarnation)
+        units = [index for index in leases.held_by(incarnation) if index not in held][:want]
         while len(units) < want and (index := leases.first_pending) is not None:
-            leases.lend(index, life)
+            leases.acquire(index, incarnation)
             units.append(index)
-        loans = tuple(Loan(Unit(0, 0, index), evaluation.plan.unit_examples(index)) for index in units)
-        waits_for = () if loans or leases.closed else tuple(sorted(leases.borrowers() - {life}))
-        return Loans(loans, not loans and leases.closed, waits_for)
+        granted = tuple(Lease(Unit(0, 0, index), evaluation.plan.unit_examples(index)) for index in units)
+        waits_for = () if granted or leases.closed else tuple(sorted(leases.holders() - {incarnation}))
+        return Leases(granted, not granted and leases.closed, waits_for)
 
-    def leave(self, name: TallyName, life: Life) -> None:
-        """``life`` has given up: its units go to others."""
+    def leave(self, name: TallyName, incarnation: Incarnation) -> None:
+        """``incarnation`` has given up: its units go to others."""
         evaluation = self._all.get(name)
         if evaluation is not None:
-            for index in evaluation.leases.held_by(life):
+            for index in evaluation.leases.held_by(incarnation):
                 evaluation.leases.give_back(index)
-            evaluation.askers.discard(life)
+            evaluation.askers.discard(incarnation)
 
-    def forget(self, life: Life) -> None:
-        """``life`` is over."""
+    def forget(self, incarnation: Incarnation) -> None:
+        """``incarnation`` is over."""
         for name in self._all:
-            self.leave(name, life)
+            self.leave(name, incarnation)
 
     def clear(self) -> None:
         """Forgets everything."""

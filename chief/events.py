@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stratagem.chief.lending import Loan
+from stratagem.chief.lease_book import Lease
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Join:
     address: str = ""
     pid: int = 0
     resume_incarnation: int = 0
-    """The life to go on with; 0 for a new process."""
-    held: tuple[Loan, ...] = ()
+    """The incarnation to go on with; 0 for a new process."""
+    held: tuple[Lease, ...] = ()
     """Units that a resumed worker holds."""
     store_epoch: int = 0
     """ps: epoch of its store; 0 when it holds no variables."""
@@ -24,7 +24,7 @@ class Join:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life."""
+    """A sign of incarnation."""
 
     progress: bytes = b""
     """What the task says about itself, as it came: the chief only shows it."""
@@ -73,7 +73,7 @@ class Membership:
 
 @dataclasses.dataclass(frozen=True)
 class Fenced:
-    """The life is over."""
+    """The incarnation is over."""
 
     reason: str
 

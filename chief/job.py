@@ -17,25 +17,25 @@ from typing import Any
 
 from stratagem.checkpoint.ended import write_end
 from stratagem.chief import checkpoints, status
-from stratagem.chief.attendance import Attendance
-from stratagem.chief.bell import Bell
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.commit_hold import CommitHold
 from stratagem.chief.counting import Counting
 from stratagem.chief.events import Event, Request, Stop
-from stratagem.chief.fleet import Connect, Fleet
 from stratagem.chief.history import encode_units
 from stratagem.chief.journal import Journal
-from stratagem.chief.lending import Lending, Loan, Loans
-from stratagem.chief.lives import Life
-from stratagem.chief.quiet import Quiet
+from stratagem.chief.lease_book import Lease, LeaseBook, Leases
+from stratagem.chief.maintenance import Maintenance
+from stratagem.chief.ps_pool import Connect, PsPool
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.restoring import Restoring
-from stratagem.chief.rounds import Rounds
 from stratagem.chief.saving import CommittedCheckpoint, Saving
 from stratagem.chief.servers import Server
+from stratagem.chief.session_streams import SessionStreams
 from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
 from stratagem.chief.tallies import Delta
 from stratagem.chief.waits import Waits
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.confinement import AllowedFolders
@@ -51,7 +51,7 @@ class ChiefJob:
 
     Args:
         config: of the chief.
-        connect: given the chief's epoch, what makes the connection to a ps: (life, address).
+        connect: given the chief's epoch, what makes the connection to a ps: (incarnation, address).
         clock: seconds, monotonic.
     """
 
@@ -66,7 +66,7 @@ class ChiefJob:
         epoch = max(history.chief_epoch, newest[1].chief_epoch if newest else 0) + 1
         self.journal.write("chief", epoch=epoch)
         self._clock = clock
-        self.bell = Bell()
+        self.changed = ChangeEvent()
         self.sessions = Sessions(
             num_workers=config.num_workers,
             max_workers=config.max_workers,
@@ -81,34 +81,36 @@ class ChiefJob:
             fenced=history.fenced,
             ready=history.ready,
         )
-        self.lending = Lending(history.next_step)
+        self.lease_book = LeaseBook(history.next_step)
         for dataset, plan in history.plans.items():
-            self.lending.open_dataset(dataset, plan)
-        self.lending.know_accepted(history.accepted)
-        self.fleet = Fleet(connect(epoch), lambda life: life in self.sessions.servers, self.sessions.is_live)
-        self.quiet = Quiet(self.fleet, chief_epoch=epoch, num_ps=config.num_ps)
+            self.lease_book.open_dataset(dataset, plan)
+        self.lease_book.know_accepted(history.accepted)
+        self.ps_pool = PsPool(
+            connect(epoch), lambda incarnation: incarnation in self.sessions.servers, self.sessions.is_live
+        )
+        self.commit_hold = CommitHold(self.ps_pool, chief_epoch=epoch, num_ps=config.num_ps)
         self.saving = Saving(
-            self.lending,
+            self.lease_book,
             chief_epoch=epoch,
-            quiet=self.quiet,
+            commit_hold=self.commit_hold,
             keep=config.keep_checkpoints,
             committed=self._committed,
         )
         self.recovery = Recovery(
             self.sessions,
-            self.lending,
-            self.fleet,
+            self.lease_book,
+            self.ps_pool,
             self.saving,
             self.journal,
-            self.bell,
-            restoring=Restoring(self.fleet, config.checkpoint_dir, config.num_ps),
+            self.changed,
+            restoring=Restoring(self.ps_pool, config.checkpoint_dir, config.num_ps),
             give_up=self.stop,
             begin_anew=lambda: self.counting.begin_anew(),
         )
-        self.attendance = Attendance(
+        self.streams = SessionStreams(
             self.sessions,
             self.journal,
-            self.bell,
+            self.changed,
             clock=clock,
             heartbeat_interval_s=config.heartbeat_interval_s,
             session_timeout_s=config.session_timeout_s,
@@ -119,17 +121,17 @@ class ChiefJob:
         self._waits = Waits(clock)
         self.counting = Counting(
             self.sessions,
-            self.lending,
-            self.fleet,
-            self.quiet,
+            self.lease_book,
+            self.ps_pool,
+            self.commit_hold,
             self.journal,
-            self.bell,
+            self.changed,
             admit=self._admit,
             waits=self._waits,
             num_ps=config.num_ps,
             page_bytes=config.max_message_bytes // 4,
         )
-        self._rounds = Rounds(self)
+        self._maintenance = Maintenance(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing = False
         self.address = config.bind
@@ -145,33 +147,33 @@ class ChiefJob:
     # Verbs of the service
 
     def session(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
-        """One session; see :class:`Attendance`."""
-        return self.attendance.attend(requests)
+        """One session; see :class:`SessionStreams`."""
+        return self.streams.attend(requests)
 
-    async def open_dataset(self, life: Life, dataset: int, plan: Plan) -> Plan:
+    async def open_dataset(self, incarnation: Incarnation, dataset: int, plan: Plan) -> Plan:
         """Registers a plan, or checks it against the one that stands; returns that.
 
         Raises:
             ConfigurationError: another plan stands; names each difference. Or the worker was added to a job whose
                 batches are cut for those it started with.
         """
-        await self._admit(life)
+        await self._admit(incarnation)
         if dataset < 1:
             raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
-        if plan.staleness == 0 and self.sessions.was_added(life.task):
+        if plan.staleness == 0 and self.sessions.was_added(incarnation.task):
             raise ConfigurationError(
-                f"{life.task} cannot be added at staleness 0: every batch is cut for the {self.config.num_workers} "
-                "workers that the job started with (num_workers)"
+                f"{incarnation.task} cannot be added at staleness 0: every batch is cut for the "
+                f"{self.config.num_workers} workers that the job started with (num_workers)"
             )
-        is_new = dataset not in self.lending.plans
-        known = self.lending.open_dataset(dataset, plan)
+        is_new = dataset not in self.lease_book.plans
+        known = self.lease_book.open_dataset(dataset, plan)
         if is_new:
             self.journal.write("plan", dataset=dataset, plan=dataclasses.asdict(known))
         return known
 
     async def next_units(
         self,
-        life: Life,
+        incarnation: Incarnation,
         dataset: int,
         epoch: int,
         accepted: Sequence[int],
@@ -181,58 +183,66 @@ class ChiefJob:
         wait: bool,
         stop: int | None = None,
         group: str = "",
-    ) -> Loans:
-        """Counts accepted units and lends up to ``want`` others before ``stop``; with ``wait`` not before there is one,
-        or the end. Who has left the ``group`` gets no part of the same step."""
-        await self._accept(life, dataset, epoch, accepted, deltas)
+    ) -> Leases:
+        """Counts accepted units and leases up to ``want`` others before ``stop``; with ``wait`` not before there is
+        one, or the end. Who has left the ``group`` gets no part of the same step."""
+        await self._accept(incarnation, dataset, epoch, accepted, deltas)
         if not want:
-            return Loans()
-        await self._first_checkpoint(life)
-        with self._waits.of(life):
+            return Leases()
+        await self._first_checkpoint(incarnation)
+        with self._waits.of(incarnation):
             while True:
-                next_step = self.lending.steps.next_number
-                live = [session.life for session in self.sessions.live("worker")]
+                next_step = self.lease_book.steps.next_number
+                live = [session.incarnation for session in self.sessions.live("worker")]
                 workers = [each for each in live if not self.counting.has_left(each, group)]
-                loans = self.lending.ask(life, dataset, epoch, frozenset(held), want, workers, stop, group)
+                granted = self.lease_book.ask(incarnation, dataset, epoch, frozenset(held), want, workers, stop, group)
                 self._journal_steps(next_step)
-                if loans.loans or loans.end or not wait:
-                    return loans
-                self._waits.note(life, "to finish their units", loans.waits_for)
-                await self.bell.heard()
-                await self._admit(life)
+                if granted.granted or granted.end or not wait:
+                    return granted
+                self._waits.note(incarnation, "to finish their units", granted.waits_for)
+                await self.changed.wait()
+                await self._admit(incarnation)
 
     async def start_step(
-        self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[Delta], clock: int
+        self,
+        incarnation: Incarnation,
+        dataset: int,
+        epoch: int,
+        accepted: Sequence[int],
+        deltas: Sequence[Delta],
+        clock: int,
     ) -> int:
         """Waits until the staleness bound lets the caller start; returns its clock."""
-        await self._accept(life, dataset, epoch, accepted, deltas)
-        with self._waits.of(life):
+        await self._accept(incarnation, dataset, epoch, accepted, deltas)
+        with self._waits.of(incarnation):
             while True:
-                workers = [session.life for session in self.sessions.live("worker")]
-                known = self.lending.clocks.clock(life)
-                now, late = self.lending.start_step(life, dataset, clock, workers)
+                workers = [session.incarnation for session in self.sessions.live("worker")]
+                known = self.lease_book.clocks.clock(incarnation)
+                now, late = self.lease_book.start_step(incarnation, dataset, clock, workers)
                 if now != known:
-                    self.bell.ring()
+                    self.changed.notify()
                 if not late:
                     return now
-                self._waits.note(life, f"to finish steps before step {now} may start", late)
-                await self.bell.heard()
-                await self._admit(life)
+                self._waits.note(incarnation, f"to finish steps before step {now} may start", late)
+                await self.changed.wait()
+                await self._admit(incarnation)
 
     async def leave_epoch(
-        self, life: Life, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[Delta]
+        self, incarnation: Incarnation, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[Delta]
     ) -> None:
-        """Gives back what is on loan to the caller in an epoch."""
-        await self._accept(life, dataset, epoch, accepted, deltas)
-        await self.recovery.carry_out(life, self.lending.leave(life, dataset, epoch))
+        """Gives back what is leased to the caller in an epoch."""
+        await self._accept(incarnation, dataset, epoch, accepted, deltas)
+        await self.recovery.carry_out(incarnation, self.lease_book.leave(incarnation, dataset, epoch))
 
-    async def leave_group(self, life: Life, group: str) -> None:
+    async def leave_group(self, incarnation: Incarnation, group: str) -> None:
         """Nobody need wait for the caller in a group of agreements, nor in the steps that are asked for in it."""
-        await self._admit(life)
-        self.counting.leave(life, group)
-        await self.recovery.carry_out(life, self.lending.remove(self.lending.steps.reserved_in(life, group), {}))
+        await self._admit(incarnation)
+        self.counting.leave(incarnation, group)
+        await self.recovery.carry_out(
+            incarnation, self.lease_book.remove(self.lease_book.steps.reserved_in(incarnation, group), {})
+        )
 
-    async def save_checkpoint(self, life: Life, directory: str) -> CommittedCheckpoint:
+    async def save_checkpoint(self, incarnation: Incarnation, directory: str) -> CommittedCheckpoint:
         """Takes a checkpoint.
 
         Raises:
@@ -241,7 +251,7 @@ class ChiefJob:
             CheckpointError: it cannot be written.
             PeerUnavailableError: a ps is away.
         """
-        await self._admit(life)
+        await self._admit(incarnation)
         target = self.config.checkpoint_dir
         if directory:
             folders = AllowedFolders.of(target, self.config.checkpoint_roots)
@@ -256,38 +266,38 @@ class ChiefJob:
         """What every task is doing."""
         return status.report(
             self.sessions,
-            self.lending,
+            self.lease_book,
             self.journal.history,
-            self.attendance.progress,
-            self.attendance.waiting_steps,
+            self.streams.progress,
+            self.streams.waiting_steps,
             self._waits.noted,
             status.chief_report(self.address, self.journal.history.chief_epoch, os.getpid()),
             self._clock(),
         )
 
-    # Life of the job
+    # Incarnation of the job
 
     async def run(self) -> int:
         """Keeps time until the job is over; returns the exit code."""
         try:
             while not self.finished.done():
-                self.attendance.tick()
-                await self.fleet.drop_lost()
-                self._rounds.tick()
+                self.streams.tick()
+                await self.ps_pool.drop_lost()
+                self._maintenance.tick()
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()
         finally:
-            self.attendance.close()
-            self.quiet.close()
+            self.streams.close()
+            self.commit_hold.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self.fleet.close()
+            await self.ps_pool.close()
             self.journal.close()
 
     def stop(self, exit_code: int, reason: str) -> None:
         """Ends the job."""
-        self.attendance.perform(self.sessions.stop(exit_code, reason))
+        self.streams.perform(self.sessions.stop(exit_code, reason))
 
     def spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         """Runs work beside the requests; its failure stops the job."""
@@ -304,34 +314,34 @@ class ChiefJob:
 
     def _carry(self, action: Prepare | Fence | Release | StopJob) -> None:
         if isinstance(action, Prepare):
-            self.spawn(self._prepare, action.life)
+            self.spawn(self._prepare, action.incarnation)
         elif isinstance(action, Fence):
             for server in action.servers:
-                self.spawn(self._fence, action.life, server)
+                self.spawn(self._fence, action.incarnation, server)
         elif isinstance(action, Release):
-            self.spawn(self._release, action.life)
+            self.spawn(self._release, action.incarnation)
         elif not self._finishing:
             self._finishing = True
             self.spawn(self._finish, action)
 
-    async def _prepare(self, life: Life) -> None:
-        await self.recovery.prepare(life, self.sessions.tasks[life.task].address)
-        server = self.fleet.get(life)
+    async def _prepare(self, incarnation: Incarnation) -> None:
+        await self.recovery.prepare(incarnation, self.sessions.tasks[incarnation.task].address)
+        server = self.ps_pool.get(incarnation)
         if server is not None:
-            await self.quiet.include(server)
+            await self.commit_hold.include(server)
             await self.counting.pin_again()
-        self.attendance.perform(self.sessions.prepared(life))
+        self.streams.perform(self.sessions.prepared(incarnation))
 
-    async def _release(self, life: Life) -> None:
-        await self.recovery.release(life)
-        await self.counting.release(life)
+    async def _release(self, incarnation: Incarnation) -> None:
+        await self.recovery.release(incarnation)
+        await self.counting.release(incarnation)
 
-    async def _fence(self, life: Life, server_life: Life) -> None:
-        server: Server | None = self.fleet.get(server_life)
-        refs = await self.fleet.insist(server, lambda each: each.fence(life)) if server is not None else None
+    async def _fence(self, incarnation: Incarnation, server_life: Incarnation) -> None:
+        server: Server | None = self.ps_pool.get(server_life)
+        refs = await self.ps_pool.insist(server, lambda each: each.fence(incarnation)) if server is not None else None
         if refs is not None:
-            self.recovery.fenced(life, refs)
-            self.attendance.perform(self.sessions.fence_acknowledged(life, server_life))
+            self.recovery.fenced(incarnation, refs)
+            self.streams.perform(self.sessions.fence_acknowledged(incarnation, server_life))
 
     async def _finish(self, stop: StopJob) -> None:
         log = logger.info if stop.exit_code == 0 else logger.error
@@ -340,17 +350,17 @@ class ChiefJob:
         # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
         sessions, is_good = self.sessions, stop.exit_code == 0
         deadline = self._clock() + (LATE_S if is_good else 0.0)
-        if not self.journal.history.ending:  # else an earlier life of the chief has come that far
+        if not self.journal.history.ending:  # else an earlier incarnation of the chief has come that far
             await self._until(lambda: not sessions.absent_servers, deadline)
             if stop.exit_code in (0, 143):
                 try:
-                    await self._rounds.save_last()
+                    await self._maintenance.save_last()
                 except StratagemError as error:
                     logger.error("No last checkpoint: %s", error)
             self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")])
         # A chief that dies before it has told all goes on with that; only then the next one begins another job.
         self.journal.write("ending" if is_good else "stopped", reason=stop.reason)
-        self.attendance.broadcast(Stop(stop.exit_code, stop.reason))
+        self.streams.broadcast(Stop(stop.exit_code, stop.reason))
 
         def all_gone() -> bool:
             is_late = sessions.absent_servers or sessions.never_came
@@ -367,7 +377,7 @@ class ChiefJob:
         """Waits for it, on the clock of the job."""
         while not condition() and (left_s := deadline - self._clock()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.bell.heard(), left_s)
+                await asyncio.wait_for(self.changed.wait(), left_s)
 
     def _write_end(self, stop: StopJob, missing: Sequence[str]) -> None:
         """For the ps that have not said goodbye: those that start again find no chief any more."""
@@ -377,8 +387,8 @@ class ChiefJob:
             except OSError as error:
                 logger.warning("The end of the job is not in %s: %s", self.config.checkpoint_dir, error)
 
-    def _resume(self, life: Life, held: Sequence[Loan]) -> None:
-        self.lending.resume(life, held)
+    def _resume(self, incarnation: Incarnation, held: Sequence[Lease]) -> None:
+        self.lease_book.resume(incarnation, held)
 
     def _committed(self, committed: CommittedCheckpoint) -> None:
         self.journal.write("checkpoint", path=committed.path)
@@ -386,7 +396,7 @@ class ChiefJob:
 
     # Callers
 
-    async def _admit(self, life: Life) -> None:
+    async def _admit(self, incarnation: Incarnation) -> None:
         """Waits until the cluster is complete and the books are open; everybody else may go on at once.
 
         Raises:
@@ -397,33 +407,33 @@ class ChiefJob:
             stopping = self.sessions.stopping
             if stopping is not None:
                 raise JobStoppedError(f"the job is over: {stopping.reason}", stopping.exit_code)
-            self.sessions.check(life)
+            self.sessions.check(incarnation)
             if self.sessions.ready and self.recovery.settled:
                 return
-            await self.bell.heard()
+            await self.changed.wait()
 
-    async def _first_checkpoint(self, life: Life) -> None:
+    async def _first_checkpoint(self, incarnation: Incarnation) -> None:
         """Waits for the initial checkpoint, if there is to be one."""
-        await self._rounds.before_lending()
-        await self._admit(life)
-        while not self._rounds.may_lend:
+        await self._maintenance.before_leasing()
+        await self._admit(incarnation)
+        while not self._maintenance.may_lease:
             await asyncio.sleep(RETRY_S)
-            await self._rounds.before_lending()
-            await self._admit(life)
+            await self._maintenance.before_leasing()
+            await self._admit(incarnation)
 
     async def _accept(
-        self, life: Life, dataset: int, epoch: int, indices: Sequence[int], deltas: Sequence[Delta]
+        self, incarnation: Incarnation, dataset: int, epoch: int, indices: Sequence[int], deltas: Sequence[Delta]
     ) -> None:
-        await self._admit(life)
-        believed = await self.recovery.believe(life, dataset, epoch, indices)
-        await self._admit(life)
-        accepted = self.lending.accept(life, dataset, epoch, believed)
+        await self._admit(incarnation)
+        believed = await self.recovery.believe(incarnation, dataset, epoch, indices)
+        await self._admit(incarnation)
+        accepted = self.lease_book.accept(incarnation, dataset, epoch, believed)
         self.recovery.accepted(accepted)
         self.counting.keep(deltas)
         if accepted:
-            self.bell.ring()
+            self.changed.notify()
 
     def _journal_steps(self, first: int) -> None:
-        for number in range(first, self.lending.steps.next_number):
-            units = self.lending.steps.open[number].units
+        for number in range(first, self.lease_book.steps.next_number):
+            units = self.lease_book.steps.open[number].units
             self.journal.write("step", durable=False, step=number, units=encode_units(units))

@@ -1,7 +1,7 @@
-"""The units of one pass over a dataset: pending, lent, accepted. Pure, no I/O.
+"""The units of one pass over a dataset: pending, leased, accepted. Pure, no I/O.
 
-Every unit is in exactly one of the three states, so no unit is ever on loan twice; a unit that comes back
-becomes pending and goes out before the ones that were never lent.
+Every unit is in exactly one of the three states, so no unit is ever leased twice; a unit that comes back
+becomes pending and goes out before the ones that were never leased.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import dataclasses
 import heapq
 from collections.abc import Iterable
 
-from stratagem.chief.lives import Life
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import ProtocolError
 
 
 @dataclasses.dataclass(frozen=True)
-class Lease:
-    """A unit on loan."""
+class Holding:
+    """A unit leased."""
 
-    life: Life
+    incarnation: Incarnation
     """Who has it."""
     restores: int
-    """Restores of ps the job had seen when the unit was lent; fewer than now: its updates may be lost."""
+    """Restores of ps the job had seen when the unit was leased; fewer than now: its updates may be lost."""
 
 
 class EpochLeases:
@@ -37,7 +37,7 @@ class EpochLeases:
         self.plan = plan
         self.accepted = accepted if accepted is not None else UnitBitmap()
         self._num_accepted = len(self.accepted)
-        self._lent: dict[int, Lease] = {}
+        self._lent: dict[int, Holding] = {}
         self._returned: list[int] = []
         self._next = 0
 
@@ -63,59 +63,59 @@ class EpochLeases:
         return self._next if self._next < self.plan.num_units else None
 
     def is_pending(self, index: int) -> bool:
-        """Whether unit ``index`` is neither lent nor accepted."""
+        """Whether unit ``index`` is neither leased nor accepted."""
         return index not in self._lent and index not in self.accepted
 
     def pending_of_batch(self, batch: int) -> list[int]:
         """Pending units of one global batch, in slice order."""
         return [index for index in self.plan.units_of(batch) if self.is_pending(index)]
 
-    def lease(self, index: int) -> Lease | None:
-        """The loan of unit ``index``; None when it is not on loan."""
+    def lease(self, index: int) -> Holding | None:
+        """The lease of unit ``index``; None when it is not leased."""
         return self._lent.get(index)
 
-    def held_by(self, life: Life) -> list[int]:
-        """Units on loan to ``life``, lowest first."""
-        return sorted(index for index, lease in self._lent.items() if lease.life == life)
+    def held_by(self, incarnation: Incarnation) -> list[int]:
+        """Units leased to ``incarnation``, lowest first."""
+        return sorted(index for index, lease in self._lent.items() if lease.incarnation == incarnation)
 
-    def num_held_by(self, life: Life) -> int:
-        """Number of units on loan to ``life``."""
-        return sum(lease.life == life for lease in self._lent.values())
+    def num_held_by(self, incarnation: Incarnation) -> int:
+        """Number of units leased to ``incarnation``."""
+        return sum(lease.incarnation == incarnation for lease in self._lent.values())
 
-    def borrowers(self, stop: int | None = None) -> set[Life]:
-        """Everybody who has a unit on loan.
+    def holders(self, stop: int | None = None) -> set[Incarnation]:
+        """Everybody who has a unit leased.
 
         Args:
             stop: units before this one are meant; None: all.
         """
-        return {lease.life for index, lease in self._lent.items() if stop is None or index < stop}
+        return {lease.incarnation for index, lease in self._lent.items() if stop is None or index < stop}
 
     def is_closed_before(self, stop: int) -> bool:
         """Whether every unit before ``stop`` is accepted."""
         first = self.first_pending
-        return (first is None or first >= stop) and not self.borrowers(stop)
+        return (first is None or first >= stop) and not self.holders(stop)
 
-    def lend(self, index: int, life: Life, restores: int = 0) -> None:
-        """Lends a pending unit."""
+    def acquire(self, index: int, incarnation: Incarnation, restores: int = 0) -> None:
+        """Leases a pending unit."""
         assert self.is_pending(index), f"unit {index} is not pending"
-        self._lent[index] = Lease(life, restores)
+        self._lent[index] = Holding(incarnation, restores)
 
-    def accept(self, life: Life, indices: Iterable[int]) -> list[int]:
-        """Counts units as accepted, as ``life`` reports; returns those that were not yet.
+    def accept(self, incarnation: Incarnation, indices: Iterable[int]) -> list[int]:
+        """Counts units as accepted, as ``incarnation`` reports; returns those that were not yet.
 
         A unit that is pending counts too: the caller speaks the truth about its updates, whoever held the unit
         before the chief lost sight of it.
 
         Raises:
-            ProtocolError: no such unit, or it is on loan to somebody else.
+            ProtocolError: no such unit, or it is leased to somebody else.
         """
         new: list[int] = []
         for index in indices:
             if not 0 <= index < self.plan.num_units:
-                raise ProtocolError(f"{life} accepted unit {index}; the epoch has {self.plan.num_units} units")
+                raise ProtocolError(f"{incarnation} accepted unit {index}; the epoch has {self.plan.num_units} units")
             lease = self._lent.get(index)
-            if lease is not None and lease.life != life:
-                raise ProtocolError(f"{life} accepted unit {index}, which is on loan to {lease.life}")
+            if lease is not None and lease.incarnation != incarnation:
+                raise ProtocolError(f"{incarnation} accepted unit {index}, which is leased to {lease.incarnation}")
             if self.settle(index):
                 new.append(index)
         return new
@@ -128,12 +128,12 @@ class EpochLeases:
         return new
 
     def give_back(self, index: int) -> None:
-        """Makes a unit that is on loan pending again."""
+        """Makes a unit that is leased pending again."""
         del self._lent[index]
         heapq.heappush(self._returned, index)
 
     def give_all_back(self) -> int:
-        """Makes every unit that is on loan pending again; returns their number."""
+        """Makes every unit that is leased pending again; returns their number."""
         indices = list(self._lent)
         for index in indices:
             self.give_back(index)

@@ -22,7 +22,7 @@ STATES = ("waiting", "live", "lost", "done")
 _Value = Callable[[TaskReport, TaskProgress], float | None]
 _WORKER, _PS = ("worker",), ("ps",)
 _OF_A_TASK: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
-    ("task_incarnation", "Process life of the task; grows by a restart.", (), lambda t, p: t.member.incarnation),
+    ("task_incarnation", "Process incarnation of the task; grows by a restart.", (), lambda t, p: t.member.incarnation),
     ("heartbeat_age_seconds", "Since the chief last heard of it.", ("worker", "ps"), lambda t, p: t.heartbeat_age_s),
     ("waiting_seconds", "Since it began to wait for another task; 0: it does not.", _WORKER, lambda t, p: p.waiting_s),
     ("step_seconds", "Mean of the last ten steps or so.", _WORKER, lambda t, p: p.step_s or None),
@@ -33,14 +33,14 @@ _OF_A_TASK: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
         lambda t, p: p.exposed_s if p.step_s else None,
     ),
     ("loss", "Newest loss that reduce_mean saw.", _WORKER, lambda t, p: p.loss),
-    ("units_held", "Units on loan to the worker.", _WORKER, lambda t, p: t.units_held),
+    ("units_held", "Units leased to the worker.", _WORKER, lambda t, p: t.units_held),
     ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t, p: t.clock),
     ("store_epoch", "Grows when the ps goes back to a checkpoint.", _PS, lambda t, p: p.store_epoch),
     ("bytes_held", "Bytes of variables and of optimizer state.", _PS, lambda t, p: p.bytes_held),
 )
 """Gauges of live tasks: name, meaning, types of tasks that have it (none: all), value."""
 _COUNTED: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
-    ("steps", "Steps completed in this process life.", _WORKER, lambda t, p: p.step),
+    ("steps", "Steps completed in this process.", _WORKER, lambda t, p: p.step),
     ("worker_examples", "Examples of these steps.", _WORKER, lambda t, p: p.examples),
     ("updates_skipped", "Updates skipped because of NaN or Inf.", _WORKER, lambda t, p: p.skipped),
     ("updates_applied", "Updates applied by the ps.", _PS, lambda t, p: p.step),
@@ -82,7 +82,7 @@ def _of_the_job(status: JobStatus) -> Iterable[Metric]:
     gauges = {
         "ready": ("Whether the whole cluster has come up.", float(status.ready)),
         "ending": ("Whether the job is being ended.", float(bool(status.stop_reason))),
-        "chief_epoch": ("Life of the chief; grows by a restart.", status.chief_epoch),
+        "chief_epoch": ("Incarnation of the chief; grows by a restart.", status.chief_epoch),
         "epoch": ("Newest open epoch of the data, starting at 0.", status.epoch),
         "units_planned": ("Units of that epoch.", status.units_planned),
         "units_accepted": ("Those of them whose gradient was accepted.", status.units_accepted),

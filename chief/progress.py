@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class TaskProgress:
-    """Of one process life; the fields are those of ``Progress`` in chief.proto."""
+    """Of one process; the fields are those of ``Progress`` in chief.proto."""
 
     step: int = 0
     """Completed steps of a worker; applied updates of a ps."""

@@ -8,9 +8,9 @@ from typing import Any
 import grpc.aio
 
 from stratagem.chief import wire
-from stratagem.chief.lives import Life
 from stratagem.chief.servers import SavedFile, SavedShards, ServerDescription
 from stratagem.chief.steps import StepClosing
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
@@ -27,15 +27,17 @@ class ChiefPsClient:
     """One ps, over gRPC. Implements :class:`stratagem.chief.servers.Server`.
 
     Args:
-        life: process life of the ps.
+        incarnation: process of the ps.
         address: host:port where it serves.
         chief: task id of the caller.
-        chief_epoch: process life of the caller.
+        chief_epoch: process of the caller.
         security: of the caller.
     """
 
-    def __init__(self, life: Life, address: str, *, chief: str, chief_epoch: int, security: Security = OPEN) -> None:
-        self._life = life
+    def __init__(
+        self, incarnation: Incarnation, address: str, *, chief: str, chief_epoch: int, security: Security = OPEN
+    ) -> None:
+        self._life = incarnation
         self._sender = common_pb2.Sender(task=chief, incarnation=chief_epoch)
         self._address = address
         self._security = security
@@ -45,13 +47,13 @@ class ChiefPsClient:
         self._connect()
 
     @property
-    def life(self) -> Life:
-        """The process life of the ps."""
+    def incarnation(self) -> Incarnation:
+        """The process of the ps."""
         return self._life
 
-    async def fence(self, life: Life) -> list[tuple[int, int]]:
+    async def fence(self, incarnation: Incarnation) -> list[tuple[int, int]]:
         """See ``Server``."""
-        request = ps_pb2.FenceRequest(sender=self._sender, task=life.task, incarnation=life.incarnation)
+        request = ps_pb2.FenceRequest(sender=self._sender, task=incarnation.task, incarnation=incarnation.number)
         reply: ps_pb2.FenceReply = await self._call("Fence", request)
         return [(ref.step, ref.ordinal) for ref in reply.committed]
 

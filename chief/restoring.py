@@ -12,7 +12,7 @@ from stratagem.checkpoint.durable import set_aside
 from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.chief import checkpoints
 from stratagem.chief.checkpoints import ServersManifest
-from stratagem.chief.fleet import Fleet
+from stratagem.chief.ps_pool import PsPool
 from stratagem.chief.servers import Server
 from stratagem.errors import CheckpointError, ConfigurationError
 
@@ -33,13 +33,13 @@ class Restoring:
     """Puts ps back to checkpoints. They check their own files; the chief compares what they say.
 
     Args:
-        fleet: the ps.
+        ps_pool: the ps.
         directory: where the checkpoints are; empty: nowhere.
         num_ps: ps of the cluster.
     """
 
-    def __init__(self, fleet: Fleet, directory: str, num_ps: int) -> None:
-        self._fleet = fleet
+    def __init__(self, ps_pool: PsPool, directory: str, num_ps: int) -> None:
+        self._ps_pool = ps_pool
         self._directory = directory
         self._tasks = {f"ps:{index}" for index in range(num_ps)}
 
@@ -90,7 +90,7 @@ class Restoring:
         Raises:
             CheckpointError: it is not whole any more.
         """
-        await self._fleet.insist(server, lambda each: each.restore_shards(str(restored.path)))
+        await self._ps_pool.insist(server, lambda each: each.restore_shards(str(restored.path)))
 
     async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
@@ -106,7 +106,7 @@ class Restoring:
 
     async def _restore(self, server: Server, path: pathlib.Path) -> str:
         try:
-            await self._fleet.insist(server, lambda each: each.restore_shards(str(path)))
+            await self._ps_pool.insist(server, lambda each: each.restore_shards(str(path)))
         except CheckpointError as error:
             return str(error)
         return ""

@@ -1,4 +1,4 @@
-"""The checkpoint protocol: hold commits (:mod:`stratagem.chief.quiet`), save, commit, release."""
+"""The checkpoint protocol: hold commits (:mod:`stratagem.chief.commit_hold`), save, commit, release."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from stratagem.chief import checkpoints
 from stratagem.chief.checkpoints import ServersManifest
-from stratagem.chief.lending import Lending, Positions
-from stratagem.chief.quiet import Quiet
+from stratagem.chief.commit_hold import CommitHold
+from stratagem.chief.lease_book import LeaseBook, Positions
 from stratagem.chief.servers import Server, ServerDescription
 from stratagem.cluster.units import UnitBitmap
 
@@ -26,27 +26,27 @@ class Saving:
     """Takes checkpoints, one at a time.
 
     Args:
-        lending: the units.
-        chief_epoch: process life of the chief.
-        quiet: holds commits.
+        lease_book: the units.
+        chief_epoch: process of the chief.
+        commit_hold: holds commits.
         keep: complete checkpoints to keep of those the chief takes by itself.
         committed: told of every committed checkpoint, before commits are released.
     """
 
     def __init__(
         self,
-        lending: Lending,
+        lease_book: LeaseBook,
         *,
         chief_epoch: int,
-        quiet: Quiet,
+        commit_hold: CommitHold,
         keep: int,
         committed: Callable[[CommittedCheckpoint], None],
     ) -> None:
         self.lock = asyncio.Lock()
         """Held while a checkpoint is taken; a restore takes it too."""
-        self._lending = lending
+        self._lease_book = lease_book
         self._chief_epoch = chief_epoch
-        self._quiet = quiet
+        self._commit_hold = commit_hold
         self._keep = keep
         self._committed = committed
 
@@ -62,8 +62,8 @@ class Saving:
             CheckpointError: it cannot be written.
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
-        async with self.lock, self._quiet.held("a checkpoint", complete=complete) as token:
-            return await self._write(self._quiet.check_all("a checkpoint"), token, directory, automatic)
+        async with self.lock, self._commit_hold.held("a checkpoint", complete=complete) as token:
+            return await self._write(self._commit_hold.check_all("a checkpoint"), token, directory, automatic)
 
     async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
@@ -74,15 +74,15 @@ class Saving:
                 *(server.save_shards(token, str(draft.path), draft.nonce) for server in servers)
             )
             # Whoever reported a unit by now had its updates applied before the shards were written.
-            accepted = self._lending.positions()
+            accepted = self._lease_book.positions()
             manifest = ServersManifest(
                 step=max(each.step for each in saved),
                 chief_epoch=self._chief_epoch,
-                files={server.life.task: each.files for server, each in zip(servers, saved, strict=True)},
-                plans=dict(self._lending.plans),
+                files={server.incarnation.task: each.files for server, each in zip(servers, saved, strict=True)},
+                plans=dict(self._lease_book.plans),
                 accepted=accepted,
                 applied=applied_units(described, accepted),
-                next_step=self._lending.steps.next_number,
+                next_step=self._lease_book.steps.next_number,
                 automatic=automatic,
             )
             path = await asyncio.to_thread(checkpoints.commit, draft, manifest)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from stratagem.chief.lives import Life
 from stratagem.chief.steps import StepClosing
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 
 
@@ -71,11 +71,11 @@ class Server(Protocol):
     """
 
     @property
-    def life(self) -> Life:
-        """The process life of the ps."""
+    def incarnation(self) -> Incarnation:
+        """The process of the ps."""
 
-    async def fence(self, life: Life) -> list[tuple[int, int]]:
-        """Makes the ps refuse ``life``; (step, ordinal) that it had committed in steps still incomplete there."""
+    async def fence(self, incarnation: Incarnation) -> list[tuple[int, int]]:
+        """Makes the ps refuse it; (step, ordinal) that it had committed in steps still incomplete there."""
 
     async def close_step(self, closing: StepClosing) -> None:
         """Settles a step that lost a slice."""

@@ -35,8 +35,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         return chief_pb2.OpenDatasetReply(seed=known.seed)
 
     async def NextUnits(self, request: chief_pb2.NextUnitsRequest, context: Any) -> chief_pb2.NextUnitsReply:
-        """Lends units."""
-        loans = await self._job.next_units(
+        """Leases units."""
+        granted = await self._job.next_units(
             wire.life_from_proto(request.sender),
             request.dataset,
             request.epoch,
@@ -48,32 +48,32 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             request.stop or None,
             request.group,
         )
-        return wire.loans_to_proto(loans)
+        return wire.leases_to_proto(granted)
 
     async def StartStep(self, request: chief_pb2.StartStepRequest, context: Any) -> chief_pb2.StartStepReply:
         """Waits for the staleness bound."""
-        life = wire.life_from_proto(request.sender)
+        incarnation = wire.life_from_proto(request.sender)
         deltas = wire.deltas_from_proto(request.deltas, request.dataset, request.epoch)
         clock = await self._job.start_step(
-            life, request.dataset, request.epoch, request.accepted, deltas, request.clock
+            incarnation, request.dataset, request.epoch, request.accepted, deltas, request.clock
         )
         return chief_pb2.StartStepReply(clock=clock)
 
     async def LeaveEpoch(self, request: chief_pb2.LeaveEpochRequest, context: Any) -> chief_pb2.LeaveEpochReply:
         """Takes units back."""
-        life = wire.life_from_proto(request.sender)
+        incarnation = wire.life_from_proto(request.sender)
         deltas = wire.deltas_from_proto(request.deltas, request.dataset, request.epoch)
-        await self._job.leave_epoch(life, request.dataset, request.epoch, request.accepted, deltas)
+        await self._job.leave_epoch(incarnation, request.dataset, request.epoch, request.accepted, deltas)
         return chief_pb2.LeaveEpochReply()
 
     async def NextEvaluationUnits(
         self, request: chief_pb2.NextEvaluationUnitsRequest, context: Any
     ) -> chief_pb2.NextEvaluationUnitsReply:
-        """Lends units of evaluation data."""
-        life = wire.life_from_proto(request.sender)
+        """Leases units of evaluation data."""
+        incarnation = wire.life_from_proto(request.sender)
         name, plan, deltas = wire.evaluation_from_proto(request)
-        loans, attempt = await self._job.counting.next_evaluation_units(
-            life,
+        granted, attempt = await self._job.counting.next_evaluation_units(
+            incarnation,
             name,
             plan,
             request.attempt,
@@ -83,13 +83,15 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             request.wait,
             request.leave,
         )
-        return wire.evaluation_units_to_proto(loans, attempt)
+        return wire.evaluation_units_to_proto(granted, attempt)
 
     async def GetDeltas(self, request: chief_pb2.GetDeltasRequest, context: Any) -> chief_pb2.GetDeltasReply:
         """What was counted."""
         name = wire.tally_from_proto(request.tally)
-        life = wire.life_from_proto(request.sender)
-        return wire.page_to_proto(await self._job.counting.get_deltas(life, name, request.first, request.only_logs))
+        incarnation = wire.life_from_proto(request.sender)
+        return wire.page_to_proto(
+            await self._job.counting.get_deltas(incarnation, name, request.first, request.only_logs)
+        )
 
     async def SettleTally(self, request: chief_pb2.SettleTallyRequest, context: Any) -> chief_pb2.SettleTallyReply:
         """What came of it."""
@@ -99,11 +101,11 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     async def Agree(self, request: chief_pb2.AgreeRequest, context: Any) -> chief_pb2.AgreeReply:
         """A decision of all workers."""
-        life, topic = wire.life_from_proto(request.sender), wire.tally_from_proto(request.topic)
+        incarnation, topic = wire.life_from_proto(request.sender), wire.tally_from_proto(request.topic)
         if request.leave:
-            await self._job.leave_group(life, topic.group)
+            await self._job.leave_group(incarnation, topic.group)
             return chief_pb2.AgreeReply()
-        return chief_pb2.AgreeReply(value=await self._job.counting.agree(life, topic, request.value))
+        return chief_pb2.AgreeReply(value=await self._job.counting.agree(incarnation, topic, request.value))
 
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any

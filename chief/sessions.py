@@ -17,7 +17,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from stratagem.chief.lives import Life
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, FencedError
 
@@ -38,11 +38,11 @@ class SessionState(enum.Enum):
 
 @dataclasses.dataclass
 class Session:
-    """One task of the cluster and its newest process life."""
+    """One task of the cluster and its newest process."""
 
     task: TaskId
     state: SessionState = SessionState.WAITING
-    incarnation: int = 0
+    number: int = 0
     address: str = ""
     pid: int = 0
     stream: int = 0
@@ -50,14 +50,14 @@ class Session:
     heard_at: float = 0.0
     lost_at: float = 0.0
     resumed: bool = False
-    """The life is older than the chief's."""
+    """The incarnation is older than the chief's."""
     given_up: bool = False
     """Lost for long, and the cluster does without it."""
 
     @property
-    def life(self) -> Life:
-        """The newest process life."""
-        return Life(str(self.task), self.incarnation)
+    def incarnation(self) -> Incarnation:
+        """The newest process."""
+        return Incarnation(str(self.task), self.number)
 
     @property
     def open(self) -> bool:
@@ -74,32 +74,32 @@ class Announce:
 class Prepare:
     """A ps joined: bring it up to date, then call :meth:`Sessions.prepared`."""
 
-    life: Life
+    incarnation: Incarnation
 
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
     """Make the servers refuse a life; report each with :meth:`Sessions.fence_acknowledged`."""
 
-    life: Life
-    servers: tuple[Life, ...]
+    incarnation: Incarnation
+    servers: tuple[Incarnation, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """Every live ps refuses the life: what it held may go to others."""
+    """Every live ps refuses the incarnation: what it held may go to others."""
 
-    life: Life
+    incarnation: Incarnation
 
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-    """End a stream, if it still lives."""
+    """End a stream, if it still incarnations."""
 
-    life: Life
+    incarnation: Incarnation
     stream: int
     reason: str
-    """Why the life is over; empty when it goes on over a newer stream."""
+    """Why the incarnation is over; empty when it goes on over a newer stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Sessions:
         self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
         self._max_workers = max_workers if num_ps else 0
         self.ready = ready
-        self.founders: frozenset[Life] = frozenset()
+        self.founders: frozenset[Incarnation] = frozenset()
         self.stopping: StopJob | None = None
         self.first_failure = ""
         self.fenced = dict(fenced or {})
@@ -163,14 +163,14 @@ class Sessions:
         self._worker_timeout_s = worker_timeout_s
         self._start_deadline = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
-        self._pending: dict[Life, set[Life]] = {}
+        self._pending: dict[Incarnation, set[Incarnation]] = {}
         for task, incarnation in {**(awaited or {}), **(done or {})}.items():
             if (session := self._session(task)) is not None:
                 session.state = SessionState.DONE if task in (done or {}) else SessionState.AWAITED
-                session.incarnation, session.heard_at, session.lost_at = incarnation, now, now
+                session.number, session.heard_at, session.lost_at = incarnation, now, now
         for task, session in self.tasks.items():
             if ready and session.state is SessionState.WAITING and task in self.required:
-                session.state, session.lost_at, session.incarnation = SessionState.LOST, now, self.fenced.get(task, 0)
+                session.state, session.lost_at, session.number = SessionState.LOST, now, self.fenced.get(task, 0)
 
     def _session(self, task: str) -> Session | None:
         """The session of a task; a worker beyond those that the cluster waits for gets one when it first comes."""
@@ -197,9 +197,9 @@ class Sessions:
         return [s for s in self.tasks.values() if s.task.type == task_type and s.state is SessionState.LIVE]
 
     @property
-    def servers(self) -> list[Life]:
+    def servers(self) -> list[Incarnation]:
         """ps with an open session, announced or not."""
-        return [s.life for s in self.tasks.values() if s.task.type == "ps" and s.open]
+        return [s.incarnation for s in self.tasks.values() if s.task.type == "ps" and s.open]
 
     @property
     def waiting_for(self) -> list[str]:
@@ -220,10 +220,10 @@ class Sessions:
         away = (SessionState.LOST, SessionState.JOINED)
         return [str(s.task) for s in self.tasks.values() if s.task.type == "ps" and s.state in away]
 
-    def is_live(self, life: Life) -> bool:
+    def is_live(self, incarnation: Incarnation) -> bool:
         """Whether this life is, and is known to all."""
-        session = self.tasks.get(life.task)
-        return session is not None and session.life == life and session.state is SessionState.LIVE
+        session = self.tasks.get(incarnation.task)
+        return session is not None and session.incarnation == incarnation and session.state is SessionState.LIVE
 
     @property
     def settled(self) -> bool:
@@ -245,7 +245,7 @@ class Sessions:
     @property
     def routing_epoch(self) -> int:
         """Grows whenever a ps is announced with a new incarnation: incarnations only grow."""
-        return max((s.incarnation for s in self.live("ps")), default=0)
+        return max((s.number for s in self.live("ps")), default=0)
 
     @property
     def deserted(self) -> bool:
@@ -253,7 +253,7 @@ class Sessions:
         return not any(s.open for s in self.tasks.values())
 
     @property
-    def pending_fences(self) -> frozenset[Life]:
+    def pending_fences(self) -> frozenset[Incarnation]:
         """Lives that some ps has not refused yet."""
         return frozenset(self._pending)
 
@@ -261,21 +261,21 @@ class Sessions:
         """Whether this is a worker beyond those that the cluster started with."""
         return task not in self.required and self.tasks[task].task.type == "worker"
 
-    def check(self, life: Life) -> None:
-        """Whether ``life`` may speak.
+    def check(self, incarnation: Incarnation) -> None:
+        """Whether ``incarnation`` may speak.
 
         Raises:
             FencedError: it is over, or unknown.
         """
-        session = self.tasks.get(life.task)
+        session = self.tasks.get(incarnation.task)
         if (
             session is None
-            or session.incarnation != life.incarnation
+            or session.number != incarnation.number
             or not (session.open or session.state is SessionState.AWAITED)
         ):
-            newest = "unknown" if session is None else f"incarnation {session.incarnation}, {session.state.value}"
+            newest = "unknown" if session is None else f"incarnation {session.number}, {session.state.value}"
             raise FencedError(
-                f"{life} is not a live member of the cluster (the chief has: {newest}). Its units go to others; "
+                f"{incarnation} is not a live member of the cluster (the chief has: {newest}). Its units go to others; "
                 "end the process and start it again to rejoin."
             )
 
@@ -298,30 +298,32 @@ class Sessions:
             known = ", ".join(self.tasks)
             fixed = "" if "ps:0" in self.tasks else ". A ring is as large as it started: no worker is added to it"
             raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}{fixed}")
-        life = Life(task, resume_incarnation)
+        incarnation = Incarnation(task, resume_incarnation)
         actions: list[Action] = []
         if resume_incarnation:
-            self.check(life)
+            self.check(incarnation)
             if session.stream:
-                actions.append(Dismiss(life, session.stream, ""))
+                actions.append(Dismiss(incarnation, session.stream, ""))
             was_open = session.open
         else:
             if session.open or session.state is SessionState.AWAITED:
                 actions += self._lose(session, now, "a new process joined in its place")
             self._newest_incarnation += 1
-            session.incarnation, session.resumed, was_open = self._newest_incarnation, False, False
+            session.number, session.resumed, was_open = self._newest_incarnation, False, False
         session.address, session.pid, session.stream, session.heard_at = address, pid, stream, now
         session.given_up = False
         if not was_open:
             session.resumed = bool(resume_incarnation)
             session.state = SessionState.JOINED if session.task.type == "ps" else SessionState.LIVE
-        actions += [Prepare(session.life)] if session.state is SessionState.JOINED and not was_open else self._changed()
+        actions += (
+            [Prepare(session.incarnation)] if session.state is SessionState.JOINED and not was_open else self._changed()
+        )
         return session, actions
 
-    def prepared(self, life: Life) -> list[Action]:
+    def prepared(self, incarnation: Incarnation) -> list[Action]:
         """A ps knows all fences and has what it needs: workers may use it."""
-        session = self.tasks[life.task]
-        if session.life != life or session.state is not SessionState.JOINED:
+        session = self.tasks[incarnation.task]
+        if session.incarnation != incarnation or session.state is not SessionState.JOINED:
             return []
         session.state = SessionState.LIVE
         return self._changed()
@@ -356,9 +358,9 @@ class Sessions:
             return []
         return self._lose(session, now, "its session broke off without a goodbye")
 
-    def fence_acknowledged(self, life: Life, server: Life) -> list[Action]:
-        """A ps refuses ``life`` from now on."""
-        return self._acknowledge(life, server)
+    def fence_acknowledged(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
+        """A ps refuses ``incarnation`` from now on."""
+        return self._acknowledge(incarnation, server)
 
     def tick(self, now: float) -> list[Action]:
         """Time passed."""
@@ -418,36 +420,36 @@ class Sessions:
     def _changed(self) -> list[Action]:
         if not self.ready and not self.waiting_for:
             self.ready = True
-            self.founders = frozenset(s.life for s in self.live("worker"))
+            self.founders = frozenset(s.incarnation for s in self.live("worker"))
         return [Announce()]
 
     def _lose(self, session: Session, now: float, why: str) -> list[Action]:
         session.state, session.lost_at = SessionState.LOST, now
-        reason = f"{session.life} is lost: {why}"
-        actions: list[Action] = [Dismiss(session.life, session.stream, reason)]
+        reason = f"{session.incarnation} is lost: {why}"
+        actions: list[Action] = [Dismiss(session.incarnation, session.stream, reason)]
         if session.task.type == "ps":
-            for life in list(self._pending):
-                actions += self._acknowledge(life, session.life)
+            for incarnation in list(self._pending):
+                actions += self._acknowledge(incarnation, session.incarnation)
         return [*actions, *self._fence(session), *self._changed()]
 
     def _fence(self, session: Session) -> list[Action]:
         """Only workers change what a ps holds, so only workers are fenced."""
         if session.task.type != "worker" or self.stopping is not None:
             return []
-        life = session.life
-        self.fenced[life.task] = max(self.fenced.get(life.task, 0), life.incarnation)
-        self._pending[life] = set(self.servers)
-        if not self._pending[life]:
-            del self._pending[life]
-            return [Release(life)]
-        return [Fence(life, tuple(sorted(self._pending[life])))]
+        incarnation = session.incarnation
+        self.fenced[incarnation.task] = max(self.fenced.get(incarnation.task, 0), incarnation.number)
+        self._pending[incarnation] = set(self.servers)
+        if not self._pending[incarnation]:
+            del self._pending[incarnation]
+            return [Release(incarnation)]
+        return [Fence(incarnation, tuple(sorted(self._pending[incarnation])))]
 
-    def _acknowledge(self, life: Life, server: Life) -> list[Action]:
-        servers = self._pending.get(life)
+    def _acknowledge(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
+        servers = self._pending.get(incarnation)
         if servers is None:
             return []
         servers.discard(server)
         if servers:
             return []
-        del self._pending[life]
-        return [Release(life)]
+        del self._pending[incarnation]
+        return [Release(incarnation)]

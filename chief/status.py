@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from stratagem.chief.events import Member
 from stratagem.chief.history import JobHistory
-from stratagem.chief.lending import Lending
-from stratagem.chief.lives import Life
+from stratagem.chief.lease_book import LeaseBook
 from stratagem.chief.sessions import Session, Sessions, SessionState
+from stratagem.cluster.incarnation import Incarnation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ _SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
 
 def member_of(session: Session) -> Member:
     """A task as the others see it."""
-    return Member(str(session.task), session.address, session.incarnation, session.state is SessionState.LIVE)
+    return Member(str(session.task), session.address, session.number, session.state is SessionState.LIVE)
 
 
 def chief_report(address: str, chief_epoch: int, pid: int) -> TaskReport:
@@ -66,11 +66,11 @@ def chief_report(address: str, chief_epoch: int, pid: int) -> TaskReport:
 
 def report(
     sessions: Sessions,
-    lending: Lending,
+    lease_book: LeaseBook,
     history: JobHistory,
     progress: Mapping[str, bytes],
     waiting_steps: Mapping[str, int],
-    waits: Mapping[Life, tuple[str, float]],
+    waits: Mapping[Incarnation, tuple[str, float]],
     chief: TaskReport,
     now: float,
 ) -> JobStatus:
@@ -78,37 +78,41 @@ def report(
 
     Args:
         sessions: membership.
-        lending: units.
+        lease_book: units.
         history: what the journal says.
         progress: newest progress of each task, as it came.
         waiting_steps: step of the job whose update a task waits for; 0: none.
-        waits: what each life waits for inside the chief, and since when.
+        waits: what each incarnation waits for inside the chief, and since when.
         chief: what the chief says about itself.
         now: seconds, on the clock of the heartbeats.
     """
     tasks = [chief]
     for session in sessions.known:
         name = str(session.task)
-        waiting_on, since = waits.get(session.life, ("", now))
+        waiting_on, since = waits.get(session.incarnation, ("", now))
         step = waiting_steps.get(name, 0) if session.state is SessionState.LIVE else 0
-        late = [life.task for life in lending.steps.unfinished(step) if waiting_steps.get(life.task) != step]
+        late = [
+            incarnation.task
+            for incarnation in lease_book.steps.unfinished(step)
+            if waiting_steps.get(incarnation.task) != step
+        ]
         if late and not waiting_on:
             waiting_on = f"{', '.join(late)} to deliver their part of step {step}"
         tasks.append(
             TaskReport(
                 member=member_of(session),
                 progress=progress.get(name, b""),
-                heartbeat_age_s=now - session.heard_at if session.incarnation else 0.0,
+                heartbeat_age_s=now - session.heard_at if session.number else 0.0,
                 pid=session.pid,
-                units_held=lending.num_held(session.life),
-                clock=lending.clocks.clock(session.life),
+                units_held=lease_book.num_held(session.incarnation),
+                clock=lease_book.clocks.clock(session.incarnation),
                 state=_SHOWN.get(session.state, session.state.value),
                 waiting_on=waiting_on,
                 waiting_s=now - since,
             )
         )
-    opened = [(key, leases) for key, leases in lending.epochs.items() if not leases.closed]
-    (_, epoch), leases = max(opened or lending.epochs.items(), key=lambda each: each[0][1], default=((0, 0), None))
+    opened = [(key, leases) for key, leases in lease_book.epochs.items() if not leases.closed]
+    (_, epoch), leases = max(opened or lease_book.epochs.items(), key=lambda each: each[0][1], default=((0, 0), None))
     return JobStatus(
         tasks=tuple(tasks),
         chief_epoch=history.chief_epoch,
@@ -117,7 +121,7 @@ def report(
         units_accepted=leases.num_accepted if leases else 0,
         units_planned=leases.plan.num_units if leases else 0,
         epoch=epoch,
-        examples_accepted=lending.examples_accepted,
+        examples_accepted=lease_book.examples_accepted,
         checkpoint=history.checkpoint,
         updates_lost=history.updates_lost,
         waiting_for=() if sessions.ready else tuple(sessions.waiting_for),

@@ -2,7 +2,7 @@
 
 A step is composed when a worker asks and none of the composed steps has a slice reserved for it. The slices of the
 other workers are *reserved* until they ask, then *granted*. A slice ends as *accepted* (its worker said so), *removed*
-(its worker died or left before it committed anywhere; the unit is lent again) or *absorbed* (its worker died after it
+(its worker died or left before it committed anywhere; the unit is leased again) or *absorbed* (its worker died after it
 had committed on some ps: it stays in the step, and its unit is accepted once the rest of the step is).
 """
 
@@ -12,7 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from stratagem.chief.lives import Life
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 
 
@@ -31,7 +31,7 @@ class Slice:
     """One worker's part of a step."""
 
     unit: Unit
-    life: Life | None
+    incarnation: Incarnation | None
     """Who computes it; None after a restart of the chief, until it is known or given up."""
     state: SliceState = SliceState.RESERVED
     refresh: bool = False
@@ -77,7 +77,7 @@ class Removal:
 
     closings: list[StepClosing] = dataclasses.field(default_factory=list)
     returned: list[Unit] = dataclasses.field(default_factory=list)
-    """Units to lend again, once the closings are on every ps."""
+    """Units to lease again, once the closings are on every ps."""
     accepted: list[Unit] = dataclasses.field(default_factory=list)
     """Units of absorbed slices whose step is complete with this."""
 
@@ -93,11 +93,11 @@ class JobSteps:
         self.next_number = next_number
         self.open: dict[int, JobStep] = {}
         self._of_unit: dict[Unit, JobStep] = {}
-        self._members: frozenset[Life] | None = None
-        self._missed: set[Life] = set()
+        self._members: frozenset[Incarnation] | None = None
+        self._missed: set[Incarnation] = set()
 
     def compose(
-        self, units: Sequence[Unit], workers: Sequence[Life], places: Sequence[int], group: str = ""
+        self, units: Sequence[Unit], workers: Sequence[Incarnation], places: Sequence[int], group: str = ""
     ) -> JobStep:
         """A new step of pending units, at most one for each worker.
 
@@ -109,7 +109,7 @@ class JobSteps:
         """
         free = dict(enumerate(workers))
         chosen = list(zip(units, places, strict=True))[: len(workers)]
-        assigned: dict[Unit, Life] = {}
+        assigned: dict[Unit, Incarnation] = {}
         for unit, place in chosen:
             if place in free:
                 assigned[unit] = free.pop(place)
@@ -122,8 +122,8 @@ class JobSteps:
         self._members = frozenset(assigned.values())
         return step
 
-    def _is_late(self, life: Life) -> bool:
-        return self._members is not None and life not in self._members
+    def _is_late(self, incarnation: Incarnation) -> bool:
+        return self._members is not None and incarnation not in self._members
 
     def readmit(self, number: int, units: Sequence[Unit], accepted: Container[Unit]) -> None:
         """Puts back a step that was open when the chief died; its unfinished slices belong to nobody yet."""
@@ -133,35 +133,37 @@ class JobSteps:
             self.next_number = max(self.next_number, number + 1)
             self._finish(step, Removal())
 
-    def claim(self, unit: Unit, life: Life) -> None:
-        """``life`` says that it holds ``unit`` since before the chief restarted."""
+    def claim(self, unit: Unit, incarnation: Incarnation) -> None:
+        """``incarnation`` says that it holds ``unit`` since before the chief restarted."""
         for each in self._slices_of(unit):
             if each.unfinished:
-                each.life, each.state = life, SliceState.GRANTED
+                each.incarnation, each.state = incarnation, SliceState.GRANTED
 
-    def reserve_orphans(self, workers: Sequence[Life]) -> list[tuple[Unit, Life]]:
+    def reserve_orphans(self, workers: Sequence[Incarnation]) -> list[tuple[Unit, Incarnation]]:
         """Reserves slices without a worker for workers that have none in the step: the reply that granted them got
         lost. Returns what was reserved."""
-        reserved: list[tuple[Unit, Life]] = []
+        reserved: list[tuple[Unit, Incarnation]] = []
         for step in self.open.values():
-            idle = [life for life in workers if all(each.life != life for each in step.slices)]
+            idle = [
+                incarnation for incarnation in workers if all(each.incarnation != incarnation for each in step.slices)
+            ]
             for each in step.slices:
-                if each.unfinished and each.life is None and idle:
-                    each.life = idle.pop(0)
+                if each.unfinished and each.incarnation is None and idle:
+                    each.incarnation = idle.pop(0)
                     each.refresh = True
-                    reserved.append((each.unit, each.life))
+                    reserved.append((each.unit, each.incarnation))
         return reserved
 
     def orphans(self) -> list[Unit]:
         """Units of unfinished slices that belong to nobody."""
-        return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.life is None]
+        return [s.unit for step in self.open.values() for s in step.slices if s.unfinished and s.incarnation is None]
 
-    def reserved_for(self, life: Life, dataset: int, epoch: int, stop: int) -> JobStep | None:
-        """The first step with a slice reserved for ``life`` in one epoch, before unit ``stop``."""
+    def reserved_for(self, incarnation: Incarnation, dataset: int, epoch: int, stop: int) -> JobStep | None:
+        """The first step with a slice reserved for ``incarnation`` in one epoch, before unit ``stop``."""
         for step in self.open.values():
             for each in step.slices:
                 if (
-                    each.life == life
+                    each.incarnation == incarnation
                     and each.state is SliceState.RESERVED
                     and (each.unit.dataset, each.unit.epoch) == (dataset, epoch)
                     and each.unit.index < stop
@@ -169,29 +171,31 @@ class JobSteps:
                     return step
         return None
 
-    def reserved_in(self, life: Life, group: str) -> list[Unit]:
-        """Units that are reserved for ``life`` in steps asked for in a group of agreements."""
+    def reserved_in(self, incarnation: Incarnation, group: str) -> list[Unit]:
+        """Units that are reserved for ``incarnation`` in steps asked for in a group of agreements."""
         steps = [step for step in self.open.values() if step.group == group]
         slices = [each for step in steps for each in step.slices]
-        return [each.unit for each in slices if each.life == life and each.state is SliceState.RESERVED]
+        return [each.unit for each in slices if each.incarnation == incarnation and each.state is SliceState.RESERVED]
 
-    def waits_for(self, life: Life, step: JobStep) -> list[Life]:
-        """Workers whose earlier slices must be accepted before ``life`` may have its slice of ``step``."""
-        if not self._own(life, step).refresh and life not in self._missed:
+    def waits_for(self, incarnation: Incarnation, step: JobStep) -> list[Incarnation]:
+        """Workers whose earlier slices must be accepted before ``incarnation`` may have its slice of ``step``."""
+        if not self._own(incarnation, step).refresh and incarnation not in self._missed:
             return []
         earlier = (other for other in self.open.values() if other.number < step.number)
-        return sorted({s.life for other in earlier for s in other.slices if s.unfinished and s.life is not None})
+        return sorted(
+            {s.incarnation for other in earlier for s in other.slices if s.unfinished and s.incarnation is not None}
+        )
 
-    def unfinished(self, number: int) -> list[Life]:
+    def unfinished(self, number: int) -> list[Incarnation]:
         """Workers that still have to deliver a slice of a step."""
         slices = self.open[number].slices if number in self.open else ()
-        return sorted({each.life for each in slices if each.unfinished and each.life is not None})
+        return sorted({each.incarnation for each in slices if each.unfinished and each.incarnation is not None})
 
-    def grant(self, life: Life, step: JobStep) -> Slice:
-        """Hands ``life`` its slice of ``step``."""
-        own = self._own(life, step)
-        own.refresh = own.refresh or life in self._missed
-        self._missed.discard(life)
+    def grant(self, incarnation: Incarnation, step: JobStep) -> Slice:
+        """Hands ``incarnation`` its slice of ``step``."""
+        own = self._own(incarnation, step)
+        own.refresh = own.refresh or incarnation in self._missed
+        self._missed.discard(incarnation)
         own.state = SliceState.GRANTED
         return own
 
@@ -231,8 +235,8 @@ class JobSteps:
                     continue
                 each.state = SliceState.REMOVED
                 removal.returned.append(unit)
-                if each.life is not None:
-                    self._missed.add(each.life)
+                if each.incarnation is not None:
+                    self._missed.add(each.incarnation)
         for number in sorted(touched):
             removal.closings.append(_closing(touched[number]))
             self._finish(touched[number], removal)
@@ -247,17 +251,17 @@ class JobSteps:
         self._members = None
         self._missed.clear()
 
-    def forget(self, life: Life) -> None:
-        """``life`` is over."""
-        self._missed.discard(life)
+    def forget(self, incarnation: Incarnation) -> None:
+        """``incarnation`` is over."""
+        self._missed.discard(incarnation)
 
     def _add(self, step: JobStep) -> JobStep:
         self.open[step.number] = step
         self._of_unit.update((unit, step) for unit in step.units)
         return step
 
-    def _own(self, life: Life, step: JobStep) -> Slice:
-        return next(each for each in step.slices if each.life == life)
+    def _own(self, incarnation: Incarnation, step: JobStep) -> Slice:
+        return next(each for each in step.slices if each.incarnation == incarnation)
 
     def _slices_of(self, unit: Unit) -> list[Slice]:
         step = self._of_unit.get(unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from stratagem.chief.lives import Life
+from stratagem.cluster.incarnation import Incarnation
 
 SAME_S = 2.0
 """A call that follows within this on one that waited for the same goes on waiting."""
@@ -20,24 +20,24 @@ class Waits:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.noted: dict[Life, tuple[str, float]] = {}
+        self.noted: dict[Incarnation, tuple[str, float]] = {}
         """In words, and since when."""
-        self._left: dict[Life, tuple[str, float, float]] = {}
+        self._left: dict[Incarnation, tuple[str, float, float]] = {}
 
     @contextlib.contextmanager
-    def of(self, life: Life) -> Iterator[None]:
-        """Around a call of ``life``, which waits for nothing after it."""
+    def of(self, incarnation: Incarnation) -> Iterator[None]:
+        """Around a call of ``incarnation``, which waits for nothing after it."""
         try:
             yield
         finally:
-            if life in self.noted:
-                self._left[life] = (*self.noted.pop(life), self._clock())
+            if incarnation in self.noted:
+                self._left[incarnation] = (*self.noted.pop(incarnation), self._clock())
 
-    def note(self, life: Life, what: str, others: Sequence[Life]) -> None:
-        """``life`` waits for ``others`` to do something."""
+    def note(self, incarnation: Incarnation, what: str, others: Sequence[Incarnation]) -> None:
+        """``incarnation`` waits for ``others`` to do something."""
         text = f"{', '.join(other.task for other in others)} {what}" if others else "units that are pending"
-        if self.noted.get(life, ("",))[0] != text:
+        if self.noted.get(incarnation, ("",))[0] != text:
             now = self._clock()
-            before, since, until = self._left.pop(life, ("", now, now))
+            before, since, until = self._left.pop(incarnation, ("", now, now))
             # Calls that wait long are made anew, to see the end of the job: it is the same wait then.
-            self.noted[life] = (text, since if before == text and now - until < SAME_S else now)
+            self.noted[incarnation] = (text, since if before == text and now - until < SAME_S else now)

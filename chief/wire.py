@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from stratagem.chief import events
 from stratagem.chief.evaluations import plan_of
-from stratagem.chief.lending import Loan, Loans
-from stratagem.chief.lives import Life
+from stratagem.chief.lease_book import Lease, Leases
 from stratagem.chief.progress import TaskProgress
 from stratagem.chief.servers import ServerDescription
 from stratagem.chief.status import JobStatus
 from stratagem.chief.tallies import Delta, Logs, Page, TallyName
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
@@ -19,12 +19,12 @@ from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
 MAX_UNITS = 1 << 26
 """In an epoch: every ps keeps a bit for each."""
 MAX_WANT = 1024
-"""Units that one answer lends; who wants more asks again."""
+"""Units that one answer leases; who wants more asks again."""
 
 
-def life_from_proto(sender: common_pb2.Sender) -> Life:
+def life_from_proto(sender: common_pb2.Sender) -> Incarnation:
     """The caller."""
-    return Life(sender.task, sender.incarnation)
+    return Incarnation(sender.task, sender.incarnation)
 
 
 def unit_to_proto(unit: Unit) -> common_pb2.Unit:
@@ -101,25 +101,25 @@ def _checked(plan: Plan) -> Plan:
     return plan
 
 
-def loan_to_proto(loan: Loan) -> chief_pb2.Grant:
-    """A unit on loan."""
+def lease_to_proto(lease: Lease) -> chief_pb2.Grant:
+    """A unit leased."""
     return chief_pb2.Grant(
-        unit=unit_to_proto(loan.unit),
-        num_examples=loan.num_examples,
-        step=loan.step,
-        step_units=loan.step_units,
-        refresh=loan.refresh,
+        unit=unit_to_proto(lease.unit),
+        num_examples=lease.num_examples,
+        step=lease.step,
+        step_units=lease.step_units,
+        refresh=lease.refresh,
     )
 
 
-def loan_from_proto(grant: chief_pb2.Grant) -> Loan:
-    """A unit on loan."""
-    return Loan(unit_from_proto(grant.unit), grant.num_examples, grant.step, tuple(grant.step_units), grant.refresh)
+def lease_from_proto(grant: chief_pb2.Grant) -> Lease:
+    """A unit leased."""
+    return Lease(unit_from_proto(grant.unit), grant.num_examples, grant.step, tuple(grant.step_units), grant.refresh)
 
 
-def loans_to_proto(loans: Loans) -> chief_pb2.NextUnitsReply:
+def leases_to_proto(granted: Leases) -> chief_pb2.NextUnitsReply:
     """The answer to a worker that asks for units."""
-    return chief_pb2.NextUnitsReply(grants=[loan_to_proto(loan) for loan in loans.loans], end=loans.end)
+    return chief_pb2.NextUnitsReply(grants=[lease_to_proto(lease) for lease in granted.granted], end=granted.end)
 
 
 def tally_from_proto(name: chief_pb2.TallyName) -> TallyName:
@@ -147,10 +147,10 @@ def evaluation_from_proto(request: chief_pb2.NextEvaluationUnitsRequest) -> tupl
     return name, plan, [Delta(name, Unit(0, 0, each.index), each.data) for each in request.deltas]
 
 
-def evaluation_units_to_proto(loans: Loans, attempt: int) -> chief_pb2.NextEvaluationUnitsReply:
+def evaluation_units_to_proto(granted: Leases, attempt: int) -> chief_pb2.NextEvaluationUnitsReply:
     """The answer to a worker that evaluates."""
-    units = [loan.unit.index for loan in loans.loans]
-    return chief_pb2.NextEvaluationUnitsReply(units=units, end=loans.end, attempt=attempt)
+    units = [lease.unit.index for lease in granted.granted]
+    return chief_pb2.NextEvaluationUnitsReply(units=units, end=granted.end, attempt=attempt)
 
 
 def logs_from_proto(logs: Iterable[chief_pb2.Log]) -> Logs:
@@ -179,7 +179,7 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
     """
     if request.HasField("join"):
         join = request.join
-        held = tuple(loan_from_proto(grant) for grant in join.held)
+        held = tuple(lease_from_proto(grant) for grant in join.held)
         return events.Join(join.task, join.address, join.pid, join.resume_incarnation, held, join.store_epoch)
     if request.HasField("heartbeat"):
         progress = request.heartbeat.progress

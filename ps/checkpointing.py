@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.errors import CheckpointError, StaleStoreError
 from stratagem.ps import snapshot
+from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import Sender
-from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import check_group, check_new_groups
 from stratagem.ps.state import Call, StoreState
 from stratagem.ps.units import AppliedUnits, Epoch
@@ -99,7 +99,7 @@ class Checkpointing:
         with state.changed:
             state.gate.check_token(token, time.monotonic())
             content = snapshot.Content(
-                [shelf.group for _, shelf in sorted(state.shelves.items())], state.units, state.store_epoch
+                [locked.group for _, locked in sorted(state.locked_groups.items())], state.units, state.store_epoch
             )
             step = state.step
         snapshot.check_nonce(path, nonce)
@@ -139,7 +139,7 @@ class Checkpointing:
             state.store_epoch = epoch  # from here on nobody new gets inside: waiting calls see another epoch
             state.changed.notify_all()
             state.changed.wait_for(lambda: state.gate.num_inside == 0)
-            state.shelves = {group.spec.group: Shelf(group, epoch) for group in content.groups}
+            state.locked_groups = {group.spec.group: LockedGroup(group, epoch) for group in content.groups}
             state.units = content.units
             state.steps.clear()
             state.staging.clear()

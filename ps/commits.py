@@ -89,10 +89,10 @@ class Commits:
 
         def covered() -> bool:
             return all(
-                state.shelf(group).spec.is_table  # its frames are all that came
+                state.locked_group(group).spec.is_table  # its frames are all that came
                 or covers(
                     [(offset, piece.numel()) for offset, piece in state.staging.parts(sender, ref.transfer, group)],
-                    state.shelf(group).spec.shards,
+                    state.locked_group(group).spec.shards,
                     present[group],
                 )
                 for group in numbers
@@ -114,8 +114,10 @@ class Commits:
         masks = {commit.group: commit.present for commit in groups}
         if len(masks) != len(groups):
             raise ProtocolError(f"expected each group once in an update, got {[commit.group for commit in groups]}")
-        shelves = self._state.initialized_shelves(masks)
-        return {shelf.spec.group: presence(masks[shelf.spec.group], len(shelf.spec.shards)) for shelf in shelves}
+        locked_groups = self._state.initialized_shelves(masks)
+        return {
+            locked.spec.group: presence(masks[locked.spec.group], len(locked.spec.shards)) for locked in locked_groups
+        }
 
     @contextmanager
     def turn(self, sender: Sender, update: Update, store_epoch: int, call: Call) -> Iterator[bool]:
@@ -191,17 +193,19 @@ class Commits:
     ) -> None:
         """Applies one update to several groups: all or, when one of them refuses it, none."""
         with ExitStack() as locks:
-            shelves = [self._state.shelf(commit.group) for commit in sorted(groups, key=lambda one: one.group)]
-            for shelf in shelves:
-                locks.enter_context(shelf.lock)
+            locked_groups = [
+                self._state.locked_group(commit.group) for commit in sorted(groups, key=lambda one: one.group)
+            ]
+            for locked in locked_groups:
+                locks.enter_context(locked.lock)
             hyper = {commit.group: commit.hyper_parameters for commit in groups}
-            for shelf in shelves:
-                group = shelf.spec.group
-                shelf.group.prepare(gradient[group], present[group], hyper[group])
-            for shelf in shelves:
-                group = shelf.spec.group
-                shelf.publisher.outdate()
-                shelf.group.apply(gradient[group], present[group], hyper[group], scale)
+            for locked in locked_groups:
+                group = locked.spec.group
+                locked.group.prepare(gradient[group], present[group], hyper[group])
+            for locked in locked_groups:
+                group = locked.spec.group
+                locked.publisher.outdate()
+                locked.group.apply(gradient[group], present[group], hyper[group], scale)
 
     def reply_weights(self, request: CommitUpdate, call: Call) -> tuple[GroupVersion, ...]:
         """Sends the weights of the request's groups that the sender does not have."""
@@ -218,7 +222,7 @@ class Commits:
         if not request.want_facts:
             return Facts()
         return join_facts(
-            [facts_of(state.shelf(group).spec, parts, present[group]) for group, parts in gradient.items()]
+            [facts_of(state.locked_group(group).spec, parts, present[group]) for group, parts in gradient.items()]
         )
 
     def _repeat(self, request: CommitUpdate, recorded: CommitResult | None, call: Call) -> CommitResult:

@@ -28,7 +28,7 @@ class WorkerStream(Protocol):
 
 
 class QueueLane:
-    """Reply messages on their way into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`.
+    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`.
 
     Args:
         max_pinned_bytes: bytes of messages that may wait here; a reader that is slower is cut off.

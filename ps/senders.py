@@ -9,7 +9,7 @@ from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.sequences import SequenceWindow
 
-Life = tuple[str, int]
+Incarnation = tuple[str, int]
 """Task and incarnation."""
 
 
@@ -28,9 +28,9 @@ class Senders:
     def __init__(self, max_peers: int = 4096) -> None:
         self._max_peers = max_peers
         self._fenced: dict[str, int] = {}
-        self._windows: dict[Life, SequenceWindow] = {}
-        self._lanes: dict[Life, ReplyLane] = {}
-        self._tokens: dict[int, Life] = {}
+        self._windows: dict[Incarnation, SequenceWindow] = {}
+        self._lanes: dict[Incarnation, ReplyLane] = {}
+        self._tokens: dict[int, Incarnation] = {}
 
     def check(self, sender: Sender) -> None:
         """Refuses the dead.
@@ -116,7 +116,7 @@ class Senders:
         """Gives the init-once tokens of ``groups`` to the sender where nobody has them. Returns those it has now."""
         return [group for group in groups if self._tokens.setdefault(group, sender.life) == sender.life]
 
-    def token_holder(self, group: int) -> Life | None:
+    def token_holder(self, group: int) -> Incarnation | None:
         """Who must assign the initial values of a group."""
         return self._tokens.get(group)
 
@@ -125,5 +125,5 @@ class Senders:
         self._tokens.pop(group, None)
 
 
-def _covers(task: str, incarnation: int, life: Life) -> bool:
+def _covers(task: str, incarnation: int, life: Incarnation) -> bool:
     return life[0] == task and life[1] <= incarnation

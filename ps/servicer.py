@@ -11,7 +11,7 @@ from stratagem.ps.lane_server import serve_lane
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
-from stratagem.rpc.place import place_of_this_process
+from stratagem.rpc.host_id import place_of_this_process
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
 
@@ -41,8 +41,8 @@ class ParameterServerServicer:
         )
 
     def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:
-        way = self._lanes.open(wire.sender_from(request.sender), *wire.lane_from(request))
-        return lane_pb2.OpenLaneReply(token=way.token, port=way.port, socket_name=way.socket_name)
+        ticket = self._lanes.open(wire.sender_from(request.sender), *wire.lane_from(request))
+        return lane_pb2.OpenLaneReply(token=ticket.token, port=ticket.port, socket_name=ticket.socket_name)
 
     def Transfer(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         sender = wire.sender_of_lane(context.invocation_metadata())

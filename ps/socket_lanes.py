@@ -16,8 +16,8 @@ from stratagem.ps.frames import WEIGHTS, kind_of
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
-from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Way
 from stratagem.rpc.lane import BytesMeter, ReceivingLane
+from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.slots import ShmBlock, SlotPool
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Family = Literal["tcp", "shm"]
 Purpose = Literal["up", "down"]
 CONNECT_S = 10.0
-"""Seconds that a worker has to come in after it asked for the second way."""
+"""Seconds that a worker has to come in after it asked for the second ticket."""
 
 
 class TcpReplies:
@@ -110,13 +110,13 @@ class SocketLanes:
     ) -> None:
         self._store = store
         self._max_lanes_per_peer = max_lanes_per_peer
-        self._door = Door(host, security, max_lanes_per_peer)
+        self._listener = LaneListener(host, security, max_lanes_per_peer)
         self._pool: SlotPool | None = None
         self._guard = threading.Lock()
         self._threads: set[threading.Thread] = set()
 
-    def open(self, sender: Sender, family: Family, purpose: Purpose) -> Way:
-        """A way in for one direction; with the way "down" the lane begins.
+    def open(self, sender: Sender, family: Family, purpose: Purpose) -> LaneTicket:
+        """A ticket in for one direction; with the ticket "down" the lane begins.
 
         Raises:
             FencedError: the process life was declared dead.
@@ -132,17 +132,17 @@ class SocketLanes:
             raise LimitError(f"{sender.task} has {num_lanes} lanes here, which is max_lanes_per_peer")
         if family == "shm":
             self._shared().take(1)
-        way = self._door.expect((*sender.life, purpose), family, sender.task)
+        ticket = self._listener.expect((*sender.life, purpose), family, sender.task)
         if purpose == "down":
             thread = threading.Thread(target=self._serve, args=(sender, family), name=name, daemon=True)
             thread.start()
             with self._guard:
                 self._threads.add(thread)
-        return way
+        return ticket
 
     def close(self) -> None:
         """Lets nobody in any more, and waits for the lanes, which the store has closed."""
-        self._door.close()
+        self._listener.close()
         with self._guard:
             threads = [*self._threads]
         for thread in threads:
@@ -159,9 +159,9 @@ class SocketLanes:
         deadline = time.monotonic() + CONNECT_S
         store, meter = self._store, BytesMeter()
         try:
-            up = self._door.wait((*sender.life, "up"), deadline)
+            up = self._listener.wait((*sender.life, "up"), deadline)
             try:
-                down = self._door.wait((*sender.life, "down"), deadline)
+                down = self._listener.wait((*sender.life, "down"), deadline)
             except BaseException:
                 up.close()
                 raise

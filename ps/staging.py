@@ -29,7 +29,7 @@ class _Transfer:
 
 
 @dataclasses.dataclass
-class _Desk:
+class _SenderBuffers:
     """Everything staged by one process life."""
 
     transfers: dict[int, _Transfer] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class Staging:
     """Parts per (sender, transfer)."""
 
     def __init__(self) -> None:
-        self._desks: dict[tuple[str, int], _Desk] = {}
+        self._desks: dict[tuple[str, int], _SenderBuffers] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Staging:
             check_piece(spec, offset, piece)
         else:
             _check_elements(spec, offset, piece)
-        desk = self._desks.setdefault(sender.life, _Desk())
+        desk = self._desks.setdefault(sender.life, _SenderBuffers())
         if kind is FrameKind.GRADIENT and not self._is_newest(desk, spec.group, transfer):
             return
         entry = desk.transfers.get(transfer)
@@ -121,7 +121,7 @@ class Staging:
         Raises:
             ProtocolError: a newer transfer replaced this one.
         """
-        desk = self._desks.get(sender.life, _Desk())
+        desk = self._desks.get(sender.life, _SenderBuffers())
         for group in groups:
             newest = desk.newest.get(group, 0)
             if ref.num_frames and newest > ref.transfer:
@@ -160,7 +160,7 @@ class Staging:
         self._desks.clear()
 
     @staticmethod
-    def _drop_group(desk: _Desk, transfer: int, group: int) -> None:
+    def _drop_group(desk: _SenderBuffers, transfer: int, group: int) -> None:
         entry = desk.transfers.get(transfer)
         if entry is None:
             return  # this group had no frames, and those of the others are gone
@@ -169,7 +169,7 @@ class Staging:
         if not entry.parts:
             del desk.transfers[transfer]
 
-    def _is_newest(self, desk: _Desk, group: int, transfer: int) -> bool:
+    def _is_newest(self, desk: _SenderBuffers, group: int, transfer: int) -> bool:
         newest = desk.newest.get(group, 0)
         if transfer < newest:
             return False

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import PeerUnavailableError, ProtocolError, StaleStoreError, StratagemError, VariableError
 from stratagem.ps.commit_gate import CommitGate
+from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import GroupVersion, Sender, TransferRef, Version
 from stratagem.ps.senders import Senders
 from stratagem.ps.sequences import SequenceDecision, Verdict
-from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import Limits
 from stratagem.ps.staging import Staging
 from stratagem.ps.sync_steps import SyncSteps
@@ -39,9 +39,9 @@ class LocalCall:
 
 
 class StoreState:
-    """Control state of a store. ``changed`` guards everything here; a shelf's own lock guards its tensors.
+    """Control state of a store. ``changed`` guards everything here; a group's own lock guards its tensors.
 
-    Lock order: ``changed`` is never taken while a shelf's lock is held.
+    Lock order: ``changed`` is never taken while a group's lock is held.
 
     Args:
         limits: what to refuse.
@@ -54,7 +54,7 @@ class StoreState:
         self.limits = limits
         self.store_epoch = store_epoch
         self.frames_timeout_s = frames_timeout_s
-        self.shelves: dict[int, Shelf] = {}
+        self.locked_groups: dict[int, LockedGroup] = {}
         self.units = UnitLedger()
         self.steps = SyncSteps()
         self.staging = Staging()
@@ -69,17 +69,19 @@ class StoreState:
     @property
     def step(self) -> int:
         """Largest number of updates applied to any group."""
-        return max((shelf.group.num_updates for shelf in self.shelves.values()), default=0)
+        return max((locked.group.num_updates for locked in self.locked_groups.values()), default=0)
 
     @property
     def initialized(self) -> bool:
         """Whether there are variables, and all have values."""
-        return bool(self.shelves) and all(shelf.group.initialized for shelf in self.shelves.values())
+        return bool(self.locked_groups) and all(locked.group.initialized for locked in self.locked_groups.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of variables and slots."""
-        return sum(shelf.group.num_bytes for shelf in [*self.shelves.values()])  # lanes ask without the condition
+        return sum(
+            locked.group.num_bytes for locked in [*self.locked_groups.values()]
+        )  # lanes ask without the condition
 
     @property
     def peer_bytes(self) -> int:
@@ -181,29 +183,29 @@ class StoreState:
             del self.inside[sender.life]
         self.changed.notify_all()
 
-    def initialized_shelves(self, groups: Iterable[int]) -> list[Shelf]:
+    def initialized_shelves(self, groups: Iterable[int]) -> list[LockedGroup]:
         """Shelves of groups that have values, in the order of their ids.
 
         Raises:
             VariableError: a group is unknown or has no values yet.
         """
-        shelves = [self.shelf(group) for group in sorted(set(groups))]
-        for shelf in shelves:
-            if not shelf.group.initialized:
-                raise VariableError(f"group {shelf.spec.group} has no values yet; the lead assigns them first")
-        return shelves
+        locked_groups = [self.locked_group(group) for group in sorted(set(groups))]
+        for locked in locked_groups:
+            if not locked.group.initialized:
+                raise VariableError(f"group {locked.spec.group} has no values yet; the lead assigns them first")
+        return locked_groups
 
-    def shelf(self, group: int) -> Shelf:
-        """The shelf of a group.
+    def locked_group(self, group: int) -> LockedGroup:
+        """The group with its lock.
 
         Raises:
             VariableError: the group is unknown.
         """
-        shelf = self.shelves.get(group)
-        if shelf is None:
-            known = ", ".join(map(str, sorted(self.shelves))) or "none"
+        locked = self.locked_groups.get(group)
+        if locked is None:
+            known = ", ".join(map(str, sorted(self.locked_groups))) or "none"
             raise VariableError(f"group {group} is unknown here (known: {known}); call CreateVariables first")
-        return shelf
+        return locked
 
     def wait_lane(self, sender: Sender, call: Call) -> ReplyLane:
         """The sender's lane, waited for: the stream may open a moment after the control message.
@@ -254,8 +256,8 @@ class StoreState:
         """Sends each group's weights unless the reader has them."""
         lane = self.wait_lane(sender, call)
         with self.changed:
-            shelves = [(self.shelf(group), have) for group, have in wants]
-        return tuple(shelf.send_weights(lane, transfer, have) for shelf, have in shelves)
+            locked_groups = [(self.locked_group(group), have) for group, have in wants]
+        return tuple(locked.send_weights(lane, transfer, have) for locked, have in locked_groups)
 
     def close_lanes(self, error: StratagemError) -> None:
         """Ends every lane."""

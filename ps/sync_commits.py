@@ -73,7 +73,7 @@ class SyncCommits:
                 return Facts()
             return join_facts(
                 [
-                    facts_of(state.shelf(group).spec, parts, merged.present[group])
+                    facts_of(state.locked_group(group).spec, parts, merged.present[group])
                     for group, parts in merged.parts.items()
                 ]
             )
@@ -204,21 +204,21 @@ class SyncCommits:
         parts: dict[int, Parts] = {}
         present: dict[int, tuple[bool, ...]] = {}
         for group in sorted(commits):
-            shelf = state.shelf(group)
+            locked = state.locked_group(group)
             gradients = [
-                SliceGradient(factor, one.parts[group], presence(commit.present, len(shelf.spec.shards)))
+                SliceGradient(factor, one.parts[group], presence(commit.present, len(locked.spec.shards)))
                 for one, factor in used
                 for commit in one.groups
                 if commit.group == group and group in one.parts
             ]
             if len(gradients) == 1 and gradients[0].coefficient == 1.0:
                 parts[group], present[group] = gradients[0].parts, tuple(gradients[0].present)
-            elif gradients and shelf.spec.is_table:
+            elif gradients and locked.spec.is_table:
                 present[group] = any_present(gradients)
-                parts[group] = merge_rows(shelf.spec, [(one.coefficient, one.parts) for one in gradients])
+                parts[group] = merge_rows(locked.spec, [(one.coefficient, one.parts) for one in gradients])
             elif gradients:
-                flat = shelf.scratch()
-                present[group] = merge_slices(shelf.spec, gradients, flat)
+                flat = locked.scratch()
+                present[group] = merge_slices(locked.spec, gradients, flat)
                 parts[group] = [(0, flat)]
         chosen = tuple(commit for group, commit in sorted(commits.items()) if group in parts)
         self._merged = _Merged(slices, chosen, parts, present)

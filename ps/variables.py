@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratagem.errors import ProtocolError
+from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
 from stratagem.ps.runs import cut_runs
 from stratagem.ps.sequences import Verdict
 from stratagem.ps.shard_group import Parts
-from stratagem.ps.shelf import Shelf
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
 from stratagem.ps.state import Call, StoreState
 from stratagem.ps.table_group import new_group
@@ -48,23 +48,25 @@ class Variables:
         """
         state = self._state
         with state.noted(sender, call), state.changed:
-            new = [spec for spec in groups if spec.group not in state.shelves]
+            new = [spec for spec in groups if spec.group not in state.locked_groups]
             if len({spec.group for spec in groups}) != len(groups):
                 raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
             for spec in groups:
-                if spec.group in state.shelves:
-                    check_same(state.shelves[spec.group].spec, spec)
+                if spec.group in state.locked_groups:
+                    check_same(state.locked_groups[spec.group].spec, spec)
                 else:
                     check_group(spec)
-            check_new_groups(new, [shelf.spec for shelf in state.shelves.values()], state.limits)
+            check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
             for spec in new:
-                state.shelves[spec.group] = Shelf(new_group(spec), state.store_epoch)
-            empty = [spec.group for spec in groups if not state.shelves[spec.group].group.initialized]
+                state.locked_groups[spec.group] = LockedGroup(new_group(spec), state.store_epoch)
+            empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
             state.changed.notify_all()
             initialize = state.senders.take_token(sender, empty) if can_initialize else []
-            shelves = [state.shelves[spec.group] for spec in groups]
-        self._make_tables([shelf for shelf in shelves if shelf.spec.group in initialize and shelf.spec.is_table])
-        initialized = [shelf.spec.group for shelf in shelves if shelf.group.initialized]
+            locked_groups = [state.locked_groups[spec.group] for spec in groups]
+        self._make_tables(
+            [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.is_table]
+        )
+        initialized = [locked.spec.group for locked in locked_groups if locked.group.initialized]
         return [group for group in initialize if group not in initialized], initialized
 
     def assign_values(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
@@ -92,20 +94,20 @@ class Variables:
         state = self._state
         with state.changed:
             state.senders.check(request.sender)
-            shelves = [state.shelf(group) for group, _ in request.groups]
+            locked_groups = [state.locked_group(group) for group, _ in request.groups]
             if not state.wait(
-                lambda: all(shelf.group.initialized for shelf in shelves), request.sender, call, request.wait_s
+                lambda: all(locked.group.initialized for locked in locked_groups), request.sender, call, request.wait_s
             ):
                 return PullResult(())
         if request.slot:
             lane = state.wait_lane(request.sender, call)
-            versions = tuple(shelf.send_slot(lane, request.reply_transfer, request.slot) for shelf in shelves)
+            versions = tuple(locked.send_slot(lane, request.reply_transfer, request.slot) for locked in locked_groups)
         else:
             versions = state.send_weights(request.sender, request.groups, request.reply_transfer, call)
-        if not shelves:
+        if not locked_groups:
             return PullResult(versions)
-        with shelves[0].lock:
-            first = shelves[0].group
+        with locked_groups[0].lock:
+            first = locked_groups[0].group
             scalars = {name: tuple(values) for name, values in first.scalars.items()}
             return PullResult(versions, tuple(first.slots), tuple(first.counts), scalars)
 
@@ -123,71 +125,71 @@ class Variables:
             return
         with state.changed:
             state.senders.check(sender)
-            spec = state.shelf(frame.group).spec
+            spec = state.locked_group(frame.group).spec
             state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, state.peer_bytes)
             state.changed.notify_all()
 
-    def _make_tables(self, shelves: Sequence[Shelf]) -> None:
-        for shelf in shelves:
-            shelf.make_rows()
+    def _make_tables(self, locked_groups: Sequence[LockedGroup]) -> None:
+        for locked in locked_groups:
+            locked.make_rows()
             with self._state.changed:
-                self._state.senders.drop_token(shelf.spec.group)
+                self._state.senders.drop_token(locked.spec.group)
                 self._state.changed.notify_all()
 
     def _send_rows(self, sender: Sender, frame: Frame) -> None:
         state = self._state
         with state.changed:
             state.senders.check(sender)
-            shelf, lane = state.shelf(frame.group), state.senders.lane(sender)
+            locked, lane = state.locked_group(frame.group), state.senders.lane(sender)
         if lane is not None:
-            shelf.send_rows(lane, frame.transfer, frame.offset, frame.tensor)
+            locked.send_rows(lane, frame.transfer, frame.offset, frame.tensor)
 
     def _assign(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
         state, sender = self._state, request.sender
         with state.changed:
-            shelves = [state.shelf(group) for group in request.groups]
-            self._check_tokens(sender, shelves)
+            locked_groups = [state.locked_group(group) for group in request.groups]
+            self._check_tokens(sender, locked_groups)
             state.wait_frames(sender, request.values, [], lambda: True, call)
             parts = {
                 group: pieces
-                for group in state.shelves
+                for group in state.locked_groups
                 if (pieces := state.staging.parts(sender, request.values.transfer, group))
             }
             if set(parts) - set(request.groups):
                 raise ProtocolError(f"expected values of groups {list(request.groups)}, got frames of {sorted(parts)}")
-            self._check_tokens(sender, shelves)
-            for shelf in shelves:
-                if not shelf.group.initialized and not request.slot:
-                    _check_complete(shelf, parts.get(shelf.spec.group, ()))
+            self._check_tokens(sender, locked_groups)
+            for locked in locked_groups:
+                if not locked.group.initialized and not request.slot:
+                    _check_complete(locked, parts.get(locked.spec.group, ()))
             state.wait(lambda: state.gate_lets_through(None), sender, call, None)
             state.enter(sender)
         try:
-            for shelf in shelves:
-                shelf.assign(parts.get(shelf.spec.group, ()), request.slot)
-            if request.slot and shelves:
-                with shelves[0].lock:
-                    shelves[0].group.set_progress(request.step_counts, request.scalars)
-            return tuple(GroupVersion(shelf.spec.group, shelf.version, 0) for shelf in shelves)
+            for locked in locked_groups:
+                locked.assign(parts.get(locked.spec.group, ()), request.slot)
+            if request.slot and locked_groups:
+                with locked_groups[0].lock:
+                    locked_groups[0].group.set_progress(request.step_counts, request.scalars)
+            return tuple(GroupVersion(locked.spec.group, locked.version, 0) for locked in locked_groups)
         finally:
             with state.changed:
-                for shelf in shelves:
+                for locked in locked_groups:
                     if not request.slot:
-                        shelf.group.initialized = True
-                        state.senders.drop_token(shelf.spec.group)
+                        locked.group.initialized = True
+                        state.senders.drop_token(locked.spec.group)
                 state.staging.drop(sender, request.values.transfer, list(parts))
                 state.leave(sender)
 
-    def _check_tokens(self, sender: Sender, shelves: Sequence[Shelf]) -> None:
-        for shelf in shelves:
-            holder = self._state.senders.token_holder(shelf.spec.group)
-            if not shelf.group.initialized and holder != sender.life:
+    def _check_tokens(self, sender: Sender, locked_groups: Sequence[LockedGroup]) -> None:
+        for locked in locked_groups:
+            holder = self._state.senders.token_holder(locked.spec.group)
+            if not locked.group.initialized and holder != sender.life:
                 who = f"{holder[0]} (incarnation {holder[1]})" if holder else "nobody yet"
                 raise ProtocolError(
-                    f"group {shelf.spec.group}: {who} supplies the initial values, not {sender}; "
+                    f"group {locked.spec.group}: {who} supplies the initial values, not {sender}; "
                     "call CreateVariables with can_initialize first"
                 )
 
 
-def _check_complete(shelf: Shelf, parts: Parts) -> None:
-    shards = shelf.spec.shards
+def _check_complete(locked: LockedGroup, parts: Parts) -> None:
+    shards = locked.spec.shards
     cut_runs([(offset, piece.numel()) for offset, piece in parts], shards, [True] * len(shards), [0] * len(shards))

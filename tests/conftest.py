@@ -40,7 +40,7 @@ def _children() -> dict[int, str]:
     found = {}
     for child in psutil.Process().children(recursive=True):
         try:
-            found[child.pid] = f"pid {child.pid} ({child.status()}): {' '.join(child.cmdline())[:120]}"
+            found[child.pid] = f"pid {child.pid}: {' '.join(child.cmdline())[:120]}"
         except psutil.NoSuchProcess:
             continue
     return found

@@ -63,7 +63,7 @@ class ChiefClient:
         stop: int,
         group: str,
     ) -> chief_pb2.NextUnitsReply:
-        """Reports accepted units, with what was counted on them, and borrows up to ``want`` further ones before unit
+        """Reports accepted units, with what was counted on them, and acquires up to ``want`` further ones before unit
         ``stop`` (0: of all), to train with those who have not left ``group``."""
         request = chief_pb2.NextUnitsRequest(
             sender=self._sender,
@@ -91,7 +91,7 @@ class ChiefClient:
     def leave_epoch(
         self, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[chief_pb2.UnitDelta] = ()
     ) -> None:
-        """Gives back what was borrowed for an epoch."""
+        """Gives back what was acquired for an epoch."""
         request = chief_pb2.LeaveEpochRequest(
             sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, deltas=deltas
         )
@@ -100,7 +100,7 @@ class ChiefClient:
     def next_evaluation_units(
         self, request: chief_pb2.NextEvaluationUnitsRequest
     ) -> chief_pb2.NextEvaluationUnitsReply:
-        """Reports what was counted on units of evaluation data and borrows others."""
+        """Reports what was counted on units of evaluation data and acquires others."""
         request.sender.CopyFrom(self._sender)
         return self._call(lambda stub: stub.NextEvaluationUnits, request, patient=True)
 

@@ -1,4 +1,4 @@
-"""Units of evaluation data on loan to this worker, and the report of what was counted on them."""
+"""Units of evaluation data leased to this worker, and the report of what was counted on them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from stratagem.cluster.units import Plan
 from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.chief_client import ChiefClient
 
-AHEAD = 2  # units borrowed at once
+AHEAD = 2  # units acquired at once
 
 
 class EvaluationLease:
-    """Borrows the units of one pass over evaluation data.
+    """Acquires the units of one pass over evaluation data.
 
     Args:
         chief: the chief.
@@ -43,7 +43,7 @@ class EvaluationLease:
         return self._ready.popleft() if self._ready else None
 
     def holds(self, index: int, attempt: int) -> bool:
-        """Whether a unit borrowed in an attempt is still on loan to this worker."""
+        """Whether a unit acquired in an attempt is still leased to this worker."""
         return attempt == self.attempt and index in self._held
 
     def counted(self, index: int, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Units on loan to this worker, and the report of what was accepted."""
+"""Units leased to this worker, and the report of what was accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem.worker.chief_client import ChiefClient
 
 @dataclasses.dataclass(frozen=True)
 class Grant:
-    """A unit on loan."""
+    """A unit leased."""
 
     unit: Unit
     num_examples: int
@@ -25,12 +25,12 @@ class Grant:
 
 
 class LeaseClient:
-    """Borrows units of one dataset.
+    """Acquires units of one dataset.
 
     Args:
         chief: the chief.
         dataset: ordinal of the dataset.
-        ahead: units to borrow at once.
+        ahead: units to acquire at once.
     """
 
     def __init__(self, chief: ChiefClient, dataset: int, ahead: int) -> None:
@@ -85,7 +85,7 @@ class LeaseClient:
         self._unreported.clear()
 
     def holds(self, unit: Unit) -> bool:
-        """Whether the unit is on loan to this worker."""
+        """Whether the unit is leased to this worker."""
         return unit in self._held
 
     def start_step(self, clock: int) -> int:
@@ -101,12 +101,12 @@ class LeaseClient:
         self._chief.leave_epoch(self._dataset, self._epoch, accepted, deltas)
 
     def forget(self) -> None:
-        """The job went back to a checkpoint: the chief has taken everything back and lends anew."""
+        """The job went back to a checkpoint: the chief has taken everything back and leases anew."""
         self._unreported.clear()
         self._ready.clear()
         self._held.clear()
         self._deltas.clear()
 
     def held(self) -> list[chief_pb2.Grant]:
-        """Units on loan, and those it has not heard the end of, for a chief that restarted."""
+        """Units leased, and those it has not heard the end of, for a chief that restarted."""
         return [*self._unreported.values(), *self._held.values()]

@@ -1,7 +1,7 @@
 """A request to end this process soon, which a training follows when it has saved, and how its ranks come to agree.
 
 Ranks that run in step must stop after the same step. Each says in the small collective at the end of every backward
-whether it has been asked to end (:mod:`stratagem.worker.reduction.gradient_tail`), so all know it in the same step.
+whether it has been asked to end (:mod:`stratagem.worker.reduction.backward_status`), so all know it in the same step.
 """
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ import grpc
 from stratagem.cluster.communication import Transport
 from stratagem.errors import ConfigurationError, FencedError, StratagemError
 from stratagem.rpc import channels
-from stratagem.rpc.door import Way, knock
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2_grpc
 from stratagem.rpc.grpc_lane import TRANSFER_METHOD, GrpcLane
+from stratagem.rpc.host_id import place_of_this_process
 from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter, Lane
-from stratagem.rpc.place import place_of_this_process
+from stratagem.rpc.lane_listener import LaneTicket, connect_lane
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmLane
 from stratagem.rpc.tcp_lane import TcpLane
@@ -101,10 +101,10 @@ class PsLaneOpener:
         wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
         host = self._address.rpartition(":")[0].strip("[]")
         deadline = time.monotonic() + OPEN_S
-        ways = [self._ask(wire, purpose) for purpose in ("up", "down")]
+        tickets = [self._ask(wire, purpose) for purpose in ("up", "down")]
         with contextlib.ExitStack() as undo:
-            outward = undo.enter_context(knock(ways[0], host, deadline, self._ps, self._security))
-            inward = undo.enter_context(knock(ways[1], host, deadline, self._ps, self._security))
+            outward = undo.enter_context(connect_lane(tickets[0], host, deadline, self._ps, self._security))
+            inward = undo.enter_context(connect_lane(tickets[1], host, deadline, self._ps, self._security))
             lane: Lane
             if kind == "shm":
                 lane = ShmLane(outward, inward, self._ps, self._meter, lambda: UNREAD_BYTES)
@@ -113,13 +113,13 @@ class PsLaneOpener:
             undo.pop_all()
         return lane
 
-    def _ask(self, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> Way:
+    def _ask(self, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> LaneTicket:
         request = lane_pb2.OpenLaneRequest(sender=self._sender, kind=kind, purpose=purpose)
         try:
             reply: lane_pb2.OpenLaneReply = self._stub.OpenLane(request, timeout=OPEN_S)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self._ps) from None
-        return Way(reply.token, reply.port, reply.socket_name)
+        return LaneTicket(reply.token, reply.port, reply.socket_name)
 
 
 class OwningGrpcLane(GrpcLane):

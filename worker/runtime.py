@@ -22,8 +22,8 @@ from stratagem.worker.chief_process import ChiefProcess
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.ps_client import PsClient
-from stratagem.worker.ring.entrance import Entrance
 from stratagem.worker.ring.ring_member import RingMember
+from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 from stratagem.worker.step_meter import StepMeter
 
@@ -57,7 +57,7 @@ class WorkerRuntime:
         security = security_of(config)
         self._chief_process = self._spawn_chief()
         host = config.bind.rpartition(":")[0].strip("[]")
-        entrance = Entrance(
+        entrance = RingService(
             host,
             lambda: self.session.membership,
             self.bytes,

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from stratagem.rpc.generated import lane_pb2, worker_pb2
-from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.ring_service import RingService
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 
@@ -56,7 +56,7 @@ class WorkerServicer:
         entrance: the ring's side.
     """
 
-    def __init__(self, entrance: Entrance) -> None:
+    def __init__(self, entrance: RingService) -> None:
         self._entrance = entrance
 
     def GetStack(self, request: worker_pb2.GetStackRequest, context: grpc.ServicerContext) -> worker_pb2.GetStackReply:
@@ -66,8 +66,8 @@ class WorkerServicer:
         return self._entrance.meet(request)
 
     def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:
-        way = self._entrance.open_lane(request)
-        return lane_pb2.OpenLaneReply(token=way.token, port=way.port, socket_name=way.socket_name)
+        ticket = self._entrance.open_lane(request)
+        return lane_pb2.OpenLaneReply(token=ticket.token, port=ticket.port, socket_name=ticket.socket_name)
 
     def Exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         token: Any = dict(context.invocation_metadata()).get("stratagem-token-bin", b"")

@@ -17,9 +17,9 @@ from benchmarks.collectives.sizes import parse_sizes
 from benchmarks.collectives.stratagem_job import Stratagem
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender, tune
+from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.ring_group import RingGroup
-from stratagem.worker.ring.sweep import DEFAULT_BYTES, choose_chunk_bytes
 
 TIMEOUT_S = 60.0
 

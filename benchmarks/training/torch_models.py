@@ -111,7 +111,7 @@ def weights_finite(model: nn.Module) -> bool:
     """Whether no weight is NaN or Inf, on parameter servers neither."""
     remote = [module.remote_table for module in model.modules() if isinstance(module, RemoteRows)]
     pieces = (rows for table in remote for _, rows in table.chunks())
-    own = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    own = (parameter for parameter in model.parameters() if parameter.device.type != "meta")
     return all(bool(torch.isfinite(values).all()) for values in itertools.chain(own, pieces))
 
 

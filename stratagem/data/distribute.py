@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from stratagem.cluster.units import Plan
-from stratagem.data.dealing import Dealing
+from stratagem.data.batch_split import BatchSplit
 from stratagem.data.files import file_based, own_files
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
 from stratagem.data.loaders import has_own_batches, is_plain, plan_of
@@ -52,7 +52,7 @@ def distribute(
         batched, common = own_files(batched, placement.num_workers, placement.worker)
     elif policy is AutoShardPolicy.DATA and placement.num_workers > 1:
         common = None
-    dealing = Dealing(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
+    dealing = BatchSplit(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
     plan: Plan | None = None
     reader: Reader
     if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
@@ -107,10 +107,10 @@ def distribute_from_function(
     )
 
 
-def lendable(
+def leasable(
     source: DataLoader[Any] | Dataset[Any] | Iterable[Any], batch_size: int | None, options: DistributeOptions
 ) -> DataLoader[Any]:
-    """The loader whose batches a chief can lend.
+    """The loader whose batches a chief can lease.
 
     Raises:
         ConfigurationError: ``source`` is an iterable, or ``options`` are for workers that run in step.
@@ -118,17 +118,17 @@ def lendable(
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.LEASE):
         raise ConfigurationError(
             f"AutoShardPolicy.{options.auto_shard_policy.name} is for workers that run in step; under "
-            "ParameterServerStrategy the chief lends batches: AutoShardPolicy.LEASE"
+            "ParameterServerStrategy the chief leases batches: AutoShardPolicy.LEASE"
         )
     if options.on_empty != "call" or options.prefetch is not None:
         raise ConfigurationError(
             "on_empty and prefetch are for workers that run in step; under ParameterServerStrategy a worker gets no "
-            "batch without examples, and borrows ahead by itself: leave both out"
+            "batch without examples, and acquires ahead by itself: leave both out"
         )
     batched = _with_batches(source, batch_size)
     if not isinstance(batched, DataLoader):
         raise ConfigurationError(
-            f"under ParameterServerStrategy the chief lends batches by number, which a {type(batched).__name__} does "
+            f"under ParameterServerStrategy the chief leases batches by number, which a {type(batched).__name__} does "
             "not have: give distribute_dataset a DataLoader over a map-style dataset"
         )
     return batched
@@ -165,7 +165,7 @@ def _with_batches(source: Any, batch_size: int | None) -> Any:
 def _choose(policy: AutoShardPolicy, source: Any) -> AutoShardPolicy:
     if policy is AutoShardPolicy.LEASE:
         raise ConfigurationError(
-            "AutoShardPolicy.LEASE lends units to workers that come and go, under ParameterServerStrategy; workers "
+            "AutoShardPolicy.LEASE leases units to workers that come and go, under ParameterServerStrategy; workers "
             "that run in step share each batch: use AutoShardPolicy.DATA"
         )
     if policy is not AutoShardPolicy.AUTO:

@@ -1,4 +1,4 @@
-"""Distributed datasets: an ordinary iterable whose batches come from units on loan."""
+"""Distributed datasets: an ordinary iterable whose batches come from units leased."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UnitSource(Protocol):
         """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now."""
 
     def holds(self, grant: Grant) -> bool:
-        """Whether the unit is still on loan here."""
+        """Whether the unit is still leased here."""
 
     def begin(self, grant: Grant, batch: Any) -> None:
         """The script is about to get ``batch``, which holds the examples of the unit."""

@@ -48,7 +48,7 @@ def plan_of(loader: DataLoader[Any], num_slices: int, staleness: float) -> Plan:
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigurationError(
             "distribute_dataset needs a map-style dataset (with __len__ and __getitem__), got an IterableDataset: "
-            "its examples cannot be lent by number"
+            "its examples cannot be leased by number"
         )
     sampler: Any = loader.sampler
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:

@@ -21,7 +21,7 @@ class AutoShardPolicy(NamedEnum):
     OFF = "off"
     """Every worker goes through all of the source, in an order of its own where it is shuffled."""
     LEASE = "lease"
-    """The chief lends units; each example is accepted exactly once an epoch, whatever dies. ParameterServerStrategy."""
+    """The chief leases units; each example counts exactly once an epoch, whatever dies. ParameterServerStrategy."""
 
 
 @dataclasses.dataclass(frozen=True)

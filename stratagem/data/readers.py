@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from stratagem.data.dealing import Dealing, cut
+from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
 from stratagem.data.loaders import Batches, rebuild, rebuild_items, seed_epoch
@@ -67,7 +67,7 @@ class IndexReader:
         common: see :class:`Reader`.
     """
 
-    def __init__(self, loader: DataLoader[Any], batches: IndexBatches, dealing: Dealing, common: str = "") -> None:
+    def __init__(self, loader: DataLoader[Any], batches: IndexBatches, dealing: BatchSplit, common: str = "") -> None:
         self.knows_totals = not dealing.alone
         self.common = common
         self._batches = batches
@@ -118,7 +118,7 @@ class StreamReader:
         self,
         open_epoch: Callable[[int, int, int], Iterator[Any]],
         num_batches: Callable[[], int | None],
-        dealing: Dealing,
+        dealing: BatchSplit,
         common: str | None = "",
     ) -> None:
         self.knows_totals = False
@@ -235,7 +235,7 @@ def common_of(names: Iterable[str]) -> str:
     return f"list of files {zlib.crc32(chr(0).join(names).encode()):08x}"
 
 
-def _totals(num_examples: int, dealing: Dealing) -> Totals:
+def _totals(num_examples: int, dealing: BatchSplit) -> Totals:
     return Totals(num_examples, sum(not rows for rows in cut(num_examples, dealing.num_replicas)))
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Plan, Unit
-from stratagem.data.distribute import lendable
+from stratagem.data.distribute import leasable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions, InputContext
@@ -317,13 +317,13 @@ class ParameterServerStrategy(Strategy):
         batch_size: int | None = None,
         options: DistributeOptions | None = None,
     ) -> DistributedDataset:
-        """See :meth:`Strategy.distribute_dataset`. The chief lends batches (AutoShardPolicy.LEASE, which AUTO is here):
+        """See :meth:`Strategy.distribute_dataset`. The chief leases batches (AutoShardPolicy.LEASE, as AUTO is here):
         each example is accepted exactly once an epoch, whatever dies.
 
         Raises:
-            ConfigurationError: a source whose batches cannot be lent: an iterable, or a sampler of one's own.
+            ConfigurationError: a source whose batches cannot be leased: an iterable, or a sampler of one's own.
         """
-        loader = lendable(source, batch_size, options or DistributeOptions())
+        loader = leasable(source, batch_size, options or DistributeOptions())
         num_slices = self._runtime.cluster.num_workers if self.staleness == 0 else 1
         plan = plan_of(loader, num_slices, self.staleness)
         self._num_datasets += 1
@@ -351,21 +351,21 @@ class ParameterServerStrategy(Strategy):
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
     ) -> SplitDataset:
         """See :meth:`Strategy.distribute_datasets_from_function`. Each worker goes through its own pipeline by itself,
-        for the chief cannot lend what it makes: what a worker that dies had of it is not trained on by others.
+        for the chief cannot lease what it makes: what a worker that dies had of it is not trained on by others.
 
         Raises:
-            ConfigurationError: not asynchronous, where steps belong to batches that the chief has lent.
+            ConfigurationError: not asynchronous, where steps belong to batches that the chief has leased.
         """
         if self.staleness != math.inf:
             raise ConfigurationError(
-                f"at staleness {self.staleness:g} a step belongs to a batch that the chief lends, and it cannot lend "
+                f"at staleness {self.staleness:g} a step belongs to a batch that the chief leases, and it cannot lease "
                 "what a function makes on each worker: give distribute_dataset a DataLoader over a map-style dataset, "
                 "or train asynchronously (staleness=math.inf)"
             )
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
         return own_batches(lambda _: dataset_fn(context), self.device, options, self._runtime.meter)
 
-    def lend_evaluation(
+    def lease_evaluation(
         self, loader: DataLoader[Any], num_batches: int | None = None
     ) -> tuple[DistributedDataset, EvaluatedUnits]:
         """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
@@ -390,8 +390,8 @@ class ParameterServerStrategy(Strategy):
         units = self._evaluated_units(plan)
         return DistributedDataset(loader, plan, 0, units, self.device), units
 
-    def lend_whole(self, batches: Iterable[Any]) -> tuple[WholeData, EvaluatedUnits]:
-        """As :meth:`lend_evaluation`, of data whose batches have no numbers: one worker evaluates them all."""
+    def lease_whole(self, batches: Iterable[Any]) -> tuple[WholeData, EvaluatedUnits]:
+        """As :meth:`lease_evaluation`, of data whose batches have no numbers: one worker evaluates them all."""
         units = self._evaluated_units(Plan(1, 1, shuffle=False))
         return WholeData(batches, units), units
 

@@ -1,4 +1,4 @@
-"""Evaluation data under parameter servers: units on loan from the chief, all evaluated with one version of the weights.
+"""Evaluation data under parameter servers: units leased from the chief, all evaluated with one version of the weights.
 
 Nothing of it is on the ps: a unit is accepted when the chief has what was counted on it.
 """
@@ -22,7 +22,7 @@ class EvaluatedUnits:
     attempt of its pass.
 
     Args:
-        chief: lends the units.
+        chief: leases the units.
         group: names the evaluation.
         plan: how the data are cut.
         pull: takes the weights of the ps.

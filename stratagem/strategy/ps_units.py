@@ -1,4 +1,4 @@
-"""Units under parameter servers: on loan from the chief, matched to steps, closed on every ps."""
+"""Units under parameter servers: leased from the chief, matched to steps, closed on every ps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class UnitListener(Protocol):
 def own_batches(
     dataset_fn: Callable[[InputContext], Any], device: torch.device, options: DistributeOptions | None, meter: StepMeter
 ) -> SplitDataset:
-    """The batches of a worker's own pipeline, which no chief lends."""
+    """The batches of a worker's own pipeline, which no chief leases."""
     return distribute_from_function(
         dataset_fn, placement=InputPlacement((device,)), options=options, listener=_OwnBatches(meter)
     )
@@ -77,7 +77,7 @@ class LeasedUnits:
 
     Args:
         plan: the plan of the dataset.
-        lease: borrows its units.
+        lease: acquires its units.
         accept: hears which units are complete.
         tracker: matches units and steps.
         closes: tells the ps which units are complete, in the end at once.

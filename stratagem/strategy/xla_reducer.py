@@ -15,8 +15,8 @@ import torch
 
 from stratagem.strategy.xla_group import XlaGroup
 from stratagem.worker.preemption_request import preemption
+from stratagem.worker.reduction.backward_status import BackwardStatus
 from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
-from stratagem.worker.reduction.gradient_tail import Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.ring.communicator import Communicator
 
@@ -147,9 +147,9 @@ class XlaReducer:
             if slot.taken:
                 slot.merge(reduced.get(slot.index))
 
-    def _exchange(self, backward: _XlaBackward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
+    def _exchange(self, backward: _XlaBackward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
         present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
-        tail = Tail(present, backward.weights, 0, 1, self._num_reduced, failed, preemption.requested)
+        tail = BackwardStatus(present, backward.weights, 0, 1, self._num_reduced, failed, preemption.requested)
         self._num_reduced += 1
         return tail, self._communicator.all_reduce(tail.encode(self._group.rank, self._group.size))
 

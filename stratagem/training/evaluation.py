@@ -25,7 +25,7 @@ from stratagem.training.unit_counts import UnitCounts
 class Evaluation:
     """Evaluates data, as often as it is asked to.
 
-    Under parameter servers the workers share the batches, which their chief lends; data whose batches have no numbers
+    Under parameter servers the workers share the batches, which their chief leases; data whose batches have no numbers
     (iterables) are evaluated by one of them. Every worker comes to the same numbers.
 
     Args:
@@ -100,8 +100,8 @@ def _lent(strategy: ParameterServerStrategy, source: Any, num_steps: int | None)
     if isinstance(source, DistributedDataset):
         source = source.loader
     if isinstance(source, DataLoader) and can_be_planned(source):
-        return strategy.lend_evaluation(source, num_steps)
-    return strategy.lend_whole(
+        return strategy.lease_evaluation(source, num_steps)
+    return strategy.lease_whole(
         _Limited(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
     )
 

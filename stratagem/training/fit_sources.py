@@ -127,7 +127,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     """
     if isinstance(source, SplitDataset) and isinstance(strategy, ParameterServerStrategy):
         raise ConfigurationError(
-            "under parameter servers fit counts the batches that the chief lends, and it does not lend those of "
+            "under parameter servers fit counts the batches that the chief leases, and it does not lease those of "
             "distribute_datasets_from_function: give fit the DataLoader or the Dataset, or write the loop yourself"
         )
     if isinstance(source, Distributed):
@@ -210,7 +210,7 @@ def _as_is(batch: Any) -> Any:
 
 
 class Heard:
-    """A dataset of whose first batch somebody hears, each time it is gone through; where the chief lends batches and
+    """A dataset of whose first batch somebody hears, each time it is gone through; where the chief leases batches and
     others took them all, of the first example.
 
     Args:
@@ -223,7 +223,7 @@ class Heard:
         self._hear = hear
         self._has_heard = False
         self.is_lent = isinstance(dataset, DistributedDataset)
-        """Whether the chief lends the batches."""
+        """Whether the chief leases the batches."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._heard(iter(self._dataset))
@@ -260,8 +260,8 @@ class Passes:
         self._dataset = dataset
         self._num_steps = num_steps
         self._open: Iterator[Any] | None = None
-        lent = dataset if isinstance(dataset, Heard) and dataset.is_lent else None
-        self._parts = lent.parts(num_steps) if lent is not None and num_steps is not None else None
+        leased = dataset if isinstance(dataset, Heard) and dataset.is_lent else None
+        self._parts = leased.parts(num_steps) if leased is not None and num_steps is not None else None
         self._epoch: Generator[Any] | None = None
 
     def __enter__(self) -> Self:

@@ -37,11 +37,11 @@ class SingleBatches(ModelState):
             return_dict: as of :meth:`evaluate`, whose result this is like, of the weights before the step.
 
         Raises:
-            ConfigurationError: as of :meth:`fit`; or under parameter servers, whose chief lends batches of a dataset.
+            ConfigurationError: as of :meth:`fit`; or under parameter servers, whose chief leases batches of a dataset.
         """
         if self.has_servers:
             raise ConfigurationError(
-                "train_on_batch is one step of all workers on one batch, and under parameter servers the chief lends "
+                "train_on_batch is one step of all workers on one batch, and under parameter servers the chief leases "
                 "batches of a dataset: use fit, or MultiWorkerMirroredStrategy"
             )
         batch = tuple(part for part in (x, y, sample_weight) if part is not None)

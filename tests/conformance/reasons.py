@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LENT_BY_NUMBER = (
-    "The chief lends batches by number, of a map-style dataset in order or shuffled; other sources, `prefetch` and "
+    "The chief leases batches by number, of a map-style dataset in order or shuffled; other sources, `prefetch` and "
     "`on_empty` are refused."
 )
 ONE_IN_SYNC = "There is one replica in sync, which has all of a batch."

@@ -14,14 +14,14 @@ from tests.conformance.scenarios import sharding
 from tests.conformance.scenarios.examples import Steps
 from tests.conformance.strategies import COLUMNS, ONE, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
 
-LENT = cannot(PARAMETER_SERVERS, "Under parameter servers the chief lends batches: LEASE, and no other policy.")
+LENT = cannot(PARAMETER_SERVERS, "Under parameter servers the chief leases batches: LEASE, and no other policy.")
 NOT_LENT_IN_STEP = cannot([PS_SYNC], next(iter(LENT.values())))
 ONE_WORKER = cannot(
     [column for column in COLUMNS if column.num_workers == 1], "There is one worker, which reads everything."
 )
 IN_STEP = cannot(
     [column for column in COLUMNS if column not in PARAMETER_SERVERS],
-    "Workers that run in step share each batch; none can be lent to one of them.",
+    "Workers that run in step share each batch; none can be leased to one of them.",
 )
 
 Expected = dict[tuple[int, int], list[str]]
@@ -160,7 +160,7 @@ def test_indivisible(column: Column, results: list[str]) -> None:
         assert f"divisible by the {column.num_replicas} replicas, got 13" in said
 
 
-@law("LEASE: each example is lent once an epoch, in units that are never cut again", sharding.leased, without=IN_STEP)
+@law("LEASE: each example is leased once an epoch, in units that are never cut again", sharding.leased, without=IN_STEP)
 def test_leased(column: Column, results: list[list[Steps]]) -> None:
     epochs = list(zip(*results, strict=True))
     for of_workers in epochs:
@@ -174,23 +174,23 @@ def test_leased(column: Column, results: list[list[Steps]]) -> None:
 
 @law("policies that do not fit the strategy are refused", sharding.other_policies)
 def test_other_policies(column: Column, results: list[dict[str, str]]) -> None:
-    lends = column in PARAMETER_SERVERS
+    leases = column in PARAMETER_SERVERS
     for said in results:
         assert not said["AUTO"]
-        if lends:
+        if leases:
             assert not said["LEASE"]
             for name in ("FILE", "DATA", "OFF"):
                 assert said[name].startswith(f"AutoShardPolicy.{name} is for workers that run in step")
         else:
             assert not said["FILE"] and not said["DATA"] and not said["OFF"]
-            assert said["LEASE"].startswith("AutoShardPolicy.LEASE lends units to workers that come and go")
+            assert said["LEASE"].startswith("AutoShardPolicy.LEASE leases units to workers that come and go")
 
 
-@law("LEASE: what the chief cannot lend is refused", sharding.not_to_be_lent, without=IN_STEP)
+@law("LEASE: what the chief cannot lease is refused", sharding.not_to_be_lent, without=IN_STEP)
 def test_not_to_be_lent(column: Column, results: list[dict[str, str]]) -> None:
     for said in results:
-        assert "the chief lends batches by number" in said["list"]
+        assert "the chief leases batches by number" in said["list"]
         assert "map-style dataset" in said["stream"] and "AnyOrder" in said["sampler"]
-        refused = "it cannot lend what a function makes on each worker" in said["function"]
+        refused = "it cannot lease what a function makes on each worker" in said["function"]
         assert refused if column is PS_SYNC else not said["function"]
         assert "on_empty" in said["skip"] and "prefetch" in said["prefetch"]

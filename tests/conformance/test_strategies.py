@@ -20,7 +20,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.partitioners import place, shard_rows
-from stratagem.worker.ring.choice import RankInfo, plan_lanes
+from stratagem.worker.ring.lane_plan import RankInfo, plan_lanes
 from stratagem.worker.ring.schedule import ChunkAction, all_reduce_schedule
 from tests.cluster.conftest import Cluster
 from tests.conformance.law import cannot, law, only

@@ -16,8 +16,8 @@ import grpc
 
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect
-from stratagem.rpc.door import Way, knock
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2_grpc, worker_pb2_grpc
+from stratagem.rpc.lane_listener import LaneTicket, connect_lane
 from tests.fuzz.mutations import distorted, mutated
 from tests.fuzz.seeds import ATTACKERS, frames, path_of, request_of, session_requests, unary_methods
 
@@ -145,7 +145,7 @@ class Sockets:
         try:
             return attack(rng)
         except (grpc.RpcError, PeerUnavailableError):
-            return "no way in"
+            return "no ticket in"
 
     def _on_grpc(self, rng: random.Random) -> str:
         host, port = self._addresses[rng.choice([*self._addresses])].rsplit(":", 1)
@@ -154,36 +154,38 @@ class Sockets:
             return "grpc: " + _say(sock, data)
 
     def _at_door(self, rng: random.Random) -> str:
-        way = self._way(rng, rng.choice((lane_pb2.TCP, lane_pb2.SHM)))
-        with _connected(way) as sock:
-            return "door: " + _say(sock, mutated(way.token, rng) if rng.randrange(2) else rng.randbytes(40))
+        ticket = self._way(rng, rng.choice((lane_pb2.TCP, lane_pb2.SHM)))
+        with _connected(ticket) as sock:
+            return "door: " + _say(sock, mutated(ticket.token, rng) if rng.randrange(2) else rng.randbytes(40))
 
     def _behind_door(self, rng: random.Random) -> str:
         """Opens a lane that nobody asked for at the worker: it is kept until the next with this purpose."""
-        way = self._way(rng, rng.choice((lane_pb2.TCP, lane_pb2.SHM)))
-        with knock(way, "127.0.0.1", time.monotonic() + 10) as sock:
+        ticket = self._way(rng, rng.choice((lane_pb2.TCP, lane_pb2.SHM)))
+        with connect_lane(ticket, "127.0.0.1", time.monotonic() + 10) as sock:
             return "lane: " + _say(sock, mutated(_tcp_frame(rng), rng))
 
     def _behind_ps_door(self, rng: random.Random) -> str:
         kind = rng.choice((lane_pb2.TCP, lane_pb2.SHM))
         deadline = time.monotonic() + 10
         sender = _sender(rng)
-        ways = [
+        tickets = [
             self._ps.OpenLane(lane_pb2.OpenLaneRequest(sender=sender, kind=kind, purpose=purpose), timeout=10)
             for purpose in ("up", "down")
         ]
         message = _tcp_frame(rng) if kind == lane_pb2.TCP else _shm_message(rng)
         with contextlib.ExitStack() as stack:
             up, _ = (
-                stack.enter_context(knock(Way(way.token, way.port, way.socket_name), "127.0.0.1", deadline))
-                for way in ways
+                stack.enter_context(
+                    connect_lane(LaneTicket(ticket.token, ticket.port, ticket.socket_name), "127.0.0.1", deadline)
+                )
+                for ticket in tickets
             )
             return "ps lane: " + _say(up, mutated(message, rng))
 
-    def _way(self, rng: random.Random, kind: lane_pb2.LaneKind.ValueType) -> Way:
+    def _way(self, rng: random.Random, kind: lane_pb2.LaneKind.ValueType) -> LaneTicket:
         request = lane_pb2.OpenLaneRequest(sender=_sender(rng), generation=1, kind=kind, purpose=str(rng.randrange(64)))
         reply = self._worker.OpenLane(request, timeout=10)
-        return Way(reply.token, reply.port, reply.socket_name)
+        return LaneTicket(reply.token, reply.port, reply.socket_name)
 
 
 def _sender(rng: random.Random) -> common_pb2.Sender:
@@ -201,14 +203,14 @@ def _shm_message(rng: random.Random) -> bytes:
 
 
 @contextlib.contextmanager
-def _connected(way: Way) -> Iterator[socket.socket]:
-    if way.socket_name:
+def _connected(ticket: LaneTicket) -> Iterator[socket.socket]:
+    if ticket.socket_name:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(10)
-            sock.connect(f"\0{way.socket_name}")
+            sock.connect(f"\0{ticket.socket_name}")
             yield sock
     else:
-        with socket.create_connection(("127.0.0.1", way.port), 10) as sock:
+        with socket.create_connection(("127.0.0.1", ticket.port), 10) as sock:
             yield sock
 
 

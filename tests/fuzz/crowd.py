@@ -131,10 +131,10 @@ class Crowd:
         try:
             sender = common_pb2.Sender(task=f"worker:{rng.randrange(2000, 3000)}", incarnation=1)
             request = lane_pb2.OpenLaneRequest(sender=sender, kind=lane_pb2.TCP, purpose="up")
-            way = ps_pb2_grpc.ParameterServerStub(channel).OpenLane(request, timeout=10)
+            ticket = ps_pb2_grpc.ParameterServerStub(channel).OpenLane(request, timeout=10)
         finally:
             channel.close()
-        with socket.create_connection(("127.0.0.1", way.port), 10) as sock:
+        with socket.create_connection(("127.0.0.1", ticket.port), 10) as sock:
             sock.settimeout(0.01)
             while True:
                 yield

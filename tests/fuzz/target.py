@@ -27,7 +27,7 @@ from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.server import add_servicer, serve, serve_aio
 from stratagem.rpc.session import SessionClient
-from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE as WORKER
 from stratagem.worker.servicer import WorkerServicer
 from tests.fuzz.seeds import ATTACKERS, NUM_WORKERS
@@ -75,7 +75,7 @@ def main() -> None:
         store = Store(limits=STORE_LIMITS, frames_timeout_s=0.2, folders=AllowedFolders([folder]))
         lanes = SocketLanes(store, "127.0.0.1")
         ps_servicer = ParameterServerServicer(store, lanes, LIMITS.max_message_bytes)
-        entrance = Entrance("127.0.0.1", membership, BytesMeter())
+        entrance = RingService("127.0.0.1", membership, BytesMeter())
         servers = [
             serve(
                 "127.0.0.1:0",

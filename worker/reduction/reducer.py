@@ -20,11 +20,11 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.preemption_request import PreemptionRequest, preemption
+from stratagem.worker.reduction.backward_status import BackwardStatus, MergedStatus
 from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot, WeakHook
-from stratagem.worker.reduction.gradient_tail import MergedTail, Tail
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.communicator import Communicator
@@ -334,12 +334,14 @@ class GradientReducer:
             else:
                 slot.merge(slot.result if merged.present[slot.index] else None)
 
-    def _submit_tail(self, backward: _Backward, failed: bool = False) -> tuple[Tail, torch.Tensor]:
+    def _submit_tail(self, backward: _Backward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
         present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
         group = backward.group if self._early else 0
         asked = self._request.requested
         looked = (0, 0) if self._same_bits is None else self._same_bits.look()
-        tail = Tail(present, backward.weights, group, self._num_groups, self._num_reduced, failed, asked, *looked)
+        tail = BackwardStatus(
+            present, backward.weights, group, self._num_groups, self._num_reduced, failed, asked, *looked
+        )
         self._num_reduced += 1
         mine = tail.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)
@@ -348,7 +350,7 @@ class GradientReducer:
         )
         return tail, total
 
-    def _gather(self, slot: SparseSlot, merged: MergedTail) -> torch.Tensor | None:
+    def _gather(self, slot: SparseSlot, merged: MergedStatus) -> torch.Tensor | None:
         if not merged.present[slot.index]:
             return None
         indices, values = slot.rows()

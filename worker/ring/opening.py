@@ -11,9 +11,9 @@ from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
 from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
-from stratagem.worker.ring.choice import RingLane
-from stratagem.worker.ring.entrance import Entrance, Visitor
+from stratagem.worker.ring.lane_plan import RingLane
 from stratagem.worker.ring.peers import Peers
+from stratagem.worker.ring.ring_service import RingService, Visitor
 
 
 class Opener:
@@ -26,7 +26,7 @@ class Opener:
         deadline: ``time.monotonic()`` seconds.
     """
 
-    def __init__(self, entrance: Entrance, peers: Peers, meter: BytesMeter, deadline: float) -> None:
+    def __init__(self, entrance: RingService, peers: Peers, meter: BytesMeter, deadline: float) -> None:
         self.undo = contextlib.ExitStack()
         """Frees what was opened beyond the lanes themselves."""
         self._entrance = entrance
@@ -44,11 +44,11 @@ class Opener:
         try:
             for place, rank in enumerate(ranks):
                 if rank > self._peers.rank:
-                    way = self._peers.open_lane(rank, lane_pb2.SHM, purpose)
-                    opened[place] = self._peers.knock(rank, way, self._deadline)
+                    ticket = self._peers.open_lane(rank, lane_pb2.SHM, purpose)
+                    opened[place] = self._peers.connect_lane(rank, ticket, self._deadline)
             for place, rank in enumerate(ranks):
                 if rank < self._peers.rank:
-                    opened[place] = self._entrance.door.wait(self._visitor(rank, purpose), self._deadline)
+                    opened[place] = self._entrance.listener.wait(self._visitor(rank, purpose), self._deadline)
         except BaseException:
             for sock in opened.values():
                 sock.close()
@@ -85,17 +85,17 @@ class Opener:
     def _sender(self, rank: int, lane: RingLane, purpose: str) -> SendingLane:
         peer = self._peers.members.ranks[rank]
         if lane == "tcp":
-            way = self._peers.open_lane(rank, lane_pb2.TCP, purpose)
-            return TcpSender(self._peers.knock(rank, way, self._deadline), peer.task, self._meter)
-        way = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
+            ticket = self._peers.open_lane(rank, lane_pb2.TCP, purpose)
+            return TcpSender(self._peers.connect_lane(rank, ticket, self._deadline), peer.task, self._meter)
+        ticket = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
         channel = self._peers.connect(rank)
         self.undo.callback(channel.close)
-        return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", way.token),), peer.task, self._meter)
+        return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", ticket.token),), peer.task, self._meter)
 
     def _receiver(self, rank: int, lane: RingLane, purpose: str) -> ReceivingLane:
         visitor = self._visitor(rank, purpose)
         if lane == "tcp":
-            sock = self._entrance.door.wait(visitor, self._deadline)
+            sock = self._entrance.listener.wait(visitor, self._deadline)
             return TcpReceiver(sock, visitor[0], self._meter, self._entrance.max_inbox_bytes)
         return self._entrance.wait_grpc(visitor, self._deadline)
 

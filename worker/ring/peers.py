@@ -13,9 +13,9 @@ import grpc
 
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc import channels
-from stratagem.rpc.door import Way, knock
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2_grpc
+from stratagem.rpc.lane_listener import LaneTicket, connect_lane
 from stratagem.rpc.session import SessionClient
 from stratagem.worker.ring.members import Members
 
@@ -59,14 +59,14 @@ class Peers:
         peer = self.members.ranks[rank]
         return channels.connect(peer.address, peer.task, self._session.security)
 
-    def knock(self, rank: int, way: Way, deadline: float) -> socket.socket:
-        """Goes in at the door of a rank.
+    def connect_lane(self, rank: int, ticket: LaneTicket, deadline: float) -> socket.socket:
+        """Goes in at the listener of a rank.
 
         Raises:
             PeerUnavailableError: nobody is there, or it does not let this worker in.
         """
         peer = self.members.ranks[rank]
-        return knock(way, peer.host, deadline, peer.task, self._session.security)
+        return connect_lane(ticket, peer.host, deadline, peer.task, self._session.security)
 
     def meet(
         self, meeting: int, description: worker_pb2.Description, deadline: float
@@ -95,8 +95,8 @@ class Peers:
                     ) from None
                 self._session.wait_stopped(0.1)
 
-    def open_lane(self, rank: int, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> Way:
-        """Asks a rank for a way in.
+    def open_lane(self, rank: int, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> LaneTicket:
+        """Asks a rank for a ticket in.
 
         Raises:
             PeerUnavailableError: it does not answer, or does not know this worker.
@@ -105,7 +105,7 @@ class Peers:
             sender=self.sender, generation=self.members.generation, kind=kind, purpose=purpose
         )
         reply = self._call(rank, self.stub(rank).OpenLane, request, PATIENCE_S)
-        return Way(reply.token, reply.port, reply.socket_name)
+        return LaneTicket(reply.token, reply.port, reply.socket_name)
 
     def position(self, rank: int, timeout_s: float) -> worker_pb2.GetPositionReply:
         """Where a rank stands.

@@ -20,20 +20,20 @@ from stratagem.errors import (
     StratagemError,
 )
 from stratagem.rpc.generated import chief_pb2, worker_pb2
+from stratagem.rpc.host_id import place_of_this_process
 from stratagem.rpc.lane import BytesMeter
-from stratagem.rpc.place import place_of_this_process
 from stratagem.rpc.session import SessionClient
-from stratagem.worker.ring.breakage import Breakage
-from stratagem.worker.ring.choice import LanePlan, RankInfo, plan_lanes
+from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, Tag
 from stratagem.worker.ring.host_group import HostGroup
+from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
 from stratagem.worker.ring.members import members_of
 from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_group import RingGroup
-from stratagem.worker.ring.sweep import DEFAULT_BYTES, choose_chunk_bytes
+from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.ring.torch_group import TorchGroup, free_store_address
 from stratagem.worker.ring.two_level_group import TwoLevelGroup
 
@@ -61,7 +61,7 @@ class RingMember:
         meter: counts payload bytes.
     """
 
-    def __init__(self, entrance: Entrance, session: SessionClient, meter: BytesMeter) -> None:
+    def __init__(self, entrance: RingService, session: SessionClient, meter: BytesMeter) -> None:
         self.entrance = entrance
         self._session = session
         self._meter = meter
@@ -177,7 +177,7 @@ class RingMember:
         return group, {}
 
     def _start(self, group: Group, plan: LanePlan, peers: Peers, options: CommunicationOptions) -> Communicator:
-        breakage = Breakage(self._session, peers, group.close)
+        breakage = FailureDiagnosis(self._session, peers, group.close)
         communicator = Communicator(group, breakage.explain)
         self.entrance.breakage, self.entrance.communicator = breakage, communicator
         self._membership_changed(self._session.membership)

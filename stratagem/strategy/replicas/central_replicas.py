@@ -11,11 +11,11 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.central_optimizer import CentralOptimizer
 from stratagem.strategy.replicas.copies import Copies
-from stratagem.strategy.replicas.crew import current_replica
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
 from stratagem.strategy.replicas.mirrored import mirrored, original
 from stratagem.strategy.replicas.mirrors import Mirrors
+from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.step_meter import StepMeter
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class CentralReplicas(SeveralReplicas):
         self._central = CentralMirrors(
             (self._parameter_device, *self.devices),
             _which,
-            meet=self.crew.meet,
+            meet=self.replica_threads.meet,
             keep=lambda replica, memo: keep(replica - 1, memo),
             num_seen=self._num_seen,
         )

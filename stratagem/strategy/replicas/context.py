@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.strategy.values import PerReplica, part_of_replica
 from stratagem.worker.ring.communicator import Communicator
@@ -77,9 +77,9 @@ class ReplicaContext:
 
     Args:
         strategy: whose step runs.
-        crew: the replicas of this process; None: there is one, in the calling thread.
+        replica_threads: the replicas of this process; None: there is one, in the calling thread.
         replica: local number of this one.
-        ops: reduces within the process; only with a crew.
+        ops: reduces within the process; only with a replica_threads.
         workers: collectives with other workers; None: there are none.
         own: collectives of this replica; what it has queued there is done before the replicas meet, so that every
             worker makes its collectives in one order.
@@ -88,16 +88,16 @@ class ReplicaContext:
     def __init__(
         self,
         strategy: Strategy,
-        crew: Crew | None = None,
+        replica_threads: ReplicaThreads | None = None,
         replica: int = 0,
         ops: CrossDeviceOps | None = None,
         workers: Communicator | None = None,
         own: Communicator | None = None,
     ) -> None:
-        if crew is not None and ops is None:
-            raise ValueError("expected cross-device ops with a crew, got None")
+        if replica_threads is not None and ops is None:
+            raise ValueError("expected cross-device ops with a replica_threads, got None")
         self._strategy = strategy
-        self._crew = crew
+        self._replica_threads = replica_threads
         self._replica = replica
         self._ops = ops
         self._workers = workers
@@ -113,7 +113,7 @@ class ReplicaContext:
         """Number of this replica, from 0, among those of all workers."""
         if self._workers is None:
             return self._strategy.first_replica_id + self._replica
-        return self._replica + self._workers.rank * (1 if self._crew is None else self._crew.size)
+        return self._replica + self._workers.rank * (1 if self._replica_threads is None else self._replica_threads.size)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -198,7 +198,7 @@ class ReplicaContext:
 
     @property
     def _is_alone(self) -> bool:
-        if self._crew is not None or self._workers is not None:
+        if self._replica_threads is not None or self._workers is not None:
             return False
         if self.num_replicas_in_sync > 1:
             raise ConfigurationError(
@@ -214,11 +214,11 @@ class ReplicaContext:
             with _in(_Here.CROSS_REPLICA, self._strategy):
                 return decide(values)
 
-        if self._crew is not None:
+        if self._replica_threads is not None:
             if self._own is not None:
-                with self._crew.waiting():
+                with self._replica_threads.waiting():
                     self._own.submit(lambda: None).result()
-            return self._crew.meet(what, value, cross)
+            return self._replica_threads.meet(what, value, cross)
         return cross([value])[0]
 
     def _reduce(self, op: ReduceOp, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

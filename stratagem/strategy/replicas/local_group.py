@@ -9,9 +9,9 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.meeting import Meeting
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.schedule import cut
@@ -23,13 +23,13 @@ MEETING_TIMEOUT_S = 300.0
 
 
 class LocalGroup:
-    """Implements :class:`stratagem.worker.ring.group.Group` for one replica of a crew.
+    """Implements :class:`stratagem.worker.ring.group.Group` for one replica of a replica_threads.
 
     All replicas of the process meet, and the last to come does the work: reduces by the cross-device ops, and, if
     there are other workers, carries the result once between the workers. Ranks are numbered worker by worker. Tensors
     may be on the CPU or on GPUs, there with what the calling thread has queued on its current streams.
 
-    A replica's thread lets go of the baton while it waits here. Every method may be called in another thread, on
+    A replica's thread lets go of the turn_lock while it waits here. Every method may be called in another thread, on
     behalf of the replica, as a communicator does.
     """
 
@@ -37,7 +37,7 @@ class LocalGroup:
         self.meeting = meeting
         self.local = local
         """Number of the replica in its process."""
-        self.rank = meeting.crew.first_replica + local
+        self.rank = meeting.replica_threads.first_replica + local
         self.size = meeting.size * (1 if workers is None else workers.size)
         self.name = f"{meeting.size} replicas"
         if workers is not None:
@@ -48,15 +48,15 @@ class LocalGroup:
     @classmethod
     def make(
         cls,
-        crew: Crew,
+        replica_threads: ReplicaThreads,
         ops: CrossDeviceOps,
         workers: Communicator | None = None,
         timeout_s: float = MEETING_TIMEOUT_S,
     ) -> list[LocalGroup]:
-        """The groups of all replicas of the crew, in their order. Collective among workers.
+        """The groups of all replicas of the replica_threads, in their order. Collective among workers.
 
         Args:
-            crew: whose ``first_replica`` is this worker's rank times its size.
+            replica_threads: whose ``first_replica`` is this worker's rank times its size.
             ops: reduces within the process.
             workers: collectives between workers; None: there is one.
             timeout_s: seconds to wait for replicas while no step runs.
@@ -65,15 +65,15 @@ class LocalGroup:
             ConfigurationError: workers with different numbers of replicas.
         """
         if workers is not None:
-            counts = [int(count) for count in workers.all_gather(torch.tensor([crew.size]))]
-            if any(count != crew.size for count in counts):
+            counts = [int(count) for count in workers.all_gather(torch.tensor([replica_threads.size]))]
+            if any(count != replica_threads.size for count in counts):
                 raise ConfigurationError(
-                    f"every worker needs the same number of replicas, but worker {workers.rank} has {crew.size} and "
-                    f"all have, in the order of their indices, {counts}"
+                    f"every worker needs the same number of replicas, but worker {workers.rank} has "
+                    f"{replica_threads.size} and all have, in the order of their indices, {counts}"
                 )
-            assert crew.first_replica == workers.rank * crew.size
-        meeting = Meeting(crew, timeout_s)
-        return [cls(meeting, local, ops, workers) for local in range(crew.size)]
+            assert replica_threads.first_replica == workers.rank * replica_threads.size
+        meeting = Meeting(replica_threads, timeout_s)
+        return [cls(meeting, local, ops, workers) for local in range(replica_threads.size)]
 
     def arena(self, num_bytes: int, tag: Tag) -> Arena:
         """Memory of each replica's own."""
@@ -148,7 +148,7 @@ class LocalGroup:
         """See :meth:`Group.waiting_on`; of another worker, its first replica."""
         local = self.meeting.waiting_on(self.local)
         if local is not None:
-            return self.meeting.crew.first_replica + local
+            return self.meeting.replica_threads.first_replica + local
         if self._workers is None or not self.meeting.is_concluding:
             return None
         worker = self._workers.group.waiting_on()
@@ -186,7 +186,7 @@ class LocalGroup:
                 rank = None if error.rank is None else error.rank * self.meeting.size
                 raise CollectiveError(str(error), rank) from None
             finally:
-                _settle(self.meeting.crew.devices if any(tensor.is_cuda for tensor in tensors) else ())
+                _settle(self.meeting.replica_threads.devices if any(tensor.is_cuda for tensor in tensors) else ())
 
         _settle({tensor.device for tensor in tensors})
         return self.meeting.exchange(self.local, tag, value, settled)

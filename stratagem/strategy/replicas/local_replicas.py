@@ -1,4 +1,4 @@
-"""The replicas of this process as a strategy sees them: one in the calling thread, or several in a crew."""
+"""The replicas of this process as a strategy sees them: one in the calling thread, or several in a replica_threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.replicas.copies import move_original
-from stratagem.strategy.replicas.crew import Crew, current_replica
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 from stratagem.strategy.replicas.variable import keep_variables
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
@@ -162,17 +162,18 @@ class SeveralReplicas(LocalReplicas):
         meter: StepMeter,
     ) -> None:
         self.devices: tuple[torch.device, ...] = tuple(devices)
-        self.crew = Crew(devices, 0 if workers is None else workers.rank * len(devices))
-        self.meter: StepMeter = WaitingMeter(meter, self.crew)
-        self._own = [ReplicaCommunicator(group) for group in LocalGroup.make(self.crew, ops, workers)]
+        self.replica_threads = ReplicaThreads(devices, 0 if workers is None else workers.rank * len(devices))
+        self.meter: StepMeter = WaitingMeter(meter, self.replica_threads)
+        self._own = [ReplicaCommunicator(group) for group in LocalGroup.make(self.replica_threads, ops, workers)]
         self.communicators: Sequence[Communicator] = self._own
         self._contexts = [
-            ReplicaContext(strategy, self.crew, replica, ops, workers, own) for replica, own in enumerate(self._own)
+            ReplicaContext(strategy, self.replica_threads, replica, ops, workers, own)
+            for replica, own in enumerate(self._own)
         ]
         self._mirrors = self._make_mirrors(functools.partial(keep_variables, strategy))
 
     def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
-        return Mirrors(self.devices, self.which, meet=self.crew.meet, keep=keep)
+        return Mirrors(self.devices, self.which, meet=self.replica_threads.meet, keep=keep)
 
     def which(self) -> int | None:
         """See :meth:`LocalReplicas.which`."""
@@ -191,7 +192,9 @@ class SeveralReplicas(LocalReplicas):
         only if those had it too."""
         with self._mirrors.running():
             try:
-                return self.crew.run([functools.partial(self._in_context, *each) for each in enumerate(work)])
+                return self.replica_threads.run(
+                    [functools.partial(self._in_context, *each) for each in enumerate(work)]
+                )
             except BaseException:
                 reopen(self._own)
                 self._mirrors.touch()
@@ -205,7 +208,7 @@ class SeveralReplicas(LocalReplicas):
         """See :meth:`LocalReplicas.together`."""
         self._mirrors.synchronize()
         try:
-            return self.crew.run(work)
+            return self.replica_threads.run(work)
         finally:
             self._mirrors.settle()
 
@@ -217,14 +220,14 @@ class SeveralReplicas(LocalReplicas):
 
     def random_states(self) -> dict[str, torch.Tensor]:
         """See :meth:`LocalReplicas.random_states`."""
-        return self.crew.random_states()
+        return self.replica_threads.random_states()
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """See :meth:`LocalReplicas.set_random_states`."""
-        self.crew.set_random_states(states)
+        self.replica_threads.set_random_states(states)
 
     def close(self) -> None:
         """See :meth:`LocalReplicas.close`."""
         for own in self._own:
             own.close()
-        self.crew.close()
+        self.replica_threads.close()

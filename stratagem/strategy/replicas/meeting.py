@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stratagem.errors import CollectiveError
-from stratagem.strategy.replicas.crew import Crew, Doing
+from stratagem.strategy.replicas.replica_threads import Doing, ReplicaThreads
 from stratagem.worker.ring.group import Tag
 
 
@@ -20,19 +20,19 @@ class Offer:
 
 
 class Meeting:
-    """One place for all collectives of a crew, one after the other. Guarded by the crew's condition.
+    """One place for all collectives of the replicas, one after the other. Guarded by the condition of their threads.
 
     A replica that cannot come any more (it has ended its step, or waits for the others elsewhere) is an error at once.
     One that computes is waited for, as long as that takes.
 
     Args:
-        crew: whose replicas meet.
+        replica_threads: whose replicas meet.
         timeout_s: seconds to wait for replicas while no step runs.
     """
 
-    def __init__(self, crew: Crew, timeout_s: float) -> None:
-        self.crew = crew
-        self.size = crew.size
+    def __init__(self, replica_threads: ReplicaThreads, timeout_s: float) -> None:
+        self.replica_threads = replica_threads
+        self.size = replica_threads.size
         self.positions: list[Callable[[], str] | None] = [None] * self.size
         """Where a replica's communicator stands, in words; None: it has none."""
         self.num_queued = [0] * self.size
@@ -43,7 +43,7 @@ class Meeting:
         self._num_met = 0
         self._concluding = False
         self._errors: list[CollectiveError | None] = [None] * self.size
-        crew.on_abort.append(self._abort)
+        replica_threads.on_abort.append(self._abort)
 
     def exchange(self, local: int, tag: Tag, value: Any, conclude: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """All replicas come here; ``conclude`` makes of their values one result each, in the last one's thread.
@@ -53,11 +53,11 @@ class Meeting:
         Raises:
             CollectiveError: replicas have come with different tags, one cannot come, or the meeting is broken.
         """
-        with self.crew.waiting():
-            with self.crew.changed:
+        with self.replica_threads.waiting():
+            with self.replica_threads.changed:
                 self._raise_error(local)
-                if self.crew.failure:
-                    self._break_all(self.crew.failure)
+                if self.replica_threads.failure:
+                    self._break_all(self.replica_threads.failure)
                     self._raise_error(local)
                 num_met = self._num_met
                 self._offers[local] = Offer(tag, value)
@@ -65,7 +65,7 @@ class Meeting:
                 self._concluding = is_last = len(offers) == self.size
             if is_last:
                 self._conclude(local, offers, conclude)
-            with self.crew.changed:
+            with self.replica_threads.changed:
                 if not is_last:
                     self._wait(local, num_met)
                 if self._num_met == num_met:
@@ -75,7 +75,7 @@ class Meeting:
 
     def waiting_on(self, local: int) -> int | None:
         """The first local replica that a waiting one waits for."""
-        with self.crew.changed:
+        with self.replica_threads.changed:
             if self._offers[local] is None or None not in self._offers:
                 return None
             return self._offers.index(None)
@@ -87,22 +87,24 @@ class Meeting:
 
     def close(self, local: int, reason: str) -> None:
         """Breaks the meeting; the first reason counts."""
-        rank = self.crew.first_replica + local
-        errors = [CollectiveError(f"{self.crew.name_of(local)} left: {reason}", rank) for _ in range(self.size)]
+        rank = self.replica_threads.first_replica + local
+        errors = [
+            CollectiveError(f"{self.replica_threads.name_of(local)} left: {reason}", rank) for _ in range(self.size)
+        ]
         errors[local] = CollectiveError(reason)
-        with self.crew.changed:
+        with self.replica_threads.changed:
             self._break(errors)
 
     def reopen(self) -> None:
         """Forgets that it is broken."""
-        with self.crew.changed:
+        with self.replica_threads.changed:
             self._errors = [None] * self.size
 
     def changed_queue(self, local: int, change: int) -> None:
         """A replica's communicator has more, or less, to do."""
-        with self.crew.changed:
+        with self.replica_threads.changed:
             self.num_queued[local] += change
-            self.crew.changed.notify_all()
+            self.replica_threads.changed.notify_all()
 
     # -- all have come -----------------------------------------------------------------------------------------
 
@@ -115,10 +117,10 @@ class Meeting:
         except CollectiveError as raised:
             error = raised
         except BaseException as raised:
-            error = CollectiveError(f"{self.crew.name_of(local)} could not finish a collective: {raised!r}")
+            error = CollectiveError(f"{self.replica_threads.name_of(local)} could not finish a collective: {raised!r}")
             raise
         finally:
-            with self.crew.changed:
+            with self.replica_threads.changed:
                 self._concluding = False
                 if results:
                     self._results = list(results)
@@ -128,14 +130,14 @@ class Meeting:
                     self._break_all(str(error), error.rank)
                 else:
                     self._break([self._mismatch(each, offers) for each in range(self.size)])
-                self.crew.changed.notify_all()
+                self.replica_threads.changed.notify_all()
 
     def _mismatch(self, local: int, offers: list[Offer]) -> CollectiveError:
         other = next(each for each, offer in enumerate(offers) if offer.tag != offers[local].tag)
         return CollectiveError(
             f"{self._where(local)}, but {self._where(other)}: every replica has to make the same collectives in the "
             "same order",
-            self.crew.first_replica + other,
+            self.replica_threads.first_replica + other,
         )
 
     # -- somebody is missing -----------------------------------------------------------------------------------
@@ -150,17 +152,17 @@ class Meeting:
             return not self._concluding and (self._errors[local] is not None or self._cannot_meet(local) is not None)
 
         # Nobody can know how long a replica computes between two collectives; outside of steps nobody computes.
-        while not self.crew.changed.wait_for(is_over, self._timeout_s):
+        while not self.replica_threads.changed.wait_for(is_over, self._timeout_s):
             missing = next((each for each, offer in enumerate(self._offers) if offer is None), None)
-            if missing is not None and self.crew.doing(missing) is None:
+            if missing is not None and self.replica_threads.doing(missing) is None:
                 self._break_for(local, missing, f"did not come within {self._timeout_s:g} s")
                 return
         missing = self._cannot_meet(local)
         if self._num_met == num_met and self._errors[local] is None and missing is not None:
-            if self.crew.failure:
-                self._break_all(self.crew.failure)
+            if self.replica_threads.failure:
+                self._break_all(self.replica_threads.failure)
             else:
-                doing = self.crew.doing(missing)
+                doing = self.replica_threads.doing(missing)
                 self._break_for(local, missing, doing.value if doing is not None else "is gone")
 
     def _cannot_meet(self, local: int) -> int | None:
@@ -168,18 +170,18 @@ class Meeting:
         for missing, offer in enumerate(self._offers):
             if offer is not None or self.num_queued[missing]:
                 continue
-            doing = self.crew.doing(missing)
+            doing = self.replica_threads.doing(missing)
             if doing is Doing.ENDED:
                 return missing
             # That one waits for this one, which waits for it.
-            if doing is Doing.MEETING and self.crew.doing(local) is Doing.WAITING:
+            if doing is Doing.MEETING and self.replica_threads.doing(local) is Doing.WAITING:
                 return missing
         return None
 
     def _break_for(self, local: int, missing: int, why: str) -> None:
         text = f"{self._where(local)} and waits for {self._where(missing, at=why)}"
-        errors = [CollectiveError(text, self.crew.first_replica + missing) for _ in range(self.size)]
-        errors[missing] = CollectiveError(text, self.crew.first_replica + local)
+        errors = [CollectiveError(text, self.replica_threads.first_replica + missing) for _ in range(self.size)]
+        errors[missing] = CollectiveError(text, self.replica_threads.first_replica + local)
         self._break(errors)
 
     def _where(self, local: int, at: str = "is") -> str:
@@ -191,8 +193,8 @@ class Meeting:
         else:
             place = "in no collective"
         if offer is None and at != "is":
-            return f"{self.crew.name_of(local)}, which {at}; it was last {place}"
-        return f"{self.crew.name_of(local)} is {place}"
+            return f"{self.replica_threads.name_of(local)}, which {at}; it was last {place}"
+        return f"{self.replica_threads.name_of(local)} is {place}"
 
     # -- errors ------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Meeting:
         self._errors = [old or new for old, new in zip(self._errors, errors, strict=True)]
         if not self._concluding:
             self._offers = [None] * self.size
-        self.crew.changed.notify_all()
+        self.replica_threads.changed.notify_all()
 
     def _raise_error(self, local: int) -> None:
         error = self._errors[local]

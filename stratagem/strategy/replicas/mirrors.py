@@ -26,7 +26,7 @@ _Pair = tuple[Any, list[Any]]
 
 
 class Meet(Protocol):
-    """All replicas come together: :meth:`stratagem.strategy.replicas.crew.Crew.meet`."""
+    """All replicas come together: :meth:`stratagem.strategy.replicas.replica_threads.ReplicaThreads.meet`."""
 
     def __call__(self, what: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any: ...
 

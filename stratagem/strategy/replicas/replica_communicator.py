@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from stratagem.errors import CollectiveError
-from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.local_group import LocalGroup
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.group import Tag
 from stratagem.worker.step_meter import StepMeter, WaitingOn
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class ReplicaCommunicator(Communicator):
-    """A communicator for one replica of a crew, with a thread of its own.
+    """A communicator for one replica of a replica_threads, with a thread of its own.
 
-    A replica that waits for the result of :meth:`submit` must do so inside ``crew.waiting()``, or in
+    A replica that waits for the result of :meth:`submit` must do so inside ``replica_threads.waiting()``, or in
     :meth:`WaitingMeter.exposed`; a collective called directly sees to that itself.
 
     Args:
@@ -49,7 +49,7 @@ class ReplicaCommunicator(Communicator):
         self.position = Position(ordinal, self.step, "started again after an error")
 
     def _collective(self, what: str, run: Callable[[Tag], T]) -> T:
-        with self._meeting.crew.waiting():
+        with self._meeting.replica_threads.waiting():
             return super()._collective(what, run)
 
 
@@ -68,30 +68,30 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
 
 
 class WaitingMeter(StepMeter):
-    """What reducers of a crew's replicas measure with: while one waits, the others have their turn.
+    """What reducers of a replica_threads's replicas measure with: while one waits, the others have their turn.
 
     Only :meth:`exposed` works. Its time counts where all replicas wait: as long as one computes, communication is
     hidden behind that.
 
     Args:
         meter: of the process.
-        crew: all its replicas share this meter.
+        replica_threads: all its replicas share this meter.
     """
 
-    def __init__(self, meter: StepMeter, crew: Crew) -> None:
+    def __init__(self, meter: StepMeter, replica_threads: ReplicaThreads) -> None:
         # Not the constructor of StepMeter, which would make this one the active meter of the process.
         self._meter = meter
-        self._crew = crew
+        self._replica_threads = replica_threads
         self._counting = threading.Lock()
         self._num_inside = 0
         self._all_wait = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
-        with self._crew.waiting():
+        with self._replica_threads.waiting():
             with self._counting:
                 self._num_inside += 1
-                if self._num_inside == self._crew.size:
+                if self._num_inside == self._replica_threads.size:
                     self._all_wait.enter_context(self._meter.exposed(waiting_on, step))
             try:
                 yield

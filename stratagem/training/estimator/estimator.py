@@ -50,7 +50,7 @@ class Estimator:
             optimizer = sg.get_or_create("optimizer", lambda: torch.optim.Adam(net.parameters(), params["lr"]))
             return sg.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
 
-    The first call in each mode, with an example or two of the first batch, creates the objects. EstimatorTraining goes on from
+    The first call in each mode, with an example or two of the first batch, creates the objects. Training goes on from
     the newest checkpoint of the folder; evaluation and prediction take the newest one's weights, or those of another.
 
     Args:
@@ -101,8 +101,8 @@ class Estimator:
         Args:
             input_fn: returns a DataLoader, or an iterable, of GLOBAL batches ``(features, labels)``. One that takes
                 ``input_context`` returns batches for single replicas and shards by it, as in
-                ``distribute_datasets_from_function``; under parameter servers, where the chief lends the batches, it is
-                told of one pipeline. It may take ``mode``, ``params`` and ``config`` too.
+                ``distribute_datasets_from_function``; under parameter servers, where the chief leases the batches, it
+                is told of one pipeline. It may take ``mode``, ``params`` and ``config`` too.
             steps: updates to make.
             max_steps: updates, counted over all trainings of this model, after which there is nothing left to do.
             saving_listeners: are told of each checkpoint, on the worker that saves it.

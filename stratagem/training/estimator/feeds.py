@@ -72,7 +72,7 @@ class InStepFeed:
 
 
 class LeasedFeed:
-    """Of workers to whom the chief lends batches: exactly as many as there are updates to make.
+    """Of workers to whom the chief leases batches: exactly as many as there are updates to make.
 
     Args:
         strategy: of the job.
@@ -106,7 +106,7 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
         given: the input.
         build: creates the model with a small batch; returns its modules.
     """
-    has_servers = isinstance(strategy, ParameterServerStrategy)  # the chief lends all batches: one pipeline
+    has_servers = isinstance(strategy, ParameterServerStrategy)  # the chief leases all batches: one pipeline
     if given.makes_replica_batches and not has_servers:
         opened: list[tuple[Any, Any]] = []
 

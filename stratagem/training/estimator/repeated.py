@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.units import Plan
-from stratagem.data.distribute import lendable
+from stratagem.data.distribute import leasable
 from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions
 from stratagem.data.order import epoch_order
@@ -43,9 +43,9 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
         seed: of the orders.
 
     Raises:
-        ConfigurationError: the batches of ``source`` cannot be lent; says why.
+        ConfigurationError: the batches of ``source`` cannot be leased; says why.
     """
-    loader = lendable(source, None, DistributeOptions())
+    loader = leasable(source, None, DistributeOptions())
     plan = plan_of(loader, num_slices=1, staleness=float("inf"))
     kept = plan.num_batches * plan.batch_size if plan.drop_last else plan.num_examples
     if not kept:

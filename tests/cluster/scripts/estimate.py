@@ -39,7 +39,7 @@ def input_fn(mode: ModeKeys) -> DataLoader[Any]:
 
 
 def input_of_its_place(mode: ModeKeys, input_context: sg.InputContext | None = None) -> DataLoader[Any]:
-    """As TensorFlow's documents write it; where the chief lends, it is told of the only pipeline."""
+    """As TensorFlow's documents write it; where the chief leases, it is told of the only pipeline."""
     assert input_context is None or input_context.num_input_pipelines == 1
     return input_fn(mode)
 

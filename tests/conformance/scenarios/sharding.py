@@ -112,7 +112,7 @@ def other_policies(strategy: sg.Strategy) -> dict[str, str]:
 
 
 def leased(strategy: sg.Strategy) -> list[Steps]:
-    """Two epochs of batches on loan."""
+    """Two epochs of batches leased."""
     reader = Reader(strategy)
     options = sg.DistributeOptions(auto_shard_policy=sg.AutoShardPolicy.LEASE)
     dataset = strategy.distribute_dataset(numbers(30, 4, shuffle=True), options=options)
@@ -120,7 +120,7 @@ def leased(strategy: sg.Strategy) -> list[Steps]:
 
 
 def not_to_be_lent(strategy: sg.Strategy) -> dict[str, str]:
-    """What is said about sources and options that the chief cannot lend."""
+    """What is said about sources and options that the chief cannot lease."""
     skip, ahead = sg.DistributeOptions(on_empty="skip"), sg.DistributeOptions(prefetch=2)
     sampler = AnyOrder(6)
     return {

@@ -109,18 +109,18 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def start(directory: Path, plan: dict[str, Any]) -> tuple[list[int], list[int], int, str]:
-    """Steps of the ps, units that are lent, updates undone and the checkpoint, when the job is started again."""
+    """Steps of the ps, units that are leased, updates undone and the checkpoint, when the job is started again."""
     found: list[Any] = []
 
     async def scenario() -> None:
         async with job(directory) as (running, worker, stores):
             await worker.open(**plan)
             steps = [store.state.step for store in stores]
-            loans = indices(await worker.next(want=9))
+            granted = indices(await worker.next(want=9))
             for store in stores:
-                assert store.state.units.describe().closed[1, 0] == running.job.lending.epoch(1, 0).accepted
+                assert store.state.units.describe().closed[1, 0] == running.job.lease_book.epoch(1, 0).accepted
             status = running.job.get_status()
-            found.extend((steps, loans, status.updates_undone, Path(status.restored).name))
+            found.extend((steps, granted, status.updates_undone, Path(status.restored).name))
 
     run(scenario)
     return found[0], found[1], found[2], found[3]
@@ -138,9 +138,9 @@ def test_one_step_everywhere_whatever_is_damaged(
     shutil.copytree(saved[0], directory)
     harm(directory / "step-00000003" / name)
     with caplog.at_level(logging.WARNING):
-        steps, loans, undone, restored = start(directory, plan)
+        steps, granted, undone, restored = start(directory, plan)
     assert steps == [1, 1] and restored == "step-00000001"
-    assert loans == [1, 2, 3]
+    assert granted == [1, 2, 3]
     if name == "manifest.json" and harm is Path.unlink:
         return  # there never was such a checkpoint
     assert undone == 2

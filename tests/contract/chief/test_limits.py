@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.chief import attendance, wire
-from stratagem.chief.attendance import Attendance
+from stratagem.chief import session_streams, wire
 from stratagem.chief.events import Stop
+from stratagem.chief.session_streams import SessionStreams
 from stratagem.errors import ForbiddenError, LimitError
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2
@@ -47,7 +47,7 @@ def test_a_plan_of_too_many_units_is_refused_and_answers_are_bounded() -> None:
 def test_a_heartbeat_that_is_too_long_ends_the_session_with_the_reason() -> None:
     async def scenario() -> None:
         async with cluster(num_ps=0) as (_, workers, _):
-            workers[0].beat(waiting_on="x" * (attendance.MAX_PROGRESS_BYTES + 1))
+            workers[0].beat(waiting_on="x" * (session_streams.MAX_PROGRESS_BYTES + 1))
             await until(lambda: workers[0].error)
             assert workers[0].error is not None
             error = error_from_rpc(workers[0].error, "chief:0")
@@ -58,11 +58,11 @@ def test_a_heartbeat_that_is_too_long_ends_the_session_with_the_reason() -> None
 
 
 def test_events_that_a_task_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "MAX_UNREAD_EVENTS", 3)
+    monkeypatch.setattr(session_streams, "MAX_UNREAD_EVENTS", 3)
 
     async def scenario() -> None:
         async with cluster(num_ps=0) as (running, workers, _):
-            told: Attendance = running.job.attendance
+            told: SessionStreams = running.job.streams
             number, other = told._outboxes
             deaf = told._outboxes[number] = asyncio.Queue()
             for _ in range(10):

@@ -265,7 +265,7 @@ def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
                 assert servers[0].restored_from == reborn.restored_from == str(tmp_path / "step-00000000")
                 # worker:1 says that its slice is accepted, but it was so before the restore only.
                 [first] = (await workers[1].next([1], held=[], wait=False)).grants
-                assert running.job.lending.epoch(1, 0).num_accepted == 0
+                assert running.job.lease_book.epoch(1, 0).num_accepted == 0
                 # Both forget what they held and ask anew: the units come in the order of the plan, in a new step.
                 [other] = (await workers[0].next([], held=[], wait=False)).grants
                 assert {first.unit.index, other.unit.index} == {0, 1}
@@ -273,7 +273,7 @@ def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
                 for server in (servers[0], reborn):
                     server.apply(Unit(1, 0, other.unit.index))
                 await workers[0].next([other.unit.index], held=[], wait=False)
-                assert other.unit.index in running.job.lending.epoch(1, 0).accepted
+                assert other.unit.index in running.job.lease_book.epoch(1, 0).accepted
 
     run(scenario)
 
@@ -306,11 +306,11 @@ def test_a_restarted_chief_goes_on_with_the_same_tasks(tmp_path: Path) -> None:
                     await task.welcomed()
                     resumed.append(task)
                 beating = asyncio.create_task(_beat([back, *resumed]))
-                # worker:1 does not come back: after the session timeout its unit is lent to others; unit 3 was in a
+                # worker:1 does not come back: after the session timeout its unit is leased to others; unit 3 was in a
                 # reply that got lost.
                 assert indices(await waiting) == [2, 3]
                 assert all(server.fenced == {"worker:1": workers[1].incarnation} for server in servers)
-                assert second.job.lending.epoch(1, 0).accepted == UnitBitmap.of([0])
+                assert second.job.lease_book.epoch(1, 0).accepted == UnitBitmap.of([0])
                 reply = await back.open()
                 assert reply.seed == 3, "the plan of the job stands"
                 assert (await back.next([1, 2, 3])).end

@@ -239,7 +239,7 @@ def test_hostile_control_messages_are_refused_with_a_reason(store: Store, connec
     group = ps_pb2.GroupSpec(group=1, optimizer="SGD")
     request = ps_pb2.CreateVariablesRequest(sender=worker.sender(), groups=[group])
     assert isinstance(refusal(lambda: stub.CreateVariables(request, timeout=TIMEOUT_S)), VariableError)
-    assert not store.state.shelves
+    assert not store.state.locked_groups
     nobody = ps_pb2.HelloRequest(next_sequence=1)
     assert isinstance(refusal(lambda: stub.Hello(nobody, timeout=TIMEOUT_S)), ProtocolError)
     worker.create(torch.zeros(SIZE))

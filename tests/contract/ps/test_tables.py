@@ -114,7 +114,7 @@ class Job:
 
     def num_updates(self) -> set[int]:
         """Of all groups of all ps."""
-        return {shelf.group.num_updates for store in self.stores for shelf in store.state.shelves.values()}
+        return {locked.group.num_updates for store in self.stores for locked in store.state.locked_groups.values()}
 
 
 def start_server(store: Store, lanes: SocketLanes, host: str) -> RunningServer:
@@ -232,7 +232,9 @@ def test_no_ps_holds_or_sends_more_than_its_rows(start: Callable[..., Job]) -> N
     job = start("tcp")
     model, optimizers = build("SGD", Remote())
     job.prepare(model, *optimizers)
-    shards = [shard for store in job.stores for shelf in store.state.shelves.values() for shard in shelf.spec.shards]
+    shards = [
+        shard for store in job.stores for locked in store.state.locked_groups.values() for shard in locked.spec.shards
+    ]
     assert sorted((s.first_row, s.num_rows) for s in shards if s.variable == "table.weight") == [(0, 12), (12, 11)]
     assert sum(s.num_elements for s in shards) == 2 * ROWS * WIDTH + 2 * WIDTH
 
@@ -335,26 +337,26 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     job.prepare(models[2], torch.optim.SGD(models[2].parameters(), 0.1))
     table, optimizers = build("SGD", Remote())
     job.prepare(table, *optimizers)
-    held = {shelf.spec.group for shelf in store.state.shelves.values()}
+    held = {locked.spec.group for locked in store.state.locked_groups.values()}
     before = models[2].weight.detach().clone()
 
     store.state.close_lanes(PeerUnavailableError("it restarts"))
     poll(lambda: not job.clients[0].is_connected and not store.state.senders.lanes())
     store.checkpoints.restore_shards(str(tmp_path))
-    assert held - store.state.shelves.keys(), "the checkpoint is older than some variables"
+    assert held - store.state.locked_groups.keys(), "the checkpoint is older than some variables"
     for model in models:
         model(torch.ones(2, 5)).sum().backward()
     job.step()
     backward(table, 1)
     job.step()
-    assert store.state.shelves.keys() == held
+    assert store.state.locked_groups.keys() == held
     gradient = models[2].weight.grad
     assert gradient is not None
     torch.testing.assert_close(models[2].weight, before - 0.2 * gradient)
     store.checkpoints.restore_shards(str(tmp_path))  # as at staleness 0, where all ps go back together
     job.groups.roll_back()
     job.step()
-    assert store.state.shelves.keys() == held
+    assert store.state.locked_groups.keys() == held
     assert "ps:0 came back without " in caplog.text and "its checkpoint is too old for" in caplog.text
 
 
@@ -362,8 +364,8 @@ def test_a_ps_that_refuses_is_not_asked_for_ever(start: Callable[..., Job]) -> N
     job = start("tcp")
     model, optimizers = build("SGD", Remote())
     job.prepare(model, *optimizers)
-    for shelf in job.stores[0].state.shelves.values():
-        shelf.group.initialized = False
+    for locked in job.stores[0].state.locked_groups.values():
+        locked.group.initialized = False
     with pytest.raises(PeerUnavailableError):
         model.table(torch.tensor([1]))
 
@@ -390,7 +392,7 @@ def test_a_ps_that_takes_part_in_no_update_hears_of_closed_units_in_time(
         model(torch.ones(1, 3)).sum().backward()
         push.push(Update((Unit(1, 0, index),), 0), None)
         push._closes.add([Unit(1, 0, index)])
-    assert sorted(len(store.state.shelves) for store in job.stores) == [0, 1]
+    assert sorted(len(store.state.locked_groups) for store in job.stores) == [0, 1]
     assert all(len(store.state.units.describe().closed[1, 0]) >= 8 for store in job.stores)
 
 
@@ -437,7 +439,10 @@ def test_the_state_of_the_optimizer_stays_on_the_ps_and_can_be_loaded(start: Cal
     job.step()
     check_equal(model, plain)
     counts = {
-        shelf.group.counts[0] for store in job.stores for shelf in store.state.shelves.values() if shelf.spec.is_table
+        locked.group.counts[0]
+        for store in job.stores
+        for locked in store.state.locked_groups.values()
+        if locked.spec.is_table
     }
     assert counts == {4}
 

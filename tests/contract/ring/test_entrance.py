@@ -16,7 +16,7 @@ from stratagem.rpc.generated import chief_pb2, common_pb2, lane_pb2, worker_pb2_
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import add_servicer, serve
-from stratagem.worker.ring.entrance import Entrance
+from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 
 PEER = common_pb2.Sender(task="worker:1", incarnation=5)
@@ -30,7 +30,7 @@ def membership() -> chief_pb2.Membership:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    entrance = Entrance("127.0.0.1", membership, BytesMeter())
+    entrance = RingService("127.0.0.1", membership, BytesMeter())
     running = serve(
         "127.0.0.1:0",
         lambda server: add_servicer(SERVICE, WorkerServicer(entrance), server),

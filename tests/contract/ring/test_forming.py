@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import CommunicationOptions
-from stratagem.rpc.door import Door
 from stratagem.rpc.generated import chief_pb2, common_pb2
 from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_listener import LaneListener
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring import ring_member
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.entrance import Entrance
 from stratagem.worker.ring.ring_member import RingMember
+from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 from tests.unit.ps.driver import poll
 
@@ -45,14 +45,14 @@ def session_of(index: int, membership: chief_pb2.Membership) -> Any:
 
 
 @contextlib.contextmanager
-def formed(host: str, doors: list[Door], options: CommunicationOptions) -> Iterator[list[RingMember]]:
+def formed(host: str, doors: list[LaneListener], options: CommunicationOptions) -> Iterator[list[RingMember]]:
     """The ring of two workers whose servers listen at ``host``; ``doors`` let sockets in."""
     membership = chief_pb2.Membership(ready=True, lead="worker:0")
     with contextlib.ExitStack() as undo:
         members = []
-        for index, door in enumerate(doors):
-            entrance = Entrance(host, lambda: membership, BytesMeter())
-            entrance.door = door
+        for index, listener in enumerate(doors):
+            entrance = RingService(host, lambda: membership, BytesMeter())
+            entrance.listener = listener
             running = serve(
                 f"[{host}]:0" if ":" in host else f"{host}:0",
                 lambda server, entrance=entrance: add_servicer(SERVICE, WorkerServicer(entrance), server),  # type: ignore[misc]
@@ -84,13 +84,13 @@ def sums(ring: list[Communicator]) -> list[float]:
 
 
 def test_over_ipv6_the_sockets_are_ipv6_too() -> None:
-    with formed("::1", [Door("::1"), Door("::1")], OVER_TCP) as members:
+    with formed("::1", [LaneListener("::1"), LaneListener("::1")], OVER_TCP) as members:
         assert [one.group.name for one in ring_of(members)] == ["ring over tcp"] * 2
         assert sums(ring_of(members)) == [3.0, 3.0]
 
 
 def test_a_rank_that_is_late_is_named() -> None:
-    with formed("127.0.0.1", [Door("127.0.0.1"), Door("127.0.0.1")], OVER_TCP) as members:
+    with formed("127.0.0.1", [LaneListener("127.0.0.1"), LaneListener("127.0.0.1")], OVER_TCP) as members:
         first, second = ring_of(members)
         assert [member.waiting() for member in members] == [None, None]
         with futures.ThreadPoolExecutor(1) as pool:
@@ -104,20 +104,20 @@ def test_a_rank_that_is_late_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "why"),
+    ("listener", "why"),
     [
-        (Door("2001:db8::1"), "cannot listen for tcp lanes at 2001:db8::1"),
-        (Door("127.0.0.1", OPEN, 0), "has 0 lanes that are not open yet, which is max_lanes_per_peer"),
+        (LaneListener("2001:db8::1"), "cannot listen for tcp lanes at 2001:db8::1"),
+        (LaneListener("127.0.0.1", OPEN, 0), "has 0 lanes that are not open yet, which is max_lanes_per_peer"),
     ],
     ids=["no such address", "refused by a limit"],
 )
 def test_without_sockets_auto_takes_grpc_and_says_why(
-    door: Door, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    listener: LaneListener, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ring_member, "place_of_this_process", lambda: threading.current_thread().name)  # two hosts
     monkeypatch.setattr(ring_member, "OPEN_S", 1.0)  # the other rank waits for the visit that does not come
     options = CommunicationOptions(chunk_bytes=1 << 16)
-    with caplog.at_level("INFO"), formed("127.0.0.1", [Door("127.0.0.1"), door], options) as members:
+    with caplog.at_level("INFO"), formed("127.0.0.1", [LaneListener("127.0.0.1"), listener], options) as members:
         assert [one.group.name for one in ring_of(members)] == ["ring over grpc"] * 2
         assert sums(ring_of(members)) == [3.0, 3.0]
     assert "no tcp: worker:0: " in caplog.text and why in caplog.text

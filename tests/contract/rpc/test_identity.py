@@ -17,8 +17,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from stratagem.chief.lives import Life
 from stratagem.chief.ps_clients import ChiefPsClient
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, PeerUnavailableError, StratagemError
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.status import fetch_stack, fetch_status
@@ -304,7 +304,7 @@ def describing(security: Security, bind: str = "127.0.0.1:0") -> RunningServer:
 def test_the_chief_comes_back_to_a_ps_with_a_renewed_certificate(folder: Path, tmp_path: Path) -> None:
     async def check() -> None:
         server = describing(with_tls(folder, "ps:0"))
-        life = Life("ps:0", 1)
+        life = Incarnation("ps:0", 1)
         client = ChiefPsClient(
             life, server.address, chief="chief:0", chief_epoch=1, security=with_tls(folder, "chief:0")
         )

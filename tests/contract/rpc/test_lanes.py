@@ -22,10 +22,10 @@ import torch
 
 from stratagem.errors import FrameError, LimitError, PeerUnavailableError
 from stratagem.rpc import channels
-from stratagem.rpc.door import Door, knock
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
 from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.lane_listener import LaneListener, connect_lane
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
@@ -59,16 +59,16 @@ def tcp_pair(tls: bool = False) -> Iterator[Pair]:
 
 
 def _tcp_pair(server: Security, client: Security) -> Iterator[Pair]:
-    door = Door("127.0.0.1", server)
+    listener = LaneListener("127.0.0.1", server)
     try:
-        way = door.expect("peer", "tcp", "worker:0")
-        outward = knock(way, "127.0.0.1", soon(), "worker:1", client)
+        ticket = listener.expect("peer", "tcp", "worker:0")
+        outward = connect_lane(ticket, "127.0.0.1", soon(), "worker:1", client)
         sent, received = BytesMeter(), BytesMeter()
         pair = Pair(
-            TcpSender(outward, "b", sent), TcpReceiver(door.wait("peer", soon()), "a", received), sent, received
+            TcpSender(outward, "b", sent), TcpReceiver(listener.wait("peer", soon()), "a", received), sent, received
         )
     finally:
-        door.close()
+        listener.close()
     yield from closing(pair)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stratagem.chief.agreements import Agreements
-from stratagem.chief.lives import Life
 from stratagem.chief.tallies import TallyName
+from stratagem.cluster.incarnation import Incarnation
 
-A, B, C = Life("worker:0", 1), Life("worker:1", 2), Life("worker:1", 3)
+A, B, C = Incarnation("worker:0", 1), Incarnation("worker:1", 2), Incarnation("worker:1", 3)
 FIRST, SECOND = TallyName("fit 1, ends of epochs", 0), TallyName("fit 1, ends of epochs", 1)
 
 

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.clocks import Clocks
-from stratagem.chief.lives import Life
+from stratagem.cluster.incarnation import Incarnation
 
-LIVES = [Life(f"worker:{i}", i + 1) for i in range(3)]
+LIVES = [Incarnation(f"worker:{i}", i + 1) for i in range(3)]
 
 
 def clocks_at(*steps: int) -> Clocks:
     clocks = Clocks()
-    for life in LIVES[: len(steps)]:
-        clocks.report(life, 0)
-    for life, clock in zip(LIVES, steps, strict=False):
-        clocks.report(life, clock)
+    for incarnation in LIVES[: len(steps)]:
+        clocks.report(incarnation, 0)
+    for incarnation, clock in zip(LIVES, steps, strict=False):
+        clocks.report(incarnation, clock)
     return clocks
 
 
@@ -46,8 +46,8 @@ def test_unbounded_staleness_never_waits() -> None:
 
 def test_a_newcomer_starts_at_the_slowest_worker_that_holds_a_unit() -> None:
     clocks = clocks_at(7, 2)
-    assert clocks.report(Life("worker:2", 9), 0, LIVES) == 2
-    assert clocks.report(Life("worker:2", 10), 0, [LIVES[0]]) == 7
+    assert clocks.report(Incarnation("worker:2", 9), 0, LIVES) == 2
+    assert clocks.report(Incarnation("worker:2", 10), 0, [LIVES[0]]) == 7
 
 
 def test_after_a_restart_of_the_chief_nobody_overtakes_a_worker_that_has_not_spoken() -> None:
@@ -66,14 +66,14 @@ def test_after_a_restart_of_the_chief_nobody_overtakes_a_worker_that_has_not_spo
 def test_clocks_of_holders_never_drift_further_apart_than_the_bound(staleness: int, turns: list[int]) -> None:
     clocks = Clocks()
     finished = dict.fromkeys(LIVES, 0)
-    for life in LIVES:
-        clocks.report(life, 0)
+    for incarnation in LIVES:
+        clocks.report(incarnation, 0)
     for turn in turns:
-        life = LIVES[turn]
-        clock = clocks.report(life, finished[life], LIVES)
-        if not clocks.waits_for(life, staleness, LIVES):
+        incarnation = LIVES[turn]
+        clock = clocks.report(incarnation, finished[incarnation], LIVES)
+        if not clocks.waits_for(incarnation, staleness, LIVES):
             assert clock - min(finished.values()) <= staleness
-            finished[life] += 1
-    slowest = min(finished, key=lambda life: finished[life])
+            finished[incarnation] += 1
+    slowest = min(finished, key=lambda incarnation: finished[incarnation])
     clocks.report(slowest, finished[slowest], LIVES)
     assert clocks.waits_for(slowest, staleness, LIVES) == []

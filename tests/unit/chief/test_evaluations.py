@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.evaluations import Evaluations, Pin, plan_of
-from stratagem.chief.lives import Life
 from stratagem.chief.tallies import TallyName
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError
 
-A, B = Life("worker:0", 1), Life("worker:1", 2)
+A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
 NAME = TallyName("evaluation 1", 0)
 PLAN = plan_of(10, 3, False)
 
 
-def ask(book: Evaluations, life: Life, want: int = 1, held: tuple[int, ...] = ()) -> list[int]:
-    return [loan.unit.index for loan in book.ask(NAME, life, held, want).loans]
+def ask(book: Evaluations, incarnation: Incarnation, want: int = 1, held: tuple[int, ...] = ()) -> list[int]:
+    return [lease.unit.index for lease in book.ask(NAME, incarnation, held, want).granted]
 
 
 def test_units_are_lent_once_and_those_of_a_lost_reply_again() -> None:
@@ -26,7 +26,7 @@ def test_units_are_lent_once_and_those_of_a_lost_reply_again() -> None:
     evaluation = book.open(NAME, PLAN)
     assert ask(book, A, 2) == [0, 1] and ask(book, B) == [2]
     assert ask(book, A, 2, held=(0,)) == [1, 3]
-    assert [loan.num_examples for loan in book.ask(NAME, A, (), 9).loans] == [3, 3, 1]
+    assert [lease.num_examples for lease in book.ask(NAME, A, (), 9).granted] == [3, 3, 1]
     assert book.ask(NAME, B, (2,), 1).waits_for == (A,)
     for index in range(4):
         evaluation.leases.settle(index)
@@ -75,26 +75,26 @@ def test_a_restarted_chief_goes_on() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["ask", "count", "leave"]), st.sampled_from([A, B])), max_size=40))
-def test_each_unit_is_counted_once(events: list[tuple[str, Life]]) -> None:
+def test_each_unit_is_counted_once(events: list[tuple[str, Incarnation]]) -> None:
     book = Evaluations()
     evaluation = book.open(NAME, PLAN)
-    held: dict[Life, list[int]] = {A: [], B: []}
+    held: dict[Incarnation, list[int]] = {A: [], B: []}
     counted: list[int] = []
 
-    def count(life: Life) -> None:
-        index = held[life].pop(0)
+    def count(incarnation: Incarnation) -> None:
+        index = held[incarnation].pop(0)
         if evaluation.leases.settle(index):
             counted.append(index)
 
-    for what, life in events:
+    for what, incarnation in events:
         if what == "ask":
-            held[life] += ask(book, life, 1, tuple(held[life]))
-        elif what == "count" and held[life]:
-            count(life)
+            held[incarnation] += ask(book, incarnation, 1, tuple(held[incarnation]))
+        elif what == "count" and held[incarnation]:
+            count(incarnation)
         elif what == "leave":
-            book.leave(NAME, life)  # what it has computed may still come, as after a lost reply
+            book.leave(NAME, incarnation)  # what it has computed may still come, as after a lost reply
     while not book.ask(NAME, A, tuple(held[A]), 1).end:
-        held[A] = [loan.unit.index for loan in book.ask(NAME, A, (), 9).loans] or held[A]
+        held[A] = [lease.unit.index for lease in book.ask(NAME, A, (), 9).granted] or held[A]
         if held[A]:
             count(A)
         else:

@@ -1,4 +1,4 @@
-"""Units of one epoch: every unit is accepted once, and never on loan twice."""
+"""Units of one epoch: every unit is accepted once, and never leased twice."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.leases import EpochLeases
-from stratagem.chief.lives import Life
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import ProtocolError
 
-A, B = Life("worker:0", 1), Life("worker:1", 2)
+A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
 
 
 def is_closed(leases: EpochLeases) -> bool:
     return leases.closed  # a call: mypy takes a property for the constant it was in the last assert
 
 
-def take(leases: EpochLeases, life: Life) -> int:
+def take(leases: EpochLeases, incarnation: Incarnation) -> int:
     index = leases.first_pending
     assert index is not None
-    leases.lend(index, life)
+    leases.acquire(index, incarnation)
     return index
 
 
@@ -53,7 +53,7 @@ def test_an_epoch_without_units_is_closed() -> None:
 def test_an_acceptance_by_somebody_else_is_refused() -> None:
     leases = EpochLeases(Plan(num_examples=2, batch_size=1))
     take(leases, A)
-    with pytest.raises(ProtocolError, match=r"worker:1 .* accepted unit 0, which is on loan to worker:0"):
+    with pytest.raises(ProtocolError, match=r"worker:1 .* accepted unit 0, which is leased to worker:0"):
         leases.accept(B, [0])
     with pytest.raises(ProtocolError, match="the epoch has 2 units"):
         leases.accept(A, [2])
@@ -67,22 +67,22 @@ def test_revoked_units_go_out_again() -> None:
     assert take(leases, B) == 1
 
 
-@given(st.integers(0, 12), st.lists(st.tuples(st.sampled_from(["lend", "accept", "give"]), st.integers(0, 1))))
+@given(st.integers(0, 12), st.lists(st.tuples(st.sampled_from(["lease", "accept", "give"]), st.integers(0, 1))))
 def test_any_interleaving_accepts_every_unit_once(num_units: int, events: list[tuple[str, int]]) -> None:
     leases = EpochLeases(Plan(num_examples=num_units, batch_size=1))
-    lives = [A, B]
+    incarnations = [A, B]
     accepted: list[int] = []
     for what, who in events:
-        held = leases.held_by(lives[who])
-        if what == "lend" and leases.first_pending is not None:
-            take(leases, lives[who])
+        held = leases.held_by(incarnations[who])
+        if what == "lease" and leases.first_pending is not None:
+            take(leases, incarnations[who])
         elif what == "accept":
-            accepted += leases.accept(lives[who], held[:1])
+            accepted += leases.accept(incarnations[who], held[:1])
         elif what == "give" and held:
             leases.give_back(held[-1])
         assert not set(leases.held_by(A)) & set(leases.held_by(B))
-    for life in lives:
-        accepted += leases.accept(life, leases.held_by(life))
+    for incarnation in incarnations:
+        accepted += leases.accept(incarnation, leases.held_by(incarnation))
     while leases.first_pending is not None:
         accepted += leases.accept(A, [take(leases, A)])
     assert sorted(accepted) == list(range(num_units))

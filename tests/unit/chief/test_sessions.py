@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.chief.lives import Life
 from stratagem.chief.sessions import Action, Announce, Dismiss, Fence, Prepare, Release, Sessions, SessionState, StopJob
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, FencedError
 
 
@@ -24,8 +24,8 @@ def make(num_workers: int = 2, num_ps: int = 1, **more: Any) -> Sessions:
 def join(sessions: Sessions, task: str, stream: int, now: float = 0.0, resume: int = 0) -> list[Action]:
     session, actions = sessions.join(task, f"host:{stream}", 1, resume, stream, now)
     if session.task.type == "ps":
-        assert Prepare(session.life) in actions
-        actions = [*actions, *sessions.prepared(session.life)]
+        assert Prepare(session.incarnation) in actions
+        actions = [*actions, *sessions.prepared(session.incarnation)]
     return actions
 
 
@@ -42,7 +42,7 @@ def is_settled(sessions: Sessions) -> bool:
     return sessions.settled  # a call: mypy takes a property for the constant it was in the last assert
 
 
-W0, W1, PS = Life("worker:0", 1), Life("worker:1", 2), Life("ps:0", 3)
+W0, W1, PS = Incarnation("worker:0", 1), Incarnation("worker:1", 2), Incarnation("ps:0", 3)
 
 
 def test_nothing_is_ready_before_everybody_joined() -> None:
@@ -53,17 +53,17 @@ def test_nothing_is_ready_before_everybody_joined() -> None:
     assert (sessions.ready, sessions.waiting_for, sessions.lead) == (False, ["worker:0"], "worker:1")
     join(sessions, "worker:0", 3)
     assert (sessions.ready, sessions.waiting_for, sessions.lead) == (True, [], "worker:0")
-    assert sessions.founders == {Life("worker:0", 3), Life("worker:1", 1)}
+    assert sessions.founders == {Incarnation("worker:0", 3), Incarnation("worker:1", 1)}
 
 
 def test_a_ps_is_announced_only_after_it_is_prepared() -> None:
     sessions = make(1, 1)
     _, actions = sessions.join("ps:0", "host:1", 1, 0, 1, 0.0)
-    assert actions == [Prepare(Life("ps:0", 1))]
-    assert sessions.servers == [Life("ps:0", 1)] and sessions.live("ps") == [] and sessions.routing_epoch == 0
-    assert sessions.prepared(Life("ps:0", 1)) == [Announce()]
+    assert actions == [Prepare(Incarnation("ps:0", 1))]
+    assert sessions.servers == [Incarnation("ps:0", 1)] and sessions.live("ps") == [] and sessions.routing_epoch == 0
+    assert sessions.prepared(Incarnation("ps:0", 1)) == [Announce()]
     assert sessions.routing_epoch == 1
-    assert sessions.prepared(Life("ps:0", 1)) == []
+    assert sessions.prepared(Incarnation("ps:0", 1)) == []
 
 
 def test_a_task_of_another_cluster_is_refused() -> None:
@@ -76,12 +76,12 @@ def test_a_lost_worker_is_released_after_every_ps_refused_it() -> None:
     for stream, task in enumerate(["worker:0", "ps:0", "ps:1"], 1):
         join(sessions, task, stream)
     actions = sessions.stream_ended("worker:0", 1, 1.0)
-    life, servers = Life("worker:0", 1), (Life("ps:0", 2), Life("ps:1", 3))
-    assert Fence(life, servers) in actions and Announce() in actions
+    incarnation, servers = Incarnation("worker:0", 1), (Incarnation("ps:0", 2), Incarnation("ps:1", 3))
+    assert Fence(incarnation, servers) in actions and Announce() in actions
     assert any(isinstance(action, Dismiss) and "broke off" in action.reason for action in actions)
-    assert sessions.fence_acknowledged(life, servers[0]) == []
-    assert sessions.fence_acknowledged(life, servers[1]) == [Release(life)]
-    assert sessions.fence_acknowledged(life, servers[1]) == []
+    assert sessions.fence_acknowledged(incarnation, servers[0]) == []
+    assert sessions.fence_acknowledged(incarnation, servers[1]) == [Release(incarnation)]
+    assert sessions.fence_acknowledged(incarnation, servers[1]) == []
 
 
 def test_a_ps_that_is_lost_need_not_acknowledge() -> None:
@@ -93,7 +93,7 @@ def test_a_ps_that_is_lost_need_not_acknowledge() -> None:
 def test_a_lost_worker_without_any_ps_is_released_at_once() -> None:
     sessions = make(1, 0)
     join(sessions, "worker:0", 1)
-    assert Release(Life("worker:0", 1)) in sessions.stream_ended("worker:0", 1, 1.0)
+    assert Release(Incarnation("worker:0", 1)) in sessions.stream_ended("worker:0", 1, 1.0)
 
 
 def test_silence_loses_a_session_and_heartbeats_keep_it() -> None:
@@ -113,9 +113,11 @@ def test_a_new_process_in_place_of_a_live_one_fences_it() -> None:
     sessions = ready()
     actions = join(sessions, "worker:1", 9, 1.0)
     assert Fence(W1, (PS,)) in actions
-    assert sessions.tasks["worker:1"].life == Life("worker:1", 4)
-    assert sessions.stream_ended("worker:1", 2, 2.0) == [], "the end of the old stream says nothing about the new life"
-    sessions.check(Life("worker:1", 4))
+    assert sessions.tasks["worker:1"].incarnation == Incarnation("worker:1", 4)
+    assert sessions.stream_ended("worker:1", 2, 2.0) == [], (
+        "the end of the old stream says nothing about the new incarnation"
+    )
+    sessions.check(Incarnation("worker:1", 4))
 
 
 def test_a_resumed_session_goes_on_and_a_fenced_one_does_not() -> None:
@@ -216,7 +218,7 @@ def test_a_restarted_chief_waits_for_the_sessions_that_were_live() -> None:
     assert Fence(W1, (PS,)) in sessions.tick(106.5)
     assert is_settled(sessions) and sessions.tasks["ps:0"].resumed
     join(sessions, "worker:1", 3, 107.0)
-    assert sessions.tasks["worker:1"].incarnation == 4
+    assert sessions.tasks["worker:1"].number == 4
 
 
 def test_a_restarted_chief_remembers_who_was_done_or_lost() -> None:

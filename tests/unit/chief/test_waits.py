@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stratagem.chief.lives import Life
 from stratagem.chief.waits import SAME_S, Waits
+from stratagem.cluster.incarnation import Incarnation
 
-ONE, TWO, THREE = (Life(f"worker:{index}", 1) for index in range(3))
+ONE, TWO, THREE = (Incarnation(f"worker:{index}", 1) for index in range(3))
 
 
 def test_a_call_that_is_made_anew_goes_on_waiting() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from stratagem.chief.lending import Lending
-from stratagem.chief.lives import Life
+from stratagem.chief.lease_book import LeaseBook
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.order import epoch_order
@@ -21,14 +21,14 @@ from stratagem.errors import ConfigurationError
 from stratagem.worker.leases import Grant
 from tests.unit.data.reading import CPU, Numbers
 
-WORKER = Life("worker:0", 1)
+WORKER = Incarnation("worker:0", 1)
 
 
 class OneWorker:
     """A UnitSource of the chief's book itself."""
 
     def __init__(self, plan: Plan) -> None:
-        self.lending = Lending()
+        self.lending = LeaseBook()
         self.lending.open_dataset(1, plan)
         self._place = (0, 0)
 
@@ -37,8 +37,8 @@ class OneWorker:
 
     def next(self, wait: bool) -> Grant | None:
         epoch, stop = self._place
-        loans = self.lending.ask(WORKER, 1, epoch, [*self.lending.epoch(1, epoch).held_by(WORKER)], 1, [WORKER], stop)
-        return Grant(loans.loans[0].unit, loans.loans[0].num_examples) if loans.loans else None
+        granted = self.lending.ask(WORKER, 1, epoch, [*self.lending.epoch(1, epoch).held_by(WORKER)], 1, [WORKER], stop)
+        return Grant(granted.granted[0].unit, granted.granted[0].num_examples) if granted.granted else None
 
     def holds(self, grant: Grant) -> bool:
         return True

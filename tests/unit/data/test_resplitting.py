@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.cluster.units import Plan
-from stratagem.data.dealing import Dealing, cut
+from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, StepShare
@@ -74,9 +74,9 @@ def test_the_cut_is_that_of_plans(num_examples: int, num_replicas: int) -> None:
 
 @given(st.integers(1, 100), st.integers(1, 4), st.integers(1, 4))
 def test_every_worker_alone_takes_all_and_together_they_take_all_once(num: int, workers: int, replicas: int) -> None:
-    alone = [row for step in Dealing(workers, 0, replicas, True).steps(num) for rows in step for row in rows]
+    alone = [row for step in BatchSplit(workers, 0, replicas, True).steps(num) for rows in step for row in rows]
     assert alone == list(range(num))
-    dealt = [Dealing(workers, worker, replicas, False).steps(num) for worker in range(workers)]
+    dealt = [BatchSplit(workers, worker, replicas, False).steps(num) for worker in range(workers)]
     assert all(len(steps) == 1 for steps in dealt)
     assert [row for (step,) in dealt for rows in step for row in rows] == list(range(num))
 

@@ -194,7 +194,7 @@ def complete(directory: Path) -> None:
 
 def weights(store: Store, group: int = 1) -> torch.Tensor:
     """The weights as they stand."""
-    return store.state.shelves[group].group.weights
+    return store.state.locked_groups[group].group.weights
 
 
 def in_thread(function: Callable[[], Any]) -> Background:

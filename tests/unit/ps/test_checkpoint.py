@@ -85,7 +85,7 @@ def test_restored_training_equals_uninterrupted(tmp_path: pathlib.Path, optimize
         for worker in workers:
             assert worker.commit(gradient, unit(index), present=masks[index % 4]).applied
     assert torch.equal(weights(stores[0]), weights(stores[1]))
-    first, second = (store.state.shelves[1].group for store in stores)
+    first, second = (store.state.locked_groups[1].group for store in stores)
     assert first.counts == second.counts and first.scalars == second.scalars
     assert all(torch.equal(flat, second.slots[name]) for name, flat in first.slots.items())
 

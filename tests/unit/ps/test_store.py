@@ -113,7 +113,7 @@ def test_hostile_groups_are_refused_before_allocation(
     spec = GroupSpec(2, optimizer, torch.float32, (shard,))
     with pytest.raises(error, match=match):
         store.variables.create_variables(worker.numbered(), [spec], True, CALL)
-    assert list(store.state.shelves) == [1]
+    assert list(store.state.locked_groups) == [1]
 
 
 def test_limits_count_shards_and_slots() -> None:
@@ -141,7 +141,7 @@ def test_commit_applies_and_brings_the_weights() -> None:
 def test_a_version_is_copied_once_for_all_readers() -> None:
     store, workers = started(3)
     workers[0].commit(torch.ones(10), unit(0))
-    publisher = store.state.shelves[1].publisher
+    publisher = store.state.locked_groups[1].publisher
     before = publisher.num_built
     for worker in workers[1:]:
         worker.pull()
@@ -192,7 +192,7 @@ def test_hundred_resends_reorderings_and_other_senders_apply_each_update_once() 
             late = workers[1]
             assert not late.commit(gradient, unit(index), ordinal=rng.randrange(4)).applied
     torch.testing.assert_close(weights(store), expected)
-    group = store.state.shelves[1].group
+    group = store.state.locked_groups[1].group
     assert group.num_updates == 20 and group.counts == [20, 20]
     assert store.state.num_duplicates >= 100
     assert store.state.staging.num_bytes == 0
@@ -281,7 +281,7 @@ def test_absent_gradients_leave_shards_alone() -> None:
     ref = worker.stage(torch.ones(10))
     worker.send(worker.request(ref, [unit(0)], present=b"\x02"))
     assert not weights(store)[:6].any() and (weights(store)[6:] != 0).all()
-    assert store.state.shelves[1].group.counts == [0, 1]
+    assert store.state.locked_groups[1].group.counts == [0, 1]
     with pytest.raises(ProtocolError, match="presence mask of 1 bytes, got 2"):
         worker.commit(torch.ones(10), unit(1), present=b"\x01\x00")
 

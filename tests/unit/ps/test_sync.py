@@ -71,7 +71,7 @@ def test_steps_equal_one_process_on_the_joined_batch(merge: Merge) -> None:
         for worker in workers:
             assert torch.equal(worker.received(), weights(store))
     torch.testing.assert_close(weights(store), reference(joined), rtol=1e-6, atol=1e-6)
-    assert store.state.step == 12 and store.state.shelves[1].publisher.num_built <= 13
+    assert store.state.step == 12 and store.state.locked_groups[1].publisher.num_built <= 13
 
 
 def test_nothing_is_applied_before_every_slice_is_committed() -> None:
@@ -250,7 +250,7 @@ def test_parameter_without_a_gradient_in_some_slices() -> None:
         for worker, unit, mask in ((one, units[0], b"\x01"), (two, units[1], b"\x03"))
     ]
     assert all(call.result().applied for call in calls)
-    assert store.state.shelves[1].group.counts == [1, 1, 0]
+    assert store.state.locked_groups[1].group.counts == [1, 1, 0]
     joined = gradient.clone()
     joined[6:10] = 0.5
     torch.testing.assert_close(weights(store)[:10], reference([joined])[:10])

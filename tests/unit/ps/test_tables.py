@@ -32,7 +32,7 @@ def store_and_worker(optimizer: str = "SGD") -> tuple[Store, TableWorker]:
 
 
 def table(store: Store) -> torch.Tensor:
-    return store.state.shelves[1].group.weights.view(ROWS, WIDTH)
+    return store.state.locked_groups[1].group.weights.view(ROWS, WIDTH)
 
 
 def test_only_the_lead_has_it_made_and_once() -> None:
@@ -102,7 +102,7 @@ def test_exactly_once_whoever_sends_it() -> None:
     assert worker.send(request).applied
     assert not worker.send(request).applied  # a resend
     other = TableWorker(store, "worker:1", worker.spec)
-    assert not other.commit_rows([1, 4, 7], torch.ones(3, WIDTH), UNIT).applied  # the unit, lent again
+    assert not other.commit_rows([1, 4, 7], torch.ones(3, WIDTH), UNIT).applied  # the unit, leased again
     assert store.state.num_duplicates == 2
     assert other.commit_rows([7], torch.ones(1, WIDTH), UNIT, ordinal=1).applied
     worker.close(UNIT, num_updates=2)
@@ -116,10 +116,10 @@ def test_an_update_of_no_row_here_counts() -> None:
     worker.create_table()
     before = table(store).clone()
     assert worker.commit_rows([], torch.empty(0, WIDTH), UNIT).applied
-    assert store.state.shelves[1].group.counts == [1] and torch.equal(table(store), before)
+    assert store.state.locked_groups[1].group.counts == [1] and torch.equal(table(store), before)
     assert store.state.units.is_applied(UNIT, 0)
     assert worker.commit_rows([3], torch.ones(1, WIDTH), Unit(1, 0, 1), action=SKIP).applied is False
-    assert store.state.shelves[1].group.counts == [1]
+    assert store.state.locked_groups[1].group.counts == [1]
 
 
 def test_a_gradient_that_begins_anew_replaces_the_first() -> None:
@@ -184,7 +184,7 @@ def test_a_synchronous_step_is_one_update_of_the_union(merge: Merge) -> None:
     two.prepare(ref, units[1], part(1))
     assert two.send(two.request(ref, [units[1]], slice=part(1))).applied and waiting.result().applied
     torch.testing.assert_close(table(store), reference.detach(), rtol=1e-6, atol=1e-6)
-    assert store.state.shelves[1].group.counts == [1]
+    assert store.state.locked_groups[1].group.counts == [1]
 
 
 def test_facts_of_a_synchronous_step_are_those_of_the_sum() -> None:

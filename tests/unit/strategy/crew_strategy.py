@@ -11,14 +11,14 @@ import torch
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
-from stratagem.strategy.replicas.crew import Crew
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.strategy.values import PerReplica, ReduceOp, local_values
 from stratagem.worker.ring.communicator import Communicator
 
 
-class CrewStrategy(Strategy):
-    """Runs a step on a crew of CPU replicas; with a communicator, on those of other workers too.
+class ReplicaThreadsStrategy(Strategy):
+    """Runs a step on a replica_threads of CPU replicas; with a communicator, on those of other workers too.
 
     Args:
         num_local: replicas in this process.
@@ -28,7 +28,7 @@ class CrewStrategy(Strategy):
     def __init__(self, num_local: int, communicator: Communicator | None = None) -> None:
         self._devices = (torch.device("cpu"),) * num_local
         self.communicator = communicator
-        self.crew = Crew(self._devices)
+        self.replica_threads = ReplicaThreads(self._devices)
         self.num_reduced = 0
         self.place: torch.device | None = None
         self._ops = ReductionToOneDevice()
@@ -47,11 +47,11 @@ class CrewStrategy(Strategy):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         def step(replica: int) -> Any:
-            with ReplicaContext(self, self.crew, replica, self._ops, self.communicator).entered():
+            with ReplicaContext(self, self.replica_threads, replica, self._ops, self.communicator).entered():
                 return fn(*args, **(kwargs or {}))
 
         work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]
-        return PerReplica(tuple(self.crew.run(work)))
+        return PerReplica(tuple(self.replica_threads.run(work)))
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         self.num_reduced += 1

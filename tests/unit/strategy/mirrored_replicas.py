@@ -1,4 +1,4 @@
-"""Replicas with mirrored objects: a crew, and as much of a strategy as mirrors need."""
+"""Replicas with mirrored objects: a replica_threads, and as much of a strategy as mirrors need."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from stratagem.strategy.replicas.crew import Crew, current_replica
 from stratagem.strategy.replicas.mirrors import Mirrors
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ class Replicas:
     """Two replicas on the CPU, unless other devices are given."""
 
     def __init__(self, devices: Sequence[str] = ("cpu:0", "cpu:1")) -> None:
-        self.crew = Crew([torch.device(device) for device in devices])
-        self.mirrors = Mirrors(self.crew.devices, current_replica, meet=self.crew.meet)
+        self.replica_threads = ReplicaThreads([torch.device(device) for device in devices])
+        self.mirrors = Mirrors(self.replica_threads.devices, current_replica, meet=self.replica_threads.meet)
 
     def prepare(self, *objects: Any) -> Any:
         """The prepared object, or all of them."""
@@ -33,7 +33,9 @@ class Replicas:
     def run(self, step: Callable[[int], T]) -> list[T]:
         """Calls ``step`` in each replica, with its number."""
         with self.mirrors.running():
-            return self.crew.run([functools.partial(step, replica) for replica in range(self.crew.size)])
+            return self.replica_threads.run(
+                [functools.partial(step, replica) for replica in range(self.replica_threads.size)]
+            )
 
     def copies(self, proxy: Any) -> tuple[Any, ...]:
         """What a proxy stands for on each replica."""
@@ -44,7 +46,7 @@ class Replicas:
         """In a step, after backward: every replica gets the mean of all replicas' gradients."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                parameter.grad = self.crew.meet(f"gradient of {name}", parameter.grad, _averages)
+                parameter.grad = self.replica_threads.meet(f"gradient of {name}", parameter.grad, _averages)
 
 
 def _averages(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy, get_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context, in_cross_replica_context
-from stratagem.strategy.replicas.crew import Crew, current_replica
 from stratagem.strategy.replicas.cross_device_ops import HierarchicalCopyAllReduce
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 from stratagem.strategy.values import PerReplica
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
@@ -31,11 +31,11 @@ class Several(Strategy):
         self.workers = workers
         self.num_workers = 1 if workers is None else workers.size
         first = 0 if workers is None else workers.rank * num_local
-        self.crew = Crew([torch.device("cpu")] * num_local, first) if num_local else None
+        self.replica_threads = ReplicaThreads([torch.device("cpu")] * num_local, first) if num_local else None
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return self.num_workers * (self.crew.size if self.crew else 1)
+        return self.num_workers * (self.replica_threads.size if self.replica_threads else 1)
 
     def each(self, fn: Callable[[ReplicaContext], Any]) -> list[Any]:
         """Calls ``fn`` in the context of each local replica."""
@@ -44,11 +44,14 @@ class Several(Strategy):
             with context.entered():
                 return fn(context)
 
-        if self.crew is None:
+        if self.replica_threads is None:
             return [work(ReplicaContext(self, workers=self.workers))]
         ops = HierarchicalCopyAllReduce()
-        contexts = [ReplicaContext(self, self.crew, replica, ops, self.workers) for replica in range(self.crew.size)]
-        return self.crew.run([functools.partial(work, context) for context in contexts])
+        contexts = [
+            ReplicaContext(self, self.replica_threads, replica, ops, self.workers)
+            for replica in range(self.replica_threads.size)
+        ]
+        return self.replica_threads.run([functools.partial(work, context) for context in contexts])
 
 
 @contextlib.contextmanager
@@ -57,8 +60,8 @@ def strategy_of(num_local: int, workers: Communicator | None = None) -> Iterator
     try:
         yield strategy
     finally:
-        if strategy.crew is not None:
-            strategy.crew.close()
+        if strategy.replica_threads is not None:
+            strategy.replica_threads.close()
 
 
 @pytest.fixture(params=[1, 2, 3])

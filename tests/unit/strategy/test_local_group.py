@@ -16,10 +16,10 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.crew import Crew, Doing
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
 from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
+from stratagem.strategy.replicas.replica_threads import Doing, ReplicaThreads
 from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.schedule import cut
@@ -88,7 +88,7 @@ def check_every_collective(communicator: Communicator) -> None:
 
 
 def test_every_collective(several: Replicas) -> None:
-    assert [communicator.rank for communicator in several.communicators] == list(range(several.crew.size))
+    assert [communicator.rank for communicator in several.communicators] == list(range(several.replica_threads.size))
     several.run(check_every_collective)
 
 
@@ -118,9 +118,9 @@ def test_a_sum_crosses_between_workers_once() -> None:
 def test_workers_need_equal_numbers_of_replicas() -> None:
     def work(worker: Communicator) -> None:
         size = worker.rank + 1
-        crew = Crew([torch.device("cpu")] * size, worker.rank * size)
-        with contextlib.closing(crew):
-            LocalGroup.make(crew, ReductionToOneDevice(), worker)
+        replica_threads = ReplicaThreads([torch.device("cpu")] * size, worker.rank * size)
+        with contextlib.closing(replica_threads):
+            LocalGroup.make(replica_threads, ReductionToOneDevice(), worker)
 
     _, errors = run_ranks_with_errors(2, work)
     for rank, error in enumerate(errors):
@@ -171,7 +171,7 @@ def test_a_replica_that_ends_early_is_named(two: Replicas, queued: bool) -> None
         communicator.barrier()
         if communicator.rank == 0 and queued:
             future = communicator.submit(communicator.barrier)
-            with two.crew.waiting():
+            with two.replica_threads.waiting():
                 future.result()
         elif communicator.rank == 0:
             communicator.barrier()
@@ -189,7 +189,7 @@ def test_a_replica_that_ends_early_is_named(two: Replicas, queued: bool) -> None
 def test_a_collective_does_not_wait_for_a_meeting(two: Replicas, at_meeting: int) -> None:
     def work(communicator: ReplicaCommunicator) -> None:
         if communicator.rank == at_meeting:
-            two.crew.meet("a meeting", None, lambda given: given)
+            two.replica_threads.meet("a meeting", None, lambda given: given)
         else:
             communicator.barrier()
 
@@ -214,10 +214,10 @@ def test_a_bucket_may_be_on_its_way_while_the_replicas_meet(two: Replicas) -> No
 
         if communicator.rank == 0:
             futures.append(communicator.submit(bucket))
-        two.crew.meet("a meeting", None, decide)
+        two.replica_threads.meet("a meeting", None, decide)
         if communicator.rank == 1:
             futures.append(communicator.submit(bucket))
-        with two.crew.waiting():
+        with two.replica_threads.waiting():
             return futures[communicator.rank].result(DEADLINE_S).item()
 
     assert two.run(work) == [2.0, 2.0]
@@ -230,22 +230,22 @@ def test_what_a_replica_has_queued_is_waited_for_while_it_meets(two: Replicas) -
             return communicator.all_reduce(torch.ones(1))
 
         if communicator.rank == 0:
-            with two.crew.waiting():
-                wait_until(lambda: two.crew.doing(1) is Doing.MEETING)
+            with two.replica_threads.waiting():
+                wait_until(lambda: two.replica_threads.doing(1) is Doing.MEETING)
             total = communicator.all_reduce(torch.ones(1))
-            two.crew.meet("a meeting", None, lambda given: given)
+            two.replica_threads.meet("a meeting", None, lambda given: given)
             return total.item()
         future = communicator.submit(bucket)
-        two.crew.meet("a meeting", None, lambda given: given)
-        with two.crew.waiting():
+        two.replica_threads.meet("a meeting", None, lambda given: given)
+        with two.replica_threads.waiting():
             return future.result(DEADLINE_S).item()
 
     assert two.run(work) == [2.0, 2.0]
 
 
 def test_a_replica_that_computes_long_is_waited_for() -> None:
-    crew = Crew([torch.device("cpu")] * 2)
-    groups = LocalGroup.make(crew, ReductionToOneDevice(), timeout_s=0.001)
+    replica_threads = ReplicaThreads([torch.device("cpu")] * 2)
+    groups = LocalGroup.make(replica_threads, ReductionToOneDevice(), timeout_s=0.001)
     communicators = [ReplicaCommunicator(group) for group in groups]
     timed_out = threading.Event()  # nobody sets it
 
@@ -258,14 +258,17 @@ def test_a_replica_that_computes_long_is_waited_for() -> None:
         return communicator.all_reduce(torch.ones(1)).item()
 
     try:
-        assert crew.run([functools.partial(work, communicator) for communicator in communicators]) == [2.0, 2.0]
+        assert replica_threads.run([functools.partial(work, communicator) for communicator in communicators]) == [
+            2.0,
+            2.0,
+        ]
         # Outside of a step nobody can be computing.
         with pytest.raises(CollectiveError, match=r"waits for replica 1, which did not come within 0.001 s"):
             communicators[0].barrier()
     finally:
         for communicator in communicators:
             communicator.close()
-        crew.close()
+        replica_threads.close()
 
 
 def test_an_error_while_the_last_one_works_reaches_all(two: Replicas, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,10 +355,10 @@ def trained(
     original = build(factory)
     torch.manual_seed(seed)
     models = [original, *(copy.deepcopy(original) for _ in made.communicators[1:])]
-    waiting = WaitingMeter(meter, made.crew)
+    waiting = WaitingMeter(meter, made.replica_threads)
     # Reducers find out together whether all have the same parameters.
     trainings = made.run(lambda communicator: Training(models[communicator.rank], communicator, waiting))
-    every = SHARES[made.crew.size]
+    every = SHARES[made.replica_threads.size]
     try:
         for number in range(STEPS):
             step = functools.partial(take_step, trainings, number, every[number % len(every)])
@@ -408,7 +411,7 @@ def test_replicas_of_several_workers_train_as_one_process() -> None:
 
     def work(worker: Communicator) -> list[list[torch.Tensor]]:
         with replicas(2, worker) as made:
-            meter = WaitingMeter(StepMeter(), made.crew)
+            meter = WaitingMeter(StepMeter(), made.replica_threads)
             trainings = made.run(lambda communicator: Training(models[communicator.rank], communicator, meter))
             for number in range(4):
                 made.run(functools.partial(take_step, trainings, number, shares[number % 2]))
@@ -446,7 +449,7 @@ def test_only_what_all_replicas_wait_for_counts_as_communication(two: Replicas) 
             yield
             inside.append("no more")
 
-    meter, second_waits = WaitingMeter(Recorder(), two.crew), threading.Event()
+    meter, second_waits = WaitingMeter(Recorder(), two.replica_threads), threading.Event()
     seen: list[list[str]] = []
 
     def work(communicator: ReplicaCommunicator) -> None:
@@ -521,7 +524,9 @@ def test_a_replica_that_raises_ends_the_others_and_is_named(two: Replicas, where
 def test_the_communicators_work_again_after_a_failure(several: Replicas) -> None:
     def work(communicator: ReplicaCommunicator) -> None:
         communicator.barrier()
-        several.crew.meet("a meeting", None, lambda given: given)  # after which the first replica goes on first
+        several.replica_threads.meet(
+            "a meeting", None, lambda given: given
+        )  # after which the first replica goes on first
         if communicator.rank == 1:
             raise Fault("between collectives")
         communicator.submit(communicator.barrier)  # nobody looks at it any more

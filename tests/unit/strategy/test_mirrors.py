@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.crew import current_replica
 from stratagem.strategy.replicas.mirrors import mirror
+from stratagem.strategy.replicas.replica_threads import current_replica
 from tests.unit.strategy.mirrored_replicas import INPUTS, TARGETS, Replicas, equal, loss_of, net, train_step
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
@@ -24,7 +24,7 @@ Optimizers = Callable[[Any], torch.optim.Optimizer]
 def replicas() -> Iterator[Replicas]:
     made = Replicas()
     yield made
-    made.crew.close()
+    made.replica_threads.close()
 
 
 OPTIMIZERS: dict[str, Optimizers] = {
@@ -171,7 +171,7 @@ def test_objects_may_come_in_any_order(replicas: Replicas) -> None:
 
 def test_mirror_makes_mirrors_of_objects(replicas: Replicas) -> None:
     own = net()
-    mirrors = mirror([own], replicas.crew.devices, current_replica, meet=replicas.crew.meet)
+    mirrors = mirror([own], replicas.replica_threads.devices, current_replica, meet=replicas.replica_threads.meet)
     assert mirrors.proxies == [own] and mirrors.replicas[0] == [own] and mirrors.replicas[1] != [own]
 
 
@@ -186,7 +186,13 @@ def test_what_is_kept_is_not_copied(replicas: Replicas) -> None:
     own: Any = net()
     own.extra = [values[0]]
     optimizer = torch.optim.SGD([*own.parameters(), values[0]], 0.1, momentum=0.9)
-    mirrors = mirror([own, optimizer], replicas.crew.devices, current_replica, meet=replicas.crew.meet, keep=keep)
+    mirrors = mirror(
+        [own, optimizer],
+        replicas.replica_threads.devices,
+        current_replica,
+        meet=replicas.replica_threads.meet,
+        keep=keep,
+    )
     second, its = mirrors.replicas[1]
     assert second.extra[0] is values[1] and its.param_groups[0]["params"][-1] is values[1]
     values[0].grad = torch.ones(2)
@@ -295,4 +301,4 @@ def test_each_copy_is_on_the_device_of_its_replica(devices: tuple[str, str]) -> 
     one, other = (copy.deepcopy(module).cpu() for module in replicas.copies(model))
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-    replicas.crew.close()
+    replicas.replica_threads.close()

@@ -39,7 +39,7 @@ class Net(nn.Module):
 def replicas() -> Iterator[Replicas]:
     made = Replicas()
     yield made
-    made.crew.close()
+    made.replica_threads.close()
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_while_replicas_wait(replicas: Replicas, own: Net) -> None:
 
     def step(replica: int) -> tuple[str, float]:
         model.body[1].p = 0.2 + 0.1 * replica
-        replicas.crew.meet("merge", None, outside)
+        replicas.replica_threads.meet("merge", None, outside)
         return model.mode, float(model.offset[0])
 
     assert replicas.run(step) == [("slow", 4.0)] * 2

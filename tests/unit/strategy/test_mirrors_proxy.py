@@ -55,7 +55,7 @@ class Net(nn.Module):
 def replicas() -> Iterator[Replicas]:
     made = Replicas()
     yield made
-    made.crew.close()
+    made.replica_threads.close()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 def replicas() -> Iterator[Replicas]:
     made = Replicas()
     yield made
-    made.crew.close()
+    made.replica_threads.close()
 
 
 def net() -> nn.Sequential:

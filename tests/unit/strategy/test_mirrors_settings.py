@@ -18,7 +18,7 @@ from tests.unit.strategy.mirrored_replicas import Replicas, equal, loss_of, net,
 def replicas() -> Iterator[Replicas]:
     made = Replicas()
     yield made
-    made.crew.close()
+    made.replica_threads.close()
 
 
 def test_every_step_has_one_rate_whoever_is_first(replicas: Replicas) -> None:

@@ -25,7 +25,7 @@ from stratagem.strategy.replicas.variable import (
 from stratagem.strategy.values import PerReplica
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
-from tests.unit.strategy.crew_strategy import CrewStrategy, replica_id, values_of
+from tests.unit.strategy.crew_strategy import ReplicaThreadsStrategy, replica_id, values_of
 
 NONE, SUM, MEAN, FIRST = (
     VariableAggregation.NONE,
@@ -36,21 +36,21 @@ NONE, SUM, MEAN, FIRST = (
 ON_READ = VariableSynchronization.ON_READ
 
 
-Use = Callable[[int], CrewStrategy]
+Use = Callable[[int], ReplicaThreadsStrategy]
 
 
 @pytest.fixture
 def use() -> Iterator[Use]:
     """Builds a strategy of so many replicas, and ends them."""
-    built: list[CrewStrategy] = []
+    built: list[ReplicaThreadsStrategy] = []
 
-    def build(num_local: int) -> CrewStrategy:
-        built.append(CrewStrategy(num_local))
+    def build(num_local: int) -> ReplicaThreadsStrategy:
+        built.append(ReplicaThreadsStrategy(num_local))
         return built[-1]
 
     yield build
     for strategy in built:
-        strategy.crew.close()
+        strategy.replica_threads.close()
 
 
 def test_outside_any_scope_it_is_a_plain_value() -> None:
@@ -227,7 +227,7 @@ def test_a_variable_of_no_scope_cannot_be_changed_by_several_replicas(use: Use) 
     strategy = use(2)
     outside = Variable(1.0, SUM)
     assert values_of(strategy.run(lambda: float(outside))) == [1.0, 1.0]
-    with pytest.raises(ConfigurationError, match="outside the scope of CrewStrategy"):
+    with pytest.raises(ConfigurationError, match="outside the scope of ReplicaThreadsStrategy"):
         strategy.run(lambda: outside.assign_add(1.0))
 
 
@@ -319,8 +319,8 @@ def test_variables_of_a_strategy_in_order_while_they_live(use: Use) -> None:
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_several_workers(num_local: int) -> None:
     def work(communicator: Communicator) -> tuple[list[float], list[float]]:
-        strategy = CrewStrategy(num_local, communicator)
-        with contextlib.closing(strategy.crew), strategy.scope():
+        strategy = ReplicaThreadsStrategy(num_local, communicator)
+        with contextlib.closing(strategy.replica_threads), strategy.scope():
             rank = float(communicator.rank)
             aggregations = (SUM, MEAN, FIRST)
             written = [Variable(10.0 + rank, aggregation) for aggregation in aggregations]

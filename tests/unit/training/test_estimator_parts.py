@@ -167,7 +167,7 @@ def test_worker_processes_and_rows_read_at_once() -> None:
     ("source", "match"),
     [
         (numbers(batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)), "shuffle=True or shuffle=False"),
-        ([torch.zeros(4)], "lends batches by number"),
+        ([torch.zeros(4)], "leases batches by number"),
         (numbers(3, batch_size=4, drop_last=True), "no batch to train on"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_prepared_model_is_exported_bare(tmp_path: Path) -> None:
 
 def test_of_several_replicas_the_first_is_exported(tmp_path: Path) -> None:
     replicas = Replicas()
-    with closing(replicas.crew):
+    with closing(replicas.replica_threads):
         prepared = replicas.prepare(reader())
         exported_reader(tmp_path / "out", prepared)
         loaded = replicas.prepare(load_model(tmp_path / "out"))

@@ -1,6 +1,6 @@
 """Where sockets of the tcp and shm lanes come in: negotiated over gRPC, opened by a token that works once.
 
-A peer asks over gRPC for a way in and gets a token that is bound to it, to its process life and to one purpose. It
+A peer asks over gRPC for a ticket in and gets a token that is bound to it, to its process life and to one purpose. It
 connects and shows the token as the first bytes; whoever shows none, or a wrong one, is dropped.
 """
 
@@ -29,16 +29,16 @@ from stratagem.rpc.tls_files import Stamp, identity_of
 Kind = Literal["tcp", "shm"]
 TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
-"""Seconds a visitor may take for the TLS handshake and its token, both together."""
-MAX_VISITORS = 64
+"""Seconds a peer may take for the TLS handshake and its token, both together."""
+MAX_PENDING_PEERS = 64
 """Visitors being looked at, each by a thread. When one more comes, the one that has taken longest is sent away: an
-honest visitor is done within milliseconds."""
+honest peer is done within milliseconds."""
 MAX_LANES_PER_PEER = 128
 _MAX_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class LaneTicket:
     """How a peer gets in."""
 
     token: bytes
@@ -49,14 +49,14 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Guest:
+class _PendingPeer:
     """Somebody who is expected."""
 
     who: Hashable
     task: str
 
 
-class Door:
+class LaneListener:
     """Listens for one server, on TCP and on an abstract Unix socket, as soon as somebody asks for it.
 
     Args:
@@ -71,48 +71,48 @@ class Door:
         self._security = security
         self._max_lanes_per_peer = max_lanes_per_peer
         self._changed = threading.Condition()
-        self._tokens: dict[bytes, _Guest] = {}
+        self._tokens: dict[bytes, _PendingPeer] = {}
         self._arrived: dict[Hashable, tuple[str, socket.socket]] = {}
         """Task and socket of those who have come in."""
-        self._visitors: dict[threading.Thread, socket.socket] = {}
+        self._pending_peers: dict[threading.Thread, socket.socket] = {}
         """Those being looked at, the oldest first."""
         self._context: tuple[Stamp, ssl.SSLContext | None] = (), None
         self._listeners: dict[Kind, socket.socket] = {}
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
 
-    def expect(self, who: Hashable, kind: Kind, task: str = "") -> Way:
+    def expect(self, who: Hashable, kind: Kind, task: str = "") -> LaneTicket:
         """Lets ``who`` in once.
 
         Args:
-            who: identity of the visitor and its purpose; :meth:`wait` is asked for the same.
+            who: identity of the peer and its purpose; :meth:`wait` is asked for the same.
             kind: of the lane: "shm" comes in by a Unix socket.
-            task: task id of the visitor; over TLS its certificate has to say so too.
+            task: task id of the peer; over TLS its certificate has to say so too.
 
         Raises:
-            PeerUnavailableError: the door is closed, or cannot be opened at its host.
+            PeerUnavailableError: the listener is closed, or cannot be opened at its host.
             LimitError: too many are expected; names the limit.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         with self._changed:
             if self._closed.is_set():
                 raise PeerUnavailableError("this task opens no further lanes")
-            self._tokens = {known: guest for known, guest in self._tokens.items() if guest.who != who}
+            self._tokens = {known: pending for known, pending in self._tokens.items() if pending.who != who}
             stale = self._arrived.pop(who, None)
             if stale is not None:
                 stale[1].close()
             self._check_room(task)
             listener = self._listeners.get(kind) or self._listen(kind)
-            self._tokens[token] = _Guest(who, task)
+            self._tokens[token] = _PendingPeer(who, task)
         if kind == "shm":
-            return Way(token, socket_name=listener.getsockname()[1:].decode())
-        return Way(token, port=listener.getsockname()[1])
+            return LaneTicket(token, socket_name=listener.getsockname()[1:].decode())
+        return LaneTicket(token, port=listener.getsockname()[1])
 
     def wait(self, who: Hashable, deadline: float) -> socket.socket:
         """The socket of ``who``, once it has come in; the caller owns it.
 
         Raises:
-            PeerUnavailableError: not before ``deadline`` (``time.monotonic()`` seconds), or the door closed.
+            PeerUnavailableError: not before ``deadline`` (``time.monotonic()`` seconds), or the listener closed.
         """
         with self._changed:
             self._changed.wait_for(
@@ -125,7 +125,7 @@ class Door:
     def forget(self, who: Hashable) -> None:
         """Does not let ``who`` in any more."""
         with self._changed:
-            self._tokens = {known: guest for known, guest in self._tokens.items() if guest.who != who}
+            self._tokens = {known: pending for known, pending in self._tokens.items() if pending.who != who}
             stale = self._arrived.pop(who, None)
         if stale is not None:
             stale[1].close()
@@ -137,21 +137,21 @@ class Door:
             self._tokens.clear()
             left = [sock for _, sock in self._arrived.values()]
             self._arrived.clear()
-            visitors = {**self._visitors}
+            peers = {**self._pending_peers}
             self._changed.notify_all()
         for sock in left:
             sock.close()
-        for visitor in visitors.values():
-            _send_away(visitor)
+        for peer in peers.values():
+            _send_away(peer)
         for listener in self._listeners.values():
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-        for thread in [*self._threads, *visitors]:
+        for thread in [*self._threads, *peers]:
             thread.join(TOKEN_TIMEOUT_S)
 
     def _check_room(self, task: str) -> None:
-        num_lanes = sum(guest.task == task for guest in self._tokens.values())
+        num_lanes = sum(pending.task == task for pending in self._tokens.values())
         num_lanes += sum(owner == task for owner, _ in self._arrived.values())
         if num_lanes >= self._max_lanes_per_peer:
             raise LimitError(f"{task} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer")
@@ -169,7 +169,7 @@ class Door:
         except OSError as error:
             raise PeerUnavailableError(f"cannot listen for {kind} lanes at {self._host}: {error}") from None
         self._listeners[kind] = listener
-        thread = threading.Thread(target=self._accept, args=(listener,), name="door", daemon=True)
+        thread = threading.Thread(target=self._accept, args=(listener,), name="listener", daemon=True)
         self._threads.append(thread)
         thread.start()
         return listener
@@ -177,53 +177,53 @@ class Door:
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
             try:
-                visitor, _ = listener.accept()
-            except OSError:  # closed (the loop ends), or a visitor that went away again
+                peer, _ = listener.accept()
+            except OSError:  # closed (the loop ends), or a peer that went away again
                 continue
-            # A visitor of its own thread: one that shows nothing must not keep the others waiting.
-            thread = threading.Thread(target=self._attend, args=(visitor,), name="door-check", daemon=True)
+            # A peer of its own thread: one that shows nothing must not keep the others waiting.
+            thread = threading.Thread(target=self._attend, args=(peer,), name="listener-check", daemon=True)
             with self._changed:
-                while len(self._visitors) >= MAX_VISITORS and not self._closed.is_set():
-                    _send_away(next(iter(self._visitors.values())))
+                while len(self._pending_peers) >= MAX_PENDING_PEERS and not self._closed.is_set():
+                    _send_away(next(iter(self._pending_peers.values())))
                     self._changed.wait(0.1)
-                self._visitors[thread] = visitor
+                self._pending_peers[thread] = peer
             thread.start()
 
-    def _attend(self, visitor: socket.socket) -> None:
+    def _attend(self, peer: socket.socket) -> None:
         try:
-            self._check(visitor)
+            self._check(peer)
         finally:
             with self._changed:
-                self._visitors.pop(threading.current_thread(), None)
+                self._pending_peers.pop(threading.current_thread(), None)
                 self._changed.notify_all()
 
-    def _check(self, visitor: socket.socket) -> None:
+    def _check(self, peer: socket.socket) -> None:
         deadline = time.monotonic() + TOKEN_TIMEOUT_S
         try:
-            visitor.settimeout(TOKEN_TIMEOUT_S)
-            if visitor.family == socket.AF_UNIX:
-                if peer_uid(visitor) != os.getuid():
+            peer.settimeout(TOKEN_TIMEOUT_S)
+            if peer.family == socket.AF_UNIX:
+                if peer_uid(peer) != os.getuid():
                     raise PermissionError("another user")
             else:
-                tune(visitor)
+                tune(peer)
                 if (tls := self._server_context()) is not None:
-                    visitor = tls.wrap_socket(visitor, server_side=True, do_handshake_on_connect=False)
+                    peer = tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
                     with self._changed:  # wrapping has moved it: who sends it away must find it
-                        self._visitors[threading.current_thread()] = visitor
-                    visitor.do_handshake()
-            guest = self._identify(_read_exactly(visitor, TOKEN_BYTES, deadline))
-            if isinstance(visitor, ssl.SSLSocket) and identity_of(visitor.getpeercert()) != guest.task:
+                        self._pending_peers[threading.current_thread()] = peer
+                    peer.do_handshake()
+            pending = self._identify(_read_exactly(peer, TOKEN_BYTES, deadline))
+            if isinstance(peer, ssl.SSLSocket) and identity_of(peer.getpeercert()) != pending.task:
                 raise PermissionError("another task's certificate")
-            visitor.settimeout(TOKEN_TIMEOUT_S)
-            visitor.sendall(b"\1")
+            peer.settimeout(TOKEN_TIMEOUT_S)
+            peer.sendall(b"\1")
         except (OSError, ConfigurationError):  # TLS errors, timeouts, wrong tokens; certificates that cannot be read
-            visitor.close()
+            peer.close()
             return
         with self._changed:
             if self._closed.is_set():
-                visitor.close()
+                peer.close()
             else:
-                self._arrived[guest.who] = (guest.task, visitor)
+                self._arrived[pending.who] = (pending.task, peer)
             self._changed.notify_all()
 
     def _server_context(self) -> ssl.SSLContext | None:
@@ -233,41 +233,43 @@ class Door:
             self._context = stamp, self._security.server_context()
         return self._context[1]
 
-    def _identify(self, shown: bytes) -> _Guest:
+    def _identify(self, shown: bytes) -> _PendingPeer:
         with self._changed:
-            for token, guest in self._tokens.items():
+            for token, pending in self._tokens.items():
                 if hmac.compare_digest(token, shown):
                     del self._tokens[token]
-                    return guest
+                    return pending
         raise PermissionError("unknown token")
 
 
-def knock(way: Way, host: str, deadline: float, peer: str = "", security: Security = OPEN) -> socket.socket:
-    """Goes in at somebody's door.
+def connect_lane(
+    ticket: LaneTicket, host: str, deadline: float, peer: str = "", security: Security = OPEN
+) -> socket.socket:
+    """Goes in at somebody's listener.
 
     Args:
-        way: what the owner of the door answered over gRPC.
+        ticket: what the owner of the listener answered over gRPC.
         host: where it is; not used for a Unix socket.
         deadline: ``time.monotonic()`` seconds.
         peer: task id of its owner; over TLS nobody else is accepted.
-        security: of the visitor.
+        security: of the peer.
 
     Raises:
         PeerUnavailableError: nobody is there, or it does not let us in.
     """
     timeout_s = max(0.1, deadline - time.monotonic())
     try:
-        if way.socket_name:
+        if ticket.socket_name:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(timeout_s)
-            sock.connect(f"\0{way.socket_name}")
+            sock.connect(f"\0{ticket.socket_name}")
         else:
-            sock = socket.create_connection((host, way.port), timeout_s)
+            sock = socket.create_connection((host, ticket.port), timeout_s)
             tune(sock)
             if (tls := security.client_context()) is not None:
                 sock = tls.wrap_socket(sock, server_hostname=server_name(peer))
         try:
-            sock.sendall(way.token)
+            sock.sendall(ticket.token)
             if _read_exactly(sock, 1, max(deadline, time.monotonic() + 0.1)) != b"\1":
                 raise PermissionError("the token was refused")
             sock.settimeout(timeout_s)
@@ -275,7 +277,7 @@ def knock(way: Way, host: str, deadline: float, peer: str = "", security: Securi
             sock.close()
             raise
     except OSError as error:
-        where = way.socket_name or f"{host}:{way.port}"
+        where = ticket.socket_name or f"{host}:{ticket.port}"
         raise PeerUnavailableError(f"could not open a lane at {where}: {error}") from None
     return sock
 
@@ -286,10 +288,10 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-def _send_away(visitor: socket.socket) -> None:
+def _send_away(peer: socket.socket) -> None:
     """Ends what its thread waits for; the thread closes it."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(visitor, socket.SHUT_RDWR)  # of TLS sockets too: theirs is not for other threads
+        socket.socket.shutdown(peer, socket.SHUT_RDWR)  # of TLS sockets too: theirs is not for other threads
 
 
 def _read_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:

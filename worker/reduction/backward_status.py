@@ -13,7 +13,7 @@ from stratagem.worker.reduction.same_bits import alike
 
 
 @dataclasses.dataclass(frozen=True)
-class Tail:
+class BackwardStatus:
     """One rank's end of a backward. Sums of these are exact, so they travel as float64 whatever the wire dtype is."""
 
     present: Sequence[bool]
@@ -44,7 +44,7 @@ class Tail:
         head.append(float(self.wants_end))
         return torch.tensor(head + groups + of_rank + [float(flag) for flag in self.present], dtype=torch.float64)
 
-    def decode(self, total: torch.Tensor, size: int) -> MergedTail:
+    def decode(self, total: torch.Tensor, size: int) -> MergedStatus:
         """What the sum of all ranks' tails says.
 
         Raises:
@@ -74,11 +74,11 @@ class Tail:
                 "backward() without it: call it on every rank before every backward(), or on none"
             )
         is_alike = alike(settings) and alike(bits)
-        return MergedTail([bool(flag) for flag in flags], numerator if num_with else None, bool(ends), is_alike)
+        return MergedStatus([bool(flag) for flag in flags], numerator if num_with else None, bool(ends), is_alike)
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedTail:
+class MergedStatus:
     """What is true of all ranks together."""
 
     present: Sequence[bool]

@@ -24,7 +24,7 @@ TELL_S = 3.0
 """Seconds to wait until the other ranks have heard of a breakage."""
 
 
-class Breakage:
+class FailureDiagnosis:
     """Why the collectives of a generation are broken; only the first reason counts.
 
     Args:

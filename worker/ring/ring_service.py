@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
-from stratagem.rpc.door import MAX_LANES_PER_PEER, Door, Kind, Way
 from stratagem.rpc.generated import chief_pb2, common_pb2, lane_pb2, worker_pb2
 from stratagem.rpc.grpc_lane import FrameStream, ServedGrpcLane
 from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, Kind, LaneListener, LaneTicket
 from stratagem.rpc.security import OPEN, Security
-from stratagem.worker.ring.breakage import ANSWER_S, Breakage
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.failure_diagnosis import ANSWER_S, FailureDiagnosis
 from stratagem.worker.ring.meeting import MeetingRoom
 from stratagem.worker.ring.members import members_of
 from stratagem.worker.ring.peers import PATIENCE_S
@@ -27,7 +27,7 @@ Visitor = tuple[str, int, int, str]
 _KINDS: dict[int, Kind] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
 
 
-class Entrance:
+class RingService:
     """The ring side of a worker's server; it stands before the ring exists and after it broke.
 
     Args:
@@ -49,11 +49,11 @@ class Entrance:
         max_lanes_per_peer: int = MAX_LANES_PER_PEER,
         max_inbox_bytes: int = INBOX_BYTES,
     ) -> None:
-        self.door = Door(host, security, max_lanes_per_peer)
+        self.listener = LaneListener(host, security, max_lanes_per_peer)
         self.max_inbox_bytes = max_inbox_bytes
         self._max_lanes_per_peer = max_lanes_per_peer
         self.communicator: Communicator | None = None
-        self.breakage: Breakage | None = None
+        self.breakage: FailureDiagnosis | None = None
         self._membership = membership
         self._meter = meter
         self._room: MeetingRoom[worker_pb2.Description] = MeetingRoom()
@@ -82,7 +82,7 @@ class Entrance:
             raise PeerUnavailableError("not every rank has come yet")
         return worker_pb2.MeetReply(descriptions=said)
 
-    def open_lane(self, request: lane_pb2.OpenLaneRequest) -> Way:
+    def open_lane(self, request: lane_pb2.OpenLaneRequest) -> LaneTicket:
         """A token for one lane.
 
         Raises:
@@ -102,10 +102,10 @@ class Entrance:
                         f"{visitor[0]} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer"
                     )
                 self._tokens[token] = visitor
-            return Way(token)
+            return LaneTicket(token)
         if request.kind not in _KINDS:
             raise ConfigurationError(f"expected a lane of grpc, tcp or shm, got kind {request.kind}")
-        return self.door.expect(visitor, _KINDS[request.kind], request.sender.task)
+        return self.listener.expect(visitor, _KINDS[request.kind], request.sender.task)
 
     def exchange(self, token: bytes, messages: Iterator[bytes], stream: FrameStream) -> None:
         """Serves a grpc lane until it ends.
@@ -167,7 +167,7 @@ class Entrance:
     def close(self) -> None:
         """Opens nothing any more."""
         self._room.close()
-        self.door.close()
+        self.listener.close()
         with self._changed:
             self._closed = True
             lanes = [*self._lanes.values()]

@@ -13,7 +13,7 @@ def cut(num_examples: int, num_replicas: int) -> list[range]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dealing:
+class BatchSplit:
     """How a worker turns a global batch that it knows into steps."""
 
     num_workers: int

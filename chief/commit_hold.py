@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
-from stratagem.chief.fleet import Fleet
-from stratagem.chief.lives import Life
+from stratagem.chief.ps_pool import PsPool
 from stratagem.chief.servers import Server, ServerDescription
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Update
 from stratagem.errors import PeerUnavailableError, StratagemError
 
@@ -27,33 +27,33 @@ PAUSE_S = 0.1
 """Between attempts: what waits at the gate gets through."""
 
 
-def torn_updates(held: Mapping[Life, ServerDescription]) -> dict[Life, list[Update]]:
+def torn_updates(held: Mapping[Incarnation, ServerDescription]) -> dict[Incarnation, list[Update]]:
     """Updates that are on some but not all of their ps, for each ps that may lack them.
 
     Args:
         held: what each ps has applied, with commits held.
     """
-    torn: dict[Life, list[Update]] = {}
+    torn: dict[Incarnation, list[Update]] = {}
     updates = {update: num for each in held.values() for update, num in each.open.items()}
     for update, num_servers in sorted(updates.items()):
-        lacking = [life for life, each in held.items() if not each.has(update)]
+        lacking = [incarnation for incarnation, each in held.items() if not each.has(update)]
         if len(held) - len(lacking) < num_servers:
-            for life in lacking:
-                torn.setdefault(life, []).append(update)
+            for incarnation in lacking:
+                torn.setdefault(incarnation, []).append(update)
     return torn
 
 
-class Quiet:
+class CommitHold:
     """One hold on the commits of all ps, shared by everybody who needs it at the time.
 
     Args:
-        fleet: the ps.
-        chief_epoch: process life of the chief.
+        ps_pool: the ps.
+        chief_epoch: process of the chief.
         num_ps: ps of the cluster; all have to be there.
     """
 
-    def __init__(self, fleet: Fleet, *, chief_epoch: int, num_ps: int) -> None:
-        self._fleet = fleet
+    def __init__(self, ps_pool: PsPool, *, chief_epoch: int, num_ps: int) -> None:
+        self._ps_pool = ps_pool
         self._chief_epoch = chief_epoch
         self._num_ps = num_ps
         self._lock = asyncio.Lock()
@@ -100,14 +100,14 @@ class Quiet:
             self._num_inside -= 1
             if not self._num_inside:
                 self._stop_prolonging()
-                await self._release(self._fleet.servers)
+                await self._release(self._ps_pool.servers)
 
     async def include(self, server: Server) -> None:
         """A ps came, or came back: it joins a hold that is on before any worker may use it."""
         async with self._lock:
             if self._num_inside:
                 token = self.token
-                await self._fleet.insist(server, lambda each: each.hold_commits(token, HOLD_S))
+                await self._ps_pool.insist(server, lambda each: each.hold_commits(token, HOLD_S))
 
     def check_all(self, what: str) -> list[Server]:
         """All ps of the cluster.
@@ -115,7 +115,7 @@ class Quiet:
         Raises:
             PeerUnavailableError: one is away, or is being put back to a checkpoint.
         """
-        servers = self._fleet.ready
+        servers = self._ps_pool.ready
         if len(servers) < self._num_ps:
             raise PeerUnavailableError(
                 f"{what} needs all {self._num_ps} ps; {len(servers)} are here now. "
@@ -128,7 +128,7 @@ class Quiet:
         self._stop_prolonging()
 
     async def _begin(self, what: str, complete: bool) -> None:
-        torn: dict[Life, list[Update]] = {}
+        torn: dict[Incarnation, list[Update]] = {}
         for attempt in range(1, ATTEMPTS + 1):
             servers = self.check_all(what)
             self._num_tokens += 1
@@ -149,37 +149,37 @@ class Quiet:
             "`stratagem status`."
         )
 
-    async def _hold(self, servers: list[Server], complete: bool) -> dict[Life, list[Update]]:
+    async def _hold(self, servers: list[Server], complete: bool) -> dict[Incarnation, list[Update]]:
         """Holds commits; what is torn and could not be completed."""
         token = self.token
         units = await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers))
         if not complete:
             return {}
-        held = {server.life: each for server, each in zip(servers, units, strict=True)}
+        held = {server.incarnation: each for server, each in zip(servers, units, strict=True)}
         torn = torn_updates(held)
         if not torn:
             return {}
-        late = [server for server in servers if server.life in torn]
-        arrived = await asyncio.gather(*(s.admit_updates(token, torn[s.life], ADMIT_S) for s in late))
+        late = [server for server in servers if server.incarnation in torn]
+        arrived = await asyncio.gather(*(s.admit_updates(token, torn[s.incarnation], ADMIT_S) for s in late))
         if all(arrived):
             return {}
         # A ps that takes no part in an update never completes it; only what is applied counts.
         again = await asyncio.gather(*(server.describe_units() for server in servers))
-        return torn_updates({server.life: each for server, each in zip(servers, again, strict=True)})
+        return torn_updates({server.incarnation: each for server, each in zip(servers, again, strict=True)})
 
     async def _release(self, servers: list[Server]) -> None:
         token = self.token
         answers = await asyncio.gather(*(server.release_commits(token) for server in servers), return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, StratagemError):
-                logger.info("%s did not hear the release; its hold ends by itself: %s", server.life.task, answer)
+                logger.info("%s did not hear the release; its hold ends by itself: %s", server.incarnation.task, answer)
             elif isinstance(answer, BaseException):
                 raise answer
 
     async def _prolong(self) -> None:
         while True:
             await asyncio.sleep(HOLD_S / 3)
-            servers, token = self._fleet.ready, self.token
+            servers, token = self._ps_pool.ready, self.token
             await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers), return_exceptions=True)
 
     def _stop_prolonging(self) -> None:
@@ -188,5 +188,5 @@ class Quiet:
             self._prolonging = None
 
 
-def _names(torn: Mapping[Life, list[Update]]) -> str:
-    return ", ".join(life.task for life in sorted(torn))
+def _names(torn: Mapping[Incarnation, list[Update]]) -> str:
+    return ", ".join(incarnation.task for incarnation in sorted(torn))

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class ThreadModes:
     """The modes and choices in which a thread computes (docs/protocol.md 17)."""
 
     grad: bool
@@ -23,7 +23,7 @@ class Surroundings:
     streams: Mapping[torch.device, torch.cuda.Stream]
 
     @classmethod
-    def here(cls, devices: Sequence[torch.device]) -> Surroundings:
+    def here(cls, devices: Sequence[torch.device]) -> ThreadModes:
         """Those of the calling thread, as far as computing on ``devices`` is concerned."""
         kinds = {"cpu", *(device.type for device in devices)}
         return cls(

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Rounds:
+class Maintenance:
     """The chief's own initiative.
 
     Args:
@@ -49,8 +49,8 @@ class Rounds:
         elif self._next_save_at is not None and time.monotonic() >= self._next_save_at:
             self._start(self._save)
 
-    async def before_lending(self) -> None:
-        """Takes the initial checkpoint before the first unit is lent: no update can be lost before there is one.
+    async def before_leasing(self) -> None:
+        """Takes the initial checkpoint before the first unit is leased: no update can be lost before there is one.
 
         Returns at once when there are no variables yet, or checkpoints are off; returns without one while a ps is away
         (the caller asks again).
@@ -64,8 +64,8 @@ class Rounds:
             await self._save_first()
 
     @property
-    def may_lend(self) -> bool:
-        """No unit may be lent between the initial values and the first checkpoint."""
+    def may_lease(self) -> bool:
+        """No unit may be leased between the initial values and the first checkpoint."""
         job = self._job
         return bool(
             not job.config.checkpoint_dir or self._saved_step is not None or not job.journal.history.initialized
@@ -94,12 +94,12 @@ class Rounds:
         self._job.spawn(run)
 
     async def _step(self) -> int:
-        return max((each.step for each in (await self._job.fleet.describe()).values()), default=0)
+        return max((each.step for each in (await self._job.ps_pool.describe()).values()), default=0)
 
     async def _watch(self) -> None:
         """Notes when all ps hold values. A ps without variables never does: nobody waits for it once training runs."""
-        described = await self._job.fleet.describe()
-        holding = [life.task for life, each in described.items() if each.initialized]
+        described = await self._job.ps_pool.describe()
+        holding = [incarnation.task for incarnation, each in described.items() if each.initialized]
         trained = any(each.step for each in described.values())
         if holding and (trained or len(holding) == self._job.config.num_ps):
             self._job.journal.write("initialized", tasks=sorted(holding))

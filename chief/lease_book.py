@@ -1,8 +1,8 @@
 """Which worker gets which unit: plans, epochs, steps and clocks together. Pure, no I/O.
 
-At staleness > 0 a unit is a whole batch and any worker may get it. At staleness 0 units are slices and are lent as
-parts of steps (:mod:`stratagem.chief.steps`). A unit changes hands only through :meth:`Lending.give_back`, which its
-owner calls after every live ps has refused the former borrower (fence) and heard of the closed steps.
+At staleness > 0 a unit is a whole batch and any worker may get it. At staleness 0 units are slices and are leased as
+parts of steps (:mod:`stratagem.chief.steps`). A unit changes hands only through :meth:`LeaseBook.give_back`, which its
+owner calls after every live ps has refused the former holder (fence) and heard of the closed steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.clocks import Clocks
 from stratagem.chief.leases import EpochLeases
-from stratagem.chief.lives import Life
 from stratagem.chief.steps import JobSteps, Removal, SliceState
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
 
@@ -22,8 +22,8 @@ Positions = dict[tuple[int, int], UnitBitmap]
 
 
 @dataclasses.dataclass(frozen=True)
-class Loan:
-    """A unit on loan."""
+class Lease:
+    """A unit leased."""
 
     unit: Unit
     num_examples: int
@@ -32,17 +32,17 @@ class Loan:
     step_units: tuple[int, ...] = ()
     """Staleness 0: indices of the units of all slices of the step, in slice order."""
     refresh: bool = False
-    """The borrower must pull weights before it computes."""
+    """The holder must pull weights before it computes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Loans:
+class Leases:
     """Answer to a worker that asks for units."""
 
-    loans: tuple[Loan, ...] = ()
+    granted: tuple[Lease, ...] = ()
     end: bool = False
     """The epoch is closed."""
-    waits_for: tuple[Life, ...] = ()
+    waits_for: tuple[Incarnation, ...] = ()
     """Why there is nothing: who holds what the caller waits for."""
 
 
@@ -56,7 +56,7 @@ class RollBack:
     """Accepted units of closed epochs that the checkpoint lacks: nobody will ask for them again."""
 
 
-class Lending:
+class LeaseBook:
     """The units of the job.
 
     Args:
@@ -69,12 +69,12 @@ class Lending:
         self.steps = JobSteps(next_step)
         self.clocks = Clocks()
         self.restores = 0
-        self.founders: frozenset[Life] = frozenset()
+        self.founders: frozenset[Incarnation] = frozenset()
         """Workers that were there when the cluster became ready: they take part from the first step on."""
         self.examples_accepted = 0
         self._prior: Positions = {}
-        self._asked: dict[Life, set[int]] = {}
-        self._left: set[tuple[Life, int, int]] = set()
+        self._asked: dict[Incarnation, set[int]] = {}
+        self._left: set[tuple[Incarnation, int, int]] = set()
 
     @property
     def synchronous(self) -> bool:
@@ -127,98 +127,100 @@ class Lending:
             self.know_accepted({key: self._prior.pop(key, UnitBitmap())})
         return self.epochs[key]
 
-    def accept(self, life: Life, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
+    def accept(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
         """Counts units as accepted; returns the new ones, those of absorbed slices included.
 
         Raises:
-            ProtocolError: no such unit, or it is on loan to somebody else.
+            ProtocolError: no such unit, or it is leased to somebody else.
         """
         leases = self.epoch(dataset, epoch)
-        units = [Unit(dataset, epoch, index) for index in leases.accept(life, indices)]
+        units = [Unit(dataset, epoch, index) for index in leases.accept(incarnation, indices)]
         absorbed = [other for unit in units for other in self.steps.accept(unit)]
         units += self.settle(absorbed)
         self.examples_accepted += sum(leases.plan.unit_examples(u.index) for u in units if u not in absorbed)
         return units
 
     def settle(self, units: Iterable[Unit]) -> list[Unit]:
-        """Counts units as accepted whose borrower is gone; returns those that were not."""
+        """Counts units as accepted whose holder is gone; returns those that were not."""
         new = [unit for unit in units if self.epoch(unit.dataset, unit.epoch).settle(unit.index)]
         self.examples_accepted += sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in new)
         return new
 
-    def doubtful(self, life: Life, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
-        """Those of the units that were lent before a ps went back to a checkpoint: their updates may be lost."""
+    def doubtful(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
+        """Those of the units that were leased before a ps went back to a checkpoint: their updates may be lost."""
         leases = self.epoch(dataset, epoch)
         new = [index for index in indices if index not in leases.accepted] if self.restores else []
-        loans = [(index, leases.lease(index)) for index in new]
+        granted = [(index, leases.lease(index)) for index in new]
         return [
             Unit(dataset, epoch, index)
-            for index, lease in loans
-            if lease is None or lease.life != life or lease.restores < self.restores
+            for index, lease in granted
+            if lease is None or lease.incarnation != incarnation or lease.restores < self.restores
         ]
 
     def ask(
         self,
-        life: Life,
+        incarnation: Incarnation,
         dataset: int,
         epoch: int,
         held: Collection[int],
         want: int,
-        workers: Sequence[Life],
+        workers: Sequence[Incarnation],
         stop: int | None = None,
         group: str = "",
-    ) -> Loans:
-        """Lends up to ``want`` units.
+    ) -> Leases:
+        """Leases up to ``want`` units.
 
         Args:
-            life: the borrower.
+            incarnation: the holder.
             dataset: ordinal of the dataset.
             epoch: pass over it.
-            held: loans the borrower knows of; others were in a reply that got lost and are handed out again.
+            held: leases the holder knows of; others were in a reply that got lost and are handed out again.
             want: units wanted, at least 1.
-            workers: live workers that the borrower trains with, in worker order.
-            stop: the borrower is about the units before this one, which begins a global batch; None: about all.
-            group: of agreements, that the borrower and the workers are in.
+            workers: live workers that the holder trains with, in worker order.
+            stop: the holder is about the units before this one, which begins a global batch; None: about all.
+            group: of agreements, that the holder and the workers are in.
         """
         leases = self.epoch(dataset, epoch)
         stop = leases.plan.num_units if stop is None else stop
-        self._asked.setdefault(life, set()).add(dataset)
-        self._left.discard((life, dataset, epoch))
-        units = [Unit(dataset, epoch, index) for index in leases.held_by(life) if index not in held]
-        loans = [loan for unit in units if (loan := self._loan(unit)) is not None][:want]
-        waits_for: list[Life] = []
-        while len(loans) < want and not waits_for:
+        self._asked.setdefault(incarnation, set()).add(dataset)
+        self._left.discard((incarnation, dataset, epoch))
+        units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
+        granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None][:want]
+        waits_for: list[Incarnation] = []
+        while len(granted) < want and not waits_for:
             if leases.plan.staleness == 0:
-                unit, waits_for = self._lend_slice(life, leases, dataset, epoch, workers, stop, group)
+                unit, waits_for = self._lease_slice(incarnation, leases, dataset, epoch, workers, stop, group)
             else:
-                unit = self._lend_batch(life, leases, dataset, epoch, stop)
+                unit = self._lease_batch(incarnation, leases, dataset, epoch, stop)
             if unit is None:
                 break
-            loan = self._loan(unit)
-            assert loan is not None
-            loans.append(loan)
-        if loans or waits_for:
-            return Loans(tuple(loans), waits_for=tuple(waits_for))
-        return Loans((), leases.is_closed_before(stop), tuple(sorted(leases.borrowers(stop) - {life})))
+            lease = self._lease_of(unit)
+            assert lease is not None
+            granted.append(lease)
+        if granted or waits_for:
+            return Leases(tuple(granted), waits_for=tuple(waits_for))
+        return Leases((), leases.is_closed_before(stop), tuple(sorted(leases.holders(stop) - {incarnation})))
 
-    def _lend_batch(self, life: Life, leases: EpochLeases, dataset: int, epoch: int, stop: int) -> Unit | None:
+    def _lease_batch(
+        self, incarnation: Incarnation, leases: EpochLeases, dataset: int, epoch: int, stop: int
+    ) -> Unit | None:
         index = leases.first_pending
         if index is None or index >= stop:
             return None
-        leases.lend(index, life, self.restores)
+        leases.acquire(index, incarnation, self.restores)
         return Unit(dataset, epoch, index)
 
-    def _lend_slice(
+    def _lease_slice(
         self,
-        life: Life,
+        incarnation: Incarnation,
         leases: EpochLeases,
         dataset: int,
         epoch: int,
-        workers: Sequence[Life],
+        workers: Sequence[Incarnation],
         stop: int,
         group: str,
-    ) -> tuple[Unit | None, list[Life]]:
-        while (step := self.steps.reserved_for(life, dataset, epoch, stop)) is None:
+    ) -> tuple[Unit | None, list[Incarnation]]:
+        while (step := self.steps.reserved_for(incarnation, dataset, epoch, stop)) is None:
             first = leases.first_pending
             if first is None or first >= stop:
                 return None, []
@@ -227,59 +229,61 @@ class Lending:
             places = [leases.plan.slice_of(index) for index in indices]
             composed = self.steps.compose([Unit(dataset, epoch, index) for index in indices], members, places, group)
             for each in composed.slices:
-                assert each.life is not None
-                leases.lend(each.unit.index, each.life, self.restores)
-        waits_for = self.steps.waits_for(life, step)
+                assert each.incarnation is not None
+                leases.acquire(each.unit.index, each.incarnation, self.restores)
+        waits_for = self.steps.waits_for(incarnation, step)
         if waits_for:
             return None, waits_for
-        return self.steps.grant(life, step).unit, []
+        return self.steps.grant(incarnation, step).unit, []
 
-    def _takes_part(self, worker: Life, dataset: int, epoch: int) -> bool:
+    def _takes_part(self, worker: Incarnation, dataset: int, epoch: int) -> bool:
         """A worker that was restarted takes part once it asks for the dataset: until then nobody waits for it."""
         if (worker, dataset, epoch) in self._left:
             return False
         return worker in self.founders or dataset in self._asked.get(worker, ())
 
-    def _loan(self, unit: Unit) -> Loan | None:
-        """What the borrower is told about a unit; None while it is only reserved."""
+    def _lease_of(self, unit: Unit) -> Lease | None:
+        """What the holder is told about a unit; None while it is only reserved."""
         plan = self.plans[unit.dataset]
         found = self.steps.find(unit)
         if found is None:
-            return Loan(unit, plan.unit_examples(unit.index))
+            return Lease(unit, plan.unit_examples(unit.index))
         step, each = found
         if each.state is SliceState.RESERVED:
             return None
         indices = tuple(other.index for other in step.units)
-        return Loan(unit, plan.unit_examples(unit.index), step.number, indices, each.refresh)
+        return Lease(unit, plan.unit_examples(unit.index), step.number, indices, each.refresh)
 
-    def start_step(self, life: Life, dataset: int, clock: int, workers: Collection[Life]) -> tuple[int, list[Life]]:
+    def start_step(
+        self, incarnation: Incarnation, dataset: int, clock: int, workers: Collection[Incarnation]
+    ) -> tuple[int, list[Incarnation]]:
         """The caller's clock, and the workers it must wait for before it starts its step."""
         plan = self.plans.get(dataset)
         if plan is None:
             raise ProtocolError(f"dataset {dataset} is not open; expected OpenDataset before StartStep")
         holders = [worker for worker in workers if self.num_held(worker)]
-        now = self.clocks.report(life, clock, holders)
-        return now, self.clocks.waits_for(life, plan.staleness, holders)
+        now = self.clocks.report(incarnation, clock, holders)
+        return now, self.clocks.waits_for(incarnation, plan.staleness, holders)
 
-    def num_held(self, life: Life) -> int:
-        """Units on loan to (or reserved for) ``life``."""
-        return sum(leases.num_held_by(life) for leases in self.epochs.values())
+    def num_held(self, incarnation: Incarnation) -> int:
+        """Units leased to (or reserved for) ``incarnation``."""
+        return sum(leases.num_held_by(incarnation) for leases in self.epochs.values())
 
-    def held(self, life: Life) -> list[Unit]:
-        """Units on loan to (or reserved for) ``life``."""
-        return [Unit(*key, index) for key, leases in self.epochs.items() for index in leases.held_by(life)]
+    def held(self, incarnation: Incarnation) -> list[Unit]:
+        """Units leased to (or reserved for) ``incarnation``."""
+        return [Unit(*key, index) for key, leases in self.epochs.items() for index in leases.held_by(incarnation)]
 
-    def leave(self, life: Life, dataset: int, epoch: int) -> Removal:
-        """``life`` left its loop. Its units stay lent until :meth:`give_back`."""
-        self._left.add((life, dataset, epoch))
+    def leave(self, incarnation: Incarnation, dataset: int, epoch: int) -> Removal:
+        """``incarnation`` left its loop. Its units stay leased until :meth:`give_back`."""
+        self._left.add((incarnation, dataset, epoch))
         leases = self.epoch(dataset, epoch)
-        return self.remove([Unit(dataset, epoch, index) for index in leases.held_by(life)], {})
+        return self.remove([Unit(dataset, epoch, index) for index in leases.held_by(incarnation)], {})
 
     def remove(self, units: Sequence[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
-        """Nobody will deliver these units: takes them out of their steps. They stay lent until :meth:`give_back`.
+        """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`.
 
         Args:
-            units: units on loan.
+            units: units leased.
             committed: staleness 0: ordinals of their updates that some ps has committed or applied.
         """
         removal = self.steps.remove(units, committed)
@@ -288,38 +292,38 @@ class Lending:
         removal.accepted = self.settle(removal.accepted)
         return removal
 
-    def give_back(self, life: Life | None, units: Iterable[Unit]) -> list[Unit]:
-        """Makes units pending that are (still) on loan to ``life``; returns them."""
+    def give_back(self, incarnation: Incarnation | None, units: Iterable[Unit]) -> list[Unit]:
+        """Makes units pending that are (still) leased to ``incarnation``; returns them."""
         back = []
         for unit in units:
             lease = self.epoch(unit.dataset, unit.epoch).lease(unit.index)
-            if lease is not None and lease.life == life:
+            if lease is not None and lease.incarnation == incarnation:
                 self.epoch(unit.dataset, unit.epoch).give_back(unit.index)
                 back.append(unit)
         return back
 
-    def forget(self, life: Life) -> None:
-        """``life`` is over: nobody waits for its clock."""
-        self.clocks.forget(life)
-        self.steps.forget(life)
-        self._asked.pop(life, None)
-        self._left = {left for left in self._left if left[0] != life}
+    def forget(self, incarnation: Incarnation) -> None:
+        """``incarnation`` is over: nobody waits for its clock."""
+        self.clocks.forget(incarnation)
+        self.steps.forget(incarnation)
+        self._asked.pop(incarnation, None)
+        self._left = {left for left in self._left if left[0] != incarnation}
 
-    def resume(self, life: Life, held: Iterable[Loan]) -> None:
-        """Takes back into the books what ``life`` holds since before the chief restarted."""
-        for loan in held:
-            unit = loan.unit
+    def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> None:
+        """Takes back into the books what ``incarnation`` holds since before the chief restarted."""
+        for lease in held:
+            unit = lease.unit
             if unit.dataset not in self.plans or not self.epoch(unit.dataset, unit.epoch).is_pending(unit.index):
                 continue
             leases = self.epoch(unit.dataset, unit.epoch)
-            leases.lend(unit.index, life, self.restores)
-            self._asked.setdefault(life, set()).add(unit.dataset)
-            if loan.step:
-                units = [Unit(unit.dataset, unit.epoch, index) for index in loan.step_units]
-                self.steps.readmit(loan.step, units, {u for u in units if u.index in leases.accepted})
-                self.steps.claim(unit, life)
+            leases.acquire(unit.index, incarnation, self.restores)
+            self._asked.setdefault(incarnation, set()).add(unit.dataset)
+            if lease.step:
+                units = [Unit(unit.dataset, unit.epoch, index) for index in lease.step_units]
+                self.steps.readmit(lease.step, units, {u for u in units if u.index in leases.accepted})
+                self.steps.claim(unit, incarnation)
         if self.plans:
-            self.clocks.expect(life)
+            self.clocks.expect(incarnation)
 
     def positions(self) -> Positions:
         """Accepted units of every epoch, as a copy."""
@@ -327,11 +331,11 @@ class Lending:
         return {**self._prior, **known}
 
     def roll_back(self, saved: Mapping[tuple[int, int], UnitBitmap], reopen: bool = False) -> RollBack:
-        """All ps are back at a checkpoint: units on loan, and accepted units that it lacks, become pending again.
+        """All ps are back at a checkpoint: units leased, and accepted units that it lacks, become pending again.
 
-        A worker cannot go on with a loan from before: the ps refuse it until it has said Hello, and then it forgets its
-        loans and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost instead,
-        because no worker asks for a closed epoch again.
+        A worker cannot go on with a lease from before: the ps refuse it until it has said Hello, and then it forgets
+        its leases and asks anew. So the units come in the order of the plan again. Units of closed epochs are lost
+        instead, because no worker asks for a closed epoch again.
 
         Args:
             saved: accepted units in the checkpoint.

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from stratagem.chief.bell import Bell
+from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Membership, Request, Stop, Welcome
 from stratagem.chief.journal import Journal
-from stratagem.chief.lending import Loan
-from stratagem.chief.lives import Life
+from stratagem.chief.lease_book import Lease
 from stratagem.chief.sessions import (
     Action,
     Announce,
@@ -24,6 +23,7 @@ from stratagem.chief.sessions import (
     StopJob,
 )
 from stratagem.chief.status import member_of
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 
 logger = logging.getLogger(__name__)
@@ -35,30 +35,30 @@ MAX_PROGRESS_BYTES = 64 << 10
 
 Carry = Callable[[Prepare | Fence | Release | StopJob], None]
 """Carries out what goes beyond the streams."""
-Resume = Callable[[Life, tuple[Loan, ...]], None]
+Resume = Callable[[Incarnation, tuple[Lease, ...]], None]
 """Told what a resumed worker holds, before anybody hears that it is back."""
 
 
-class Attendance:
+class SessionStreams:
     """Couples the state machine of the sessions to the streams.
 
     Args:
         sessions: the state machine.
         journal: where incarnations and losses are written before anybody hears of them.
-        bell: rung at every change.
+        changed: rung at every change.
         clock: seconds, monotonic.
         heartbeat_interval_s: what tasks are told.
         session_timeout_s: what tasks are told.
         job_started: whether the job has trained before.
         carry: carries out the actions that concern ps and job.
-        resume: takes the loans of a resumed worker into the books.
+        resume: takes the granted of a resumed worker into the books.
     """
 
     def __init__(
         self,
         sessions: Sessions,
         journal: Journal,
-        bell: Bell,
+        changed: ChangeEvent,
         *,
         clock: Callable[[], float],
         heartbeat_interval_s: float,
@@ -72,7 +72,7 @@ class Attendance:
         """Of the workers that wait for the update of a step of the job: which step."""
         self._sessions = sessions
         self._journal = journal
-        self._bell = bell
+        self._changed = changed
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._session_timeout_s = session_timeout_s
@@ -116,10 +116,10 @@ class Attendance:
             join.task, join.address, join.pid, join.resume_incarnation, stream, self._clock()
         )
         if not join.resume_incarnation:
-            self._journal.write("join", task=join.task, incarnation=session.incarnation)
+            self._journal.write("join", task=join.task, incarnation=session.number)
         outbox.put_nowait(
             Welcome(
-                incarnation=session.incarnation,
+                incarnation=session.number,
                 chief_epoch=self._journal.history.chief_epoch,
                 heartbeat_interval_s=self._heartbeat_interval_s,
                 session_timeout_s=self._session_timeout_s,
@@ -128,9 +128,9 @@ class Attendance:
         )
         self._outboxes[stream] = outbox
         how = "resumed" if join.resume_incarnation else "joined"
-        logger.info("%s %s at %s", session.life, how, join.address or "-")
+        logger.info("%s %s at %s", session.incarnation, how, join.address or "-")
         if join.resume_incarnation:
-            self._resume(session.life, join.held)
+            self._resume(session.incarnation, join.held)
         self.perform(actions)
         if not any(isinstance(action, Announce) for action in actions):
             outbox.put_nowait(self.membership())
@@ -199,12 +199,12 @@ class Attendance:
             return
         for action in actions:
             if isinstance(action, Dismiss) and action.reason:
-                self._write_over(action.life, done=False)
+                self._write_over(action.incarnation, done=False)
                 logger.log(logging.INFO if self._sessions.stopping else logging.WARNING, "%s", action.reason)
         for session in self._sessions.tasks.values():
             history = self._journal.history
-            if session.state is SessionState.DONE and history.live.get(str(session.task)) == session.incarnation:
-                self._write_over(session.life, done=True)
+            if session.state is SessionState.DONE and history.live.get(str(session.task)) == session.number:
+                self._write_over(session.incarnation, done=True)
         if self._sessions.ready and not self._journal.history.ready:
             self._journal.write("ready")
             logger.info("Cluster is ready")
@@ -216,10 +216,10 @@ class Attendance:
         if any(isinstance(action, Announce) for action in actions):
             self.broadcast(self.membership())
         if actions:
-            self._bell.ring()
+            self._changed.notify()
 
-    def _write_over(self, life: Life, done: bool) -> None:
-        self._journal.write("over", task=life.task, incarnation=life.incarnation, done=done)
+    def _write_over(self, incarnation: Incarnation, done: bool) -> None:
+        self._journal.write("over", task=incarnation.task, incarnation=incarnation.number, done=done)
 
     def _dismiss(self, action: Dismiss) -> None:
         outbox = self._outboxes.pop(action.stream, None)

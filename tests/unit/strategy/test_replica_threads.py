@@ -15,28 +15,28 @@ import pytest
 import torch
 
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.crew import Crew, current_replica
+from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 
 DEADLINE_S = 20.0  # of any wait in a test; one that runs into it fails
 
 
 @contextlib.contextmanager
-def crew_of(size: int, first_replica: int = 0) -> Iterator[Crew]:
-    crew = Crew([torch.device("cpu")] * size, first_replica)
+def crew_of(size: int, first_replica: int = 0) -> Iterator[ReplicaThreads]:
+    replica_threads = ReplicaThreads([torch.device("cpu")] * size, first_replica)
     try:
-        yield crew
+        yield replica_threads
     finally:
-        crew.close()
+        replica_threads.close()
 
 
 @pytest.fixture
-def crew() -> Iterator[Crew]:
+def replica_threads() -> Iterator[ReplicaThreads]:
     with crew_of(3) as made:
         yield made
 
 
-def everywhere(crew: Crew, work: Callable[[int], Any]) -> list[Any]:
-    return crew.run([functools.partial(work, replica) for replica in range(crew.size)])
+def everywhere(replica_threads: ReplicaThreads, work: Callable[[int], Any]) -> list[Any]:
+    return replica_threads.run([functools.partial(work, replica) for replica in range(replica_threads.size)])
 
 
 def wait_for(event: threading.Event) -> None:
@@ -46,24 +46,24 @@ def wait_for(event: threading.Event) -> None:
 # -- a step in each thread ------------------------------------------------------------------------------------------
 
 
-def test_every_replica_runs_its_own_callable_in_a_thread_that_lasts(crew: Crew) -> None:
+def test_every_replica_runs_its_own_callable_in_a_thread_that_lasts(replica_threads: ReplicaThreads) -> None:
     def work(replica: int) -> tuple[int, int | None, int]:
         return 10 * replica, current_replica(), threading.get_ident()
 
-    first, second = everywhere(crew, work), everywhere(crew, work)
+    first, second = everywhere(replica_threads, work), everywhere(replica_threads, work)
     assert [(result, seat) for result, seat, _ in first] == [(0, 0), (10, 1), (20, 2)]
     assert first == second
     assert len({thread for *_, thread in first} | {threading.get_ident()}) == 4
     assert current_replica() is None
 
 
-def test_threads_that_a_step_starts_are_no_replicas_of_the_crew(crew: Crew) -> None:
+def test_threads_that_a_step_starts_are_no_replicas_of_the_crew(replica_threads: ReplicaThreads) -> None:
     def work(replica: int) -> str:
         answers = []
 
         def ask() -> None:
             with pytest.raises(ConfigurationError, match="outside strategy") as refused:
-                crew.meet("a meeting", None, lambda values: values)
+                replica_threads.meet("a meeting", None, lambda values: values)
             answers.append(str(refused.value))
 
         thread = threading.Thread(target=contextvars.copy_context().run, args=(ask,))
@@ -71,7 +71,7 @@ def test_threads_that_a_step_starts_are_no_replicas_of_the_crew(crew: Crew) -> N
         thread.join()
         return answers[0]
 
-    assert len(everywhere(crew, work)) == 3
+    assert len(everywhere(replica_threads, work)) == 3
 
 
 _variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
@@ -100,35 +100,35 @@ def _modes(_: int) -> tuple[Any, ...]:
     ],
     ids=["none", "no_grad", "inference", "autocast", "device"],
 )
-def test_replicas_find_the_modes_of_the_caller(crew: Crew, mode: Callable[[], Any]) -> None:
+def test_replicas_find_the_modes_of_the_caller(replica_threads: ReplicaThreads, mode: Callable[[], Any]) -> None:
     plain = _modes(0)
     with mode():
         token = _variable.set("set")
         try:
             expected = _modes(0)
             assert expected != plain
-            assert everywhere(crew, _modes) == [expected] * 3
+            assert everywhere(replica_threads, _modes) == [expected] * 3
         finally:
             _variable.reset(token)
-    assert everywhere(crew, _modes) == [plain] * 3
+    assert everywhere(replica_threads, _modes) == [plain] * 3
 
 
-def test_what_a_step_sets_does_not_stay(crew: Crew) -> None:
+def test_what_a_step_sets_does_not_stay(replica_threads: ReplicaThreads) -> None:
     def work(replica: int) -> None:
         _variable.set(f"of replica {replica}")
         torch.set_grad_enabled(False)
 
-    everywhere(crew, work)
-    assert everywhere(crew, lambda _: (_variable.get(), torch.is_grad_enabled())) == [("unset", True)] * 3
+    everywhere(replica_threads, work)
+    assert everywhere(replica_threads, lambda _: (_variable.get(), torch.is_grad_enabled())) == [("unset", True)] * 3
 
 
-def test_nothing_of_a_run_is_kept(crew: Crew) -> None:
+def test_nothing_of_a_run_is_kept(replica_threads: ReplicaThreads) -> None:
     class Batch:
         pass
 
     batch = Batch()
     dead = weakref.ref(batch)
-    results = everywhere(crew, functools.partial(lambda given, _: given, batch))
+    results = everywhere(replica_threads, functools.partial(lambda given, _: given, batch))
     assert results == [batch] * 3
     del results, batch
     gc.collect()
@@ -136,10 +136,10 @@ def test_nothing_of_a_run_is_kept(crew: Crew) -> None:
 
 
 def test_threads_end_with_a_crew_that_nobody_closed() -> None:
-    crew = Crew([torch.device("cpu")] * 2)
-    threads = crew._threads
+    replica_threads = ReplicaThreads([torch.device("cpu")] * 2)
+    threads = replica_threads._threads
     assert all(thread.is_alive() for thread in threads)
-    del crew
+    del replica_threads
     gc.collect()
     for thread in threads:
         thread.join(DEADLINE_S)
@@ -148,24 +148,27 @@ def test_threads_end_with_a_crew_that_nobody_closed() -> None:
 
 def test_a_crew_refuses_what_it_cannot_run() -> None:
     with pytest.raises(ConfigurationError, match="got none"):
-        Crew([])
-    with crew_of(2) as crew:
+        ReplicaThreads([])
+    with crew_of(2) as replica_threads:
         with pytest.raises(ConfigurationError, match="expected 2 callables, one for each replica, got 1"):
-            crew.run([lambda: None])
+            replica_threads.run([lambda: None])
         with pytest.raises(ConfigurationError, match="inside strategy"):
-            everywhere(crew, lambda _: everywhere(crew, lambda _: None))
+            everywhere(replica_threads, lambda _: everywhere(replica_threads, lambda _: None))
         with pytest.raises(ConfigurationError, match="inside strategy"):
-            everywhere(crew, lambda _: crew.meet("a", 0, lambda values: everywhere(crew, lambda _: values[0])))
+            everywhere(
+                replica_threads,
+                lambda _: replica_threads.meet("a", 0, lambda values: everywhere(replica_threads, lambda _: values[0])),
+            )
         with pytest.raises(ConfigurationError, match="a meeting outside strategy"):
-            crew.meet("a meeting", None, lambda values: values)
+            replica_threads.meet("a meeting", None, lambda values: values)
     with pytest.raises(ConfigurationError, match="closed"):
-        crew.run([lambda: None] * 2)
+        replica_threads.run([lambda: None] * 2)
 
 
 # -- turns ----------------------------------------------------------------------------------------------------------
 
 
-def test_cpu_replicas_run_in_turn_and_pass_the_baton_where_they_wait(crew: Crew) -> None:
+def test_cpu_replicas_run_in_turn_and_pass_the_baton_where_they_wait(replica_threads: ReplicaThreads) -> None:
     events: list[str] = []
     last_came = threading.Event()
 
@@ -174,17 +177,17 @@ def test_cpu_replicas_run_in_turn_and_pass_the_baton_where_they_wait(crew: Crew)
         if replica == 2:
             last_came.set()
         else:
-            with crew.waiting(), crew.waiting():  # the inner one changes nothing
+            with replica_threads.waiting(), replica_threads.waiting():  # the inner one changes nothing
                 wait_for(last_came)
         events.append(f"{replica} ends")
 
-    everywhere(crew, work)
+    everywhere(replica_threads, work)
     # Those that waited go on when the last one has ended, the lowest of them that has noticed first.
     assert events[:4] == ["0 begins", "1 begins", "2 begins", "2 ends"]
     assert sorted(events[4:]) == ["0 ends", "1 ends"]
 
 
-def test_one_replica_computes_at_a_time(crew: Crew) -> None:
+def test_one_replica_computes_at_a_time(replica_threads: ReplicaThreads) -> None:
     busy = threading.Lock()
     num_turns = 0
 
@@ -194,29 +197,29 @@ def test_one_replica_computes_at_a_time(crew: Crew) -> None:
             assert busy.acquire(blocking=False), "two replicas run at once"
             num_turns += 1
             busy.release()
-            with crew.waiting():
+            with replica_threads.waiting():
                 pass
-            crew.meet("a meeting", replica, lambda values: values)
+            replica_threads.meet("a meeting", replica, lambda values: values)
 
-    everywhere(crew, work)
+    everywhere(replica_threads, work)
     assert num_turns == 90
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------
 
 
-def draw(crew: Crew, replica: int) -> list[float]:
+def draw(replica_threads: ReplicaThreads, replica: int) -> list[float]:
     first = torch.rand(2).tolist()
-    crew.meet("a meeting", None, lambda values: values)
-    with crew.waiting():
+    replica_threads.meet("a meeting", None, lambda values: values)
+    with replica_threads.waiting():
         pass
     return [*first, *torch.rand(2).tolist()]
 
 
-def test_random_numbers_repeat_whoever_waits_for_whom(crew: Crew) -> None:
+def test_random_numbers_repeat_whoever_waits_for_whom(replica_threads: ReplicaThreads) -> None:
     def two_runs() -> list[list[list[float]]]:
         torch.manual_seed(5)
-        return [everywhere(crew, functools.partial(draw, crew)) for _ in range(2)]
+        return [everywhere(replica_threads, functools.partial(draw, replica_threads)) for _ in range(2)]
 
     once, again = two_runs(), two_runs()
     assert once == again
@@ -227,43 +230,43 @@ def test_random_numbers_repeat_whoever_waits_for_whom(crew: Crew) -> None:
         assert everywhere(other, functools.partial(draw, other)) == once[0]
 
 
-def test_replica_0_and_the_caller_draw_from_one_stream(crew: Crew) -> None:
+def test_replica_0_and_the_caller_draw_from_one_stream(replica_threads: ReplicaThreads) -> None:
     torch.manual_seed(6)
     expected = torch.rand(6).tolist()
     torch.manual_seed(6)
     ahead = torch.rand(1).item()
-    (first, *_) = everywhere(crew, functools.partial(draw, crew))
+    (first, *_) = everywhere(replica_threads, functools.partial(draw, replica_threads))
     assert [ahead, *first, torch.rand(1).item()] == expected
 
 
-def test_the_caller_draws_in_a_meeting_as_outside(crew: Crew) -> None:
+def test_the_caller_draws_in_a_meeting_as_outside(replica_threads: ReplicaThreads) -> None:
     torch.manual_seed(7)
     expected = torch.rand(2).tolist()
 
     def work(replica: int) -> tuple[float, float]:
-        drawn = crew.meet("a meeting", None, lambda values: [torch.rand(1).item()] * 3)
+        drawn = replica_threads.meet("a meeting", None, lambda values: [torch.rand(1).item()] * 3)
         return drawn, torch.rand(1).item()
 
     torch.manual_seed(7)
-    (first, *_) = everywhere(crew, work)
+    (first, *_) = everywhere(replica_threads, work)
     assert list(first) == expected
 
 
-def test_a_seed_set_in_a_step_holds_in_the_next_one(crew: Crew) -> None:
+def test_a_seed_set_in_a_step_holds_in_the_next_one(replica_threads: ReplicaThreads) -> None:
     def expected(replica: int) -> list[float]:
         torch.manual_seed(100 + replica)
         return [torch.rand(1).item(), torch.rand(1).item()]
 
     wanted = [expected(replica) for replica in range(3)]
-    first = everywhere(crew, lambda replica: (torch.manual_seed(100 + replica), torch.rand(1).item())[1])
-    second = everywhere(crew, lambda _: torch.rand(1).item())
+    first = everywhere(replica_threads, lambda replica: (torch.manual_seed(100 + replica), torch.rand(1).item())[1])
+    second = everywhere(replica_threads, lambda _: torch.rand(1).item())
     assert [list(pair) for pair in zip(first, second, strict=True)] == wanted
 
 
 # -- meetings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_meeting_is_decided_once_by_the_caller(crew: Crew) -> None:
+def test_a_meeting_is_decided_once_by_the_caller(replica_threads: ReplicaThreads) -> None:
     decided_by: list[tuple[int, int | None]] = []
 
     def decide(values: list[int]) -> list[str]:
@@ -271,14 +274,14 @@ def test_a_meeting_is_decided_once_by_the_caller(crew: Crew) -> None:
         return [f"{value} of {sum(values)}" for value in values]
 
     def work(replica: int) -> list[str]:
-        return [crew.meet("a meeting", 10 * round_ + replica, decide) for round_ in range(50)]
+        return [replica_threads.meet("a meeting", 10 * round_ + replica, decide) for round_ in range(50)]
 
-    for replica, results in enumerate(everywhere(crew, work)):
+    for replica, results in enumerate(everywhere(replica_threads, work)):
         assert results == [f"{10 * round_ + replica} of {30 * round_ + 3}" for round_ in range(50)]
     assert decided_by == [(threading.get_ident(), None)] * 50
 
 
-def test_an_error_in_a_meeting_is_raised_as_it_is(crew: Crew) -> None:
+def test_an_error_in_a_meeting_is_raised_as_it_is(replica_threads: ReplicaThreads) -> None:
     ends: list[str] = []
 
     def decide(values: list[Any]) -> list[Any]:
@@ -286,37 +289,39 @@ def test_an_error_in_a_meeting_is_raised_as_it_is(crew: Crew) -> None:
 
     def work(replica: int) -> None:
         try:
-            crew.meet("a meeting about nothing", None, decide)
+            replica_threads.meet("a meeting about nothing", None, decide)
         except CollectiveError as error:
             ends.append(str(error))
             raise
 
     with pytest.raises(KeyError, match="no such thing") as raised:
-        everywhere(crew, work)
+        everywhere(replica_threads, work)
     assert raised.value.__notes__ == ["raised in a meeting about nothing, where all replicas had met"]
     assert ends == ["this replica has to end: the caller of the replicas raised KeyError: 'no such thing'"] * 3
-    assert everywhere(crew, lambda replica: crew.meet("another", replica, lambda values: values)) == [0, 1, 2]
+    assert everywhere(
+        replica_threads, lambda replica: replica_threads.meet("another", replica, lambda values: values)
+    ) == [0, 1, 2]
 
 
-def test_an_interrupt_of_the_caller_ends_all_replicas(crew: Crew) -> None:
+def test_an_interrupt_of_the_caller_ends_all_replicas(replica_threads: ReplicaThreads) -> None:
     def interrupted(values: list[Any]) -> list[Any]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        everywhere(crew, lambda _: crew.meet("a meeting", None, interrupted))
-    assert everywhere(crew, lambda replica: replica) == [0, 1, 2]
+        everywhere(replica_threads, lambda _: replica_threads.meet("a meeting", None, interrupted))
+    assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
 
 
 def test_a_replica_that_returns_early_is_named() -> None:
-    with crew_of(2, first_replica=4) as crew:
+    with crew_of(2, first_replica=4) as replica_threads:
 
         def work(replica: int) -> None:
-            crew.meet("the first", None, lambda values: values)
+            replica_threads.meet("the first", None, lambda values: values)
             if replica == 0:
-                crew.meet("the second", None, lambda values: values)
+                replica_threads.meet("the second", None, lambda values: values)
 
         with pytest.raises(CollectiveError) as raised:
-            everywhere(crew, work)
+            everywhere(replica_threads, work)
         assert str(raised.value) == (
             "replica 4 is at meeting 2 of this step (the second), but replica 5 has ended its step after 1 meeting: "
             "every replica has to make the same calls in the same order"
@@ -324,13 +329,13 @@ def test_a_replica_that_returns_early_is_named() -> None:
         assert raised.value.rank == 5
 
 
-def test_replicas_at_different_meetings_are_named(crew: Crew) -> None:
+def test_replicas_at_different_meetings_are_named(replica_threads: ReplicaThreads) -> None:
     def work(replica: int) -> None:
-        crew.meet("a sum" if replica == 2 else "a product", None, lambda values: values)
+        replica_threads.meet("a sum" if replica == 2 else "a product", None, lambda values: values)
 
     with pytest.raises(CollectiveError, match=r"replica 0 is at .*a product\), but replica 2 is at .*a sum"):
-        everywhere(crew, work)
-    assert everywhere(crew, lambda replica: replica) == [0, 1, 2]
+        everywhere(replica_threads, work)
+    assert everywhere(replica_threads, lambda replica: replica) == [0, 1, 2]
 
 
 # -- failures -------------------------------------------------------------------------------------------------------
@@ -346,14 +351,14 @@ def test_the_error_of_a_replica_is_raised_with_its_number() -> None:
             raise Broken("no luck")
         return replica
 
-    with crew_of(3, first_replica=3) as crew:
+    with crew_of(3, first_replica=3) as replica_threads:
         for _ in range(2):
             with pytest.raises(Broken, match="no luck") as raised:
-                everywhere(crew, work)
+                everywhere(replica_threads, work)
             assert raised.value.__notes__ == ["raised in replica 4 (cpu)"]
 
 
-def test_an_error_is_noted_once_even_if_it_is_raised_again(crew: Crew) -> None:
+def test_an_error_is_noted_once_even_if_it_is_raised_again(replica_threads: ReplicaThreads) -> None:
     error = Broken("always the same")
 
     def work(replica: int) -> None:
@@ -361,11 +366,11 @@ def test_an_error_is_noted_once_even_if_it_is_raised_again(crew: Crew) -> None:
 
     for _ in range(2):
         with pytest.raises(Broken) as raised:
-            everywhere(crew, work)
+            everywhere(replica_threads, work)
         assert raised.value.__notes__ == ["raised in replica 0 (cpu)"]
 
 
-def test_an_error_wakes_those_who_wait_and_stops_those_who_have_not_begun(crew: Crew) -> None:
+def test_an_error_wakes_those_who_wait_and_stops_those_who_have_not_begun(replica_threads: ReplicaThreads) -> None:
     began: list[int] = []
     ended_by: list[str] = []
     never = threading.Event()
@@ -375,19 +380,19 @@ def test_an_error_wakes_those_who_wait_and_stops_those_who_have_not_begun(crew: 
         if replica == 1:
             raise Broken
         try:
-            crew.meet("a meeting", None, lambda values: values)
+            replica_threads.meet("a meeting", None, lambda values: values)
         except CollectiveError as error:
             ended_by.append(str(error))
             raise
         wait_for(never)
 
     with pytest.raises(Broken):
-        everywhere(crew, work)
+        everywhere(replica_threads, work)
     assert began == [0, 1]
     assert ended_by == ["this replica has to end: replica 1 raised Broken: "]
 
 
-def test_who_swallows_the_news_of_a_failure_hears_it_again(crew: Crew) -> None:
+def test_who_swallows_the_news_of_a_failure_hears_it_again(replica_threads: ReplicaThreads) -> None:
     heard: list[int] = []
 
     def work(replica: int) -> None:
@@ -395,27 +400,27 @@ def test_who_swallows_the_news_of_a_failure_hears_it_again(crew: Crew) -> None:
             raise Broken
         for _ in range(3):
             try:
-                with crew.waiting():
+                with replica_threads.waiting():
                     pass
-                crew.meet("a meeting", None, lambda values: values)
+                replica_threads.meet("a meeting", None, lambda values: values)
             except CollectiveError:
                 heard.append(replica)
 
     with pytest.raises(Broken):
-        everywhere(crew, work)
+        everywhere(replica_threads, work)
     assert heard == [0, 0, 0]
 
 
-def test_listeners_hear_of_a_failure_once(crew: Crew) -> None:
+def test_listeners_hear_of_a_failure_once(replica_threads: ReplicaThreads) -> None:
     heard: list[str] = []
-    crew.on_abort.append(heard.append)
+    replica_threads.on_abort.append(heard.append)
 
     def work(replica: int) -> None:
-        crew.meet("a meeting", None, lambda values: values)
+        replica_threads.meet("a meeting", None, lambda values: values)
         raise Broken(f"first line of {replica}\nsecond line")
 
     with pytest.raises(Broken):
-        everywhere(crew, work)
+        everywhere(replica_threads, work)
     assert len(heard) == 1
     assert heard[0] in [f"replica {replica} raised Broken: first line of {replica}" for replica in range(3)]
 

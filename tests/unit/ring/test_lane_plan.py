@@ -8,7 +8,7 @@ import pytest
 
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions, Transport
 from stratagem.errors import ConfigurationError
-from stratagem.worker.ring.choice import LanePlan, RankInfo, plan_lanes
+from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
 
 AUTO = CommunicationOptions()
 

@@ -14,7 +14,7 @@ from stratagem.ps.specs import GroupSpec
 from stratagem.ps.table_group import TableGroup
 
 
-class Shelf:
+class LockedGroup:
     """A group on this ps.
 
     Args:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from stratagem.chief.lives import Life
 from stratagem.chief.servers import Server, ServerDescription
 from stratagem.chief.steps import StepClosing
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 
@@ -20,50 +20,53 @@ RETRY_S = 0.1
 
 _Result = TypeVar("_Result")
 
-Connect = Callable[[Life, str], Server]
+Connect = Callable[[Incarnation, str], Server]
 
 
-class Fleet:
+class PsPool:
     """The connections to the ps with an open session.
 
     Args:
-        connect: makes the connection to (life, address).
+        connect: makes the connection to (incarnation, address).
         is_open: whether a life still has an open session; a call to one that has not is given up.
         is_ready: whether it has its values too; a ps that has just come back has none.
     """
 
     def __init__(
-        self, connect: Connect, is_open: Callable[[Life], bool], is_ready: Callable[[Life], bool] = lambda life: True
+        self,
+        connect: Connect,
+        is_open: Callable[[Incarnation], bool],
+        is_ready: Callable[[Incarnation], bool] = lambda incarnation: True,
     ) -> None:
         self._connect = connect
         self._is_open = is_open
         self._is_ready = is_ready
-        self._servers: dict[Life, Server] = {}
+        self._servers: dict[Incarnation, Server] = {}
 
     @property
     def servers(self) -> list[Server]:
         """Those with an open session, by index."""
-        return [self._servers[life] for life in sorted(self._servers) if self._is_open(life)]
+        return [self._servers[incarnation] for incarnation in sorted(self._servers) if self._is_open(incarnation)]
 
     @property
     def ready(self) -> list[Server]:
         """Those that workers may use."""
-        return [server for server in self.servers if self._is_ready(server.life)]
+        return [server for server in self.servers if self._is_ready(server.incarnation)]
 
-    def add(self, life: Life, address: str) -> Server:
+    def add(self, incarnation: Incarnation, address: str) -> Server:
         """A ps joined."""
-        if life not in self._servers:
-            self._servers[life] = self._connect(life, address)
-        return self._servers[life]
+        if incarnation not in self._servers:
+            self._servers[incarnation] = self._connect(incarnation, address)
+        return self._servers[incarnation]
 
-    def get(self, life: Life) -> Server | None:
-        """The connection to ``life``."""
-        return self._servers.get(life)
+    def get(self, incarnation: Incarnation) -> Server | None:
+        """The connection to ``incarnation``."""
+        return self._servers.get(incarnation)
 
     async def drop_lost(self) -> None:
         """Closes the connections to ps whose session is over."""
-        for life in [life for life in self._servers if not self._is_open(life)]:
-            await self._servers.pop(life).close()
+        for incarnation in [incarnation for incarnation in self._servers if not self._is_open(incarnation)]:
+            await self._servers.pop(incarnation).close()
 
     async def insist(self, server: Server, call: Callable[[Server], Awaitable[_Result]]) -> _Result | None:
         """Calls until an answer comes; None when the ps is lost before.
@@ -71,21 +74,21 @@ class Fleet:
         Raises:
             StratagemError: the ps refused.
         """
-        while self._is_open(server.life):
+        while self._is_open(server.incarnation):
             try:
                 return await call(server)
             except PeerUnavailableError as error:
-                logger.info("%s did not answer, asking again: %s", server.life.task, error)
+                logger.info("%s did not answer, asking again: %s", server.incarnation.task, error)
                 await asyncio.sleep(RETRY_S)
         return None
 
-    async def insist_all(self, call: Callable[[Server], Awaitable[_Result]]) -> dict[Life, _Result]:
+    async def insist_all(self, call: Callable[[Server], Awaitable[_Result]]) -> dict[Incarnation, _Result]:
         """As :meth:`insist` on every ps at once; lost ones are left out."""
         servers = self.servers
         answers = await asyncio.gather(*(self.insist(server, call) for server in servers))
-        return {server.life: each for server, each in zip(servers, answers, strict=True) if each is not None}
+        return {server.incarnation: each for server, each in zip(servers, answers, strict=True) if each is not None}
 
-    async def describe(self) -> dict[Life, ServerDescription]:
+    async def describe(self) -> dict[Incarnation, ServerDescription]:
         """What every ps has applied."""
         return await self.insist_all(lambda server: server.describe_units())
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.baton import CALLER, Baton
-from stratagem.strategy.replicas.surroundings import Surroundings
+from stratagem.strategy.replicas.thread_modes import ThreadModes
+from stratagem.strategy.replicas.turn_lock import CALLER, TurnLock
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Doing(enum.Enum):
     RUNNING = "runs"
     """Or waits for its turn."""
     WAITING = "waits"
-    """Inside :meth:`Crew.waiting`: for a collective."""
+    """Inside :meth:`ReplicaThreads.waiting`: for a collective."""
     MEETING = "has come to a meeting"
     ENDED = "has ended its step"
 
@@ -45,7 +45,7 @@ class _Offer:
 
 
 class _Run:
-    """One call of :meth:`Crew.run`, guarded by the crew's condition."""
+    """One call of :meth:`ReplicaThreads.run`, guarded by the replica_threads's condition."""
 
     def __init__(self, size: int) -> None:
         self.caller = threading.get_ident()
@@ -74,16 +74,16 @@ class _Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seat:
+class _ThreadReplica:
     """Which replica a thread is."""
 
-    crew: Crew
+    replica_threads: ReplicaThreads
     run: _Run
     replica: int
     thread: int
 
 
-_seat: contextvars.ContextVar[_Seat | None] = contextvars.ContextVar("seat", default=None)
+_seat: contextvars.ContextVar[_ThreadReplica | None] = contextvars.ContextVar("seat", default=None)
 
 
 def current_replica() -> int | None:
@@ -92,13 +92,14 @@ def current_replica() -> int | None:
     return None if seat is None else seat.replica
 
 
-class Crew:
+class ReplicaThreads:
     """One thread for each replica of this process; they last until :meth:`close`.
 
-    Replicas on the CPU run in turn: one has the baton, and the next one gets it when that one waits for the others or
-    has ended. Each has its own stream of torch's CPU generator (:class:`~stratagem.strategy.replicas.baton.Baton`),
-    so that runs can be repeated bit for bit. Replicas on GPUs run all at once; what they draw on a GPU of their own is
-    their own too, what they draw from the CPU generator is not.
+    Replicas on the CPU run in turn: one has the turn, and the next one gets it when that one waits for the others or
+    has ended. Each has its own stream of torch's CPU generator
+    (:class:`~stratagem.strategy.replicas.turn_lock.TurnLock`), so that runs can be repeated bit for bit. Replicas
+    on GPUs run all at once; what they draw on a GPU of their own is their own too, what they draw from the CPU
+    generator is not.
 
     Args:
         devices: one a replica. "cpu" may come several times.
@@ -114,7 +115,7 @@ class Crew:
         self.on_abort: list[Callable[[str], None]] = []
         """Called, with ``changed`` held, when a replica has failed and all others have to end."""
         self.first_replica = first_replica
-        self._baton = Baton(self.changed, [r for r, device in enumerate(devices) if device.type == "cpu"])
+        self._turn_lock = TurnLock(self.changed, [r for r, device in enumerate(devices) if device.type == "cpu"])
         self._run: _Run | None = None
         self._one_at_a_time = threading.Lock()
         self._jobs: list[_Jobs] = [queue.SimpleQueue() for _ in devices]
@@ -141,7 +142,7 @@ class Crew:
         """Runs one callable a replica, each in its replica's thread and in the caller's modes and context variables.
 
         The error that a replica raises ends the others as soon as they wait for anything, and is raised here, with a
-        note that says which replica it was. The crew can be used again; see
+        note that says which replica it was. The replica_threads can be used again; see
         :func:`~stratagem.strategy.replicas.replica_communicator.reopen`.
 
         Raises:
@@ -155,10 +156,10 @@ class Crew:
             if not self._dismiss.alive:
                 raise ConfigurationError("the replicas have been closed; build a new strategy")
             run = _Run(self.size)
-            surroundings = Surroundings.here(self.devices)
+            surroundings = ThreadModes.here(self.devices)
             with self.changed:
                 self._run = run
-            self._baton.start()
+            self._turn_lock.start()
             for replica, one in enumerate(work):
                 play = functools.partial(self._play, run, replica, one, surroundings)
                 self._jobs[replica].put(functools.partial(contextvars.copy_context().run, play))
@@ -170,7 +171,7 @@ class Crew:
                 try:
                     with self.changed:
                         self.changed.wait_for(lambda: run.is_over)
-                    self._baton.finish()
+                    self._turn_lock.finish()
                 finally:
                     with self.changed:
                         self._run = None
@@ -185,11 +186,11 @@ class Crew:
 
     def random_states(self) -> dict[str, torch.Tensor]:
         """Where the streams of those replicas are that have one beside the caller's; nothing may run meanwhile."""
-        return self._baton.states()
+        return self._turn_lock.states()
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Puts the streams back where :meth:`random_states` found them."""
-        self._baton.set_states(states)
+        self._turn_lock.set_states(states)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -207,19 +208,19 @@ class Crew:
                 self._check_same_place(run)
                 offers = [offer for offer in run.offers if offer is not None]
                 run.offers = [None] * self.size
-            self._baton.take(CALLER)
+            self._turn_lock.take(CALLER)
             try:
                 results = offers[0].decide([offer.value for offer in offers])
             except BaseException as error:
                 _note(error, f"raised in {offers[0].what}, where all replicas had met")
-                self._baton.release(CALLER)
+                self._turn_lock.release(CALLER)
                 raise
             del offers
             with self.changed:
                 run.results = list(results)
                 run.doing = [Doing.RUNNING] * self.size
                 run.num_met += 1
-                self._baton.lend()
+                self._turn_lock.pass_on()
                 self.changed.notify_all()
 
     def _check_same_place(self, run: _Run) -> None:
@@ -244,9 +245,9 @@ class Crew:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for other replicas: the calling replica lets go of the baton, and takes it again.
+        """Around whatever waits for other replicas: the calling replica lets go of the turn_lock, and takes it again.
 
-        Does nothing in a thread that is no replica of this crew, and inside another one.
+        Does nothing in a thread that is no replica of this replica_threads, and inside another one.
 
         Raises:
             CollectiveError: at the end, when another replica has failed meanwhile.
@@ -257,7 +258,7 @@ class Crew:
             return
         with self.changed:
             seat.run.doing[seat.replica] = Doing.WAITING
-            self._baton.release(seat.replica)
+            self._turn_lock.release(seat.replica)
             self.changed.notify_all()
         try:
             yield
@@ -289,7 +290,7 @@ class Crew:
             run.num_meetings[replica] += 1
             run.offers[replica] = _Offer(what, value, decide)
             run.doing[replica] = Doing.MEETING
-            self._baton.release(replica)
+            self._turn_lock.release(replica)
             self.changed.notify_all()
             self.changed.wait_for(lambda: run.num_met != num_met or bool(run.reason))
         self._go_on(run, replica)
@@ -306,9 +307,9 @@ class Crew:
         """Why the replicas that still run have to end; empty: they do not."""
         return "" if self._run is None else self._run.reason
 
-    def _play(self, run: _Run, replica: int, work: Callable[[], Any], surroundings: Surroundings) -> None:
+    def _play(self, run: _Run, replica: int, work: Callable[[], Any], surroundings: ThreadModes) -> None:
         """A replica's part of a run, in its thread."""
-        _seat.set(_Seat(self, run, replica, threading.get_ident()))
+        _seat.set(_ThreadReplica(self, run, replica, threading.get_ident()))
         result: Any = None
         try:
             self._go_on(run, replica)
@@ -321,18 +322,20 @@ class Crew:
             with self.changed:
                 run.results[replica] = result
                 run.doing[replica] = Doing.ENDED
-                self._baton.release(replica)
+                self._turn_lock.release(replica)
                 self.changed.notify_all()
 
     def _go_on(self, run: _Run, replica: int) -> None:
         with self.changed:
             run.doing[replica] = Doing.RUNNING
-        self._baton.take(replica)
+        self._turn_lock.take(replica)
 
-    def _own_seat(self) -> _Seat | None:
+    def _own_seat(self) -> _ThreadReplica | None:
         seat = _seat.get()
         # A thread that the step started may have inherited the context variable.
-        return seat if seat is not None and seat.crew is self and seat.thread == threading.get_ident() else None
+        return (
+            seat if seat is not None and seat.replica_threads is self and seat.thread == threading.get_ident() else None
+        )
 
     # -- failures ----------------------------------------------------------------------------------------------
 
@@ -367,7 +370,7 @@ class Crew:
 
 
 def _work_off(jobs: _Jobs) -> None:
-    """The life of a thread. It holds nothing of the crew while it has nothing to do."""
+    """The life of a thread. It holds nothing of the replica_threads while it has nothing to do."""
     while (job := jobs.get()) is not None:
         job()
         del job

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 import torch
 
 CALLER = -1
-"""Stands for the thread that lets the replicas run; it has the baton when none of them does."""
+"""Stands for the thread that lets the replicas run; it has the turn_lock when none of them does."""
 
 
-class Baton:
+class TurnLock:
     """One of several threads has it; each finds torch's CPU generator as it left it, whoever drew in between.
 
     The caller and replica 0 draw from one stream: what replica 0 draws moves the caller's generator on, as a step of
@@ -19,7 +19,7 @@ class Baton:
     the caller has seeded or used it between two runs. So ``torch.manual_seed`` before a run determines all of them.
 
     Args:
-        changed: guards the baton, and wakes those who wait for it.
+        changed: guards the turn_lock, and wakes those who wait for it.
         takers: replicas that take turns; for all others every call does nothing.
     """
 
@@ -32,18 +32,18 @@ class Baton:
         self._stream = 0
         """Whose stream is in the generator now."""
         self._left: torch.Tensor | None = None
-        """The generator as it was when the caller got the baton back."""
+        """The generator as it was when the caller got the turn_lock back."""
 
     def start(self) -> None:
-        """The caller lends it to the replicas, for a run."""
+        """The caller leases it to the replicas, for a run."""
         if not self._takers:
             return
         now = torch.get_rng_state()
         if self._left is None or not torch.equal(now, self._left):
             self._seed(now)
-        self.lend()
+        self.pass_on()
 
-    def lend(self) -> None:
+    def pass_on(self) -> None:
         """The caller gives it to the first replica; all will want it, in their order."""
         with self._changed:
             self._wanting |= self._takers - {CALLER}
@@ -81,7 +81,7 @@ class Baton:
                 self._changed.notify_all()
 
     def states(self) -> dict[str, torch.Tensor]:
-        """The streams of all but the caller and replica 0, by the replica's number; the caller has the baton.
+        """The streams of all but the caller and replica 0, by the replica's number; the caller has the turn_lock.
 
         "left": the generator as the caller got it back, by which it is told whether the caller has used it since.
         """

@@ -1,0 +1,382 @@
+"""Units between workers that come and go, against a model of the ps: everything is applied exactly once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from stratagem.chief.lease_book import Lease, LeaseBook
+from stratagem.chief.steps import StepClosing
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.errors import ConfigurationError, ProtocolError
+
+
+class ModelPs:
+    """What one ps does with synchronous steps (or with single units at staleness > 0)."""
+
+    def __init__(self) -> None:
+        self.planned: dict[int, set[Unit]] = {}
+        self.commits: dict[int, set[Unit]] = {}
+        self.applied: list[Unit] = []
+        self.done: set[int] = set()
+
+    def commit(self, lease: Lease) -> None:
+        units = {Unit(lease.unit.dataset, lease.unit.epoch, index) for index in lease.step_units} or {lease.unit}
+        number = lease.step or -1 - lease.unit.index
+        self.planned.setdefault(number, units)
+        self.commits.setdefault(number, set()).add(lease.unit)
+        self._apply(number)
+
+    def close(self, closing: StepClosing) -> None:
+        if closing.step in self.done:
+            assert self.planned[closing.step] <= set(closing.included), "an applied slice was left out"
+        self.planned[closing.step] = set(closing.included)
+        self.commits.setdefault(closing.step, set()).update(unit for unit, _ in closing.committed)
+        self._apply(closing.step)
+
+    def is_done(self, lease: Lease) -> bool:
+        return (lease.step or -1 - lease.unit.index) in self.done
+
+    def _apply(self, number: int) -> None:
+        if number not in self.done and self.planned[number] <= self.commits[number]:
+            self.done.add(number)
+            self.applied += sorted(self.planned[number])
+
+
+class LendingMachine(RuleBasedStateMachine):
+    """Workers join, ask, commit, accept, leave and die in any order; each goes through the epoch part by part."""
+
+    @initialize(
+        staleness=st.sampled_from([0.0, math.inf]),
+        num_examples=st.integers(0, 14),
+        batch_size=st.integers(1, 5),
+        num_workers=st.integers(1, 3),
+        part=st.integers(1, 8),
+    )
+    def start(self, staleness: float, num_examples: int, batch_size: int, num_workers: int, part: int) -> None:
+        slices = num_workers if staleness == 0 else 1
+        self.plan = Plan(num_examples, batch_size, num_slices=slices, staleness=staleness)
+        self.lease_book = LeaseBook()
+        self.lease_book.open_dataset(1, self.plan)
+        self.ps = ModelPs()
+        self.incarnation = 0
+        self.live: dict[int, Incarnation] = {}
+        self.held: dict[Incarnation, list[Lease]] = {}
+        self.stops = [self.plan.units_of(batch)[0] for batch in range(part, self.plan.num_batches, part)]
+        self.stops.append(self.plan.num_units)
+        self.stop: dict[Incarnation, int] = {}
+        """Of the part that a worker is in."""
+        self.committed: dict[Incarnation, Lease] = {}
+        self.accepted: list[Unit] = []
+        for index in range(num_workers):
+            self._join(index)
+        self.num_workers = num_workers
+        self.lease_book.founders = frozenset(self.live.values())
+
+    def _join(self, index: int) -> None:
+        self.incarnation += 1
+        self.live[index] = Incarnation(f"worker:{index}", self.incarnation)
+        self.held[self.live[index]] = []
+        self.stop[self.live[index]] = self.stops[0]
+
+    def _workers(self) -> list[Incarnation]:
+        return [self.live[index] for index in sorted(self.live)]
+
+    def _ask(self, incarnation: Incarnation, want: int, lose_reply: bool = False) -> bool:
+        """True when the epoch is closed."""
+        known = {lease.unit.index for lease in self.held[incarnation]}
+        stop = self.stop[incarnation]
+        granted = self.lease_book.ask(incarnation, 1, 0, known, want, self._workers(), stop)
+        assert all(lease.unit.index < stop for lease in granted.granted)
+        if granted.end:
+            assert {unit.index for unit in self.accepted} >= {*range(stop)}
+        if granted.end and stop < self.plan.num_units:
+            self.stop[incarnation] = self.stops[self.stops.index(stop) + 1]
+            return False
+        if not lose_reply:
+            self.held[incarnation] += granted.granted
+            self.held[incarnation].sort(key=lambda lease: (lease.step, lease.unit))
+        return granted.end
+
+    def _work(self, incarnation: Incarnation) -> bool:
+        """One thing that the worker can do with what it holds; False when it waits."""
+        if incarnation in self.committed:
+            lease = self.committed[incarnation]
+            if not self.ps.is_done(lease):
+                return False
+            del self.committed[incarnation]
+            self.held[incarnation].remove(lease)
+            self.accepted += self.lease_book.accept(incarnation, 1, 0, [lease.unit.index])
+        elif self.held[incarnation]:
+            self.committed[incarnation] = self.held[incarnation][0]
+            self.ps.commit(self.held[incarnation][0])
+        else:
+            return False
+        return True
+
+    def _drop(self, incarnation: Incarnation, leave: bool) -> None:
+        removal = (
+            self.lease_book.leave(incarnation, 1, 0)
+            if leave
+            else self.lease_book.remove(
+                self.lease_book.held(incarnation),
+                {
+                    u: [0]
+                    for u in self.lease_book.held(incarnation)
+                    if any(u in each for each in self.ps.commits.values())
+                },
+            )
+        )
+        for closing in removal.closings:
+            self.ps.close(closing)
+        self.accepted += removal.accepted
+        self.lease_book.give_back(incarnation, removal.returned)
+
+    @rule(index=st.integers(0, 2), want=st.integers(1, 2), lose_reply=st.booleans())
+    def ask(self, index: int, want: int, lose_reply: bool) -> None:
+        if index in self.live and not self.held[self.live[index]]:
+            self._ask(self.live[index], want if self.plan.staleness else 1, lose_reply)
+
+    @rule(index=st.integers(0, 2))
+    def work(self, index: int) -> None:
+        if index in self.live:
+            self._work(self.live[index])
+
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(index=st.integers(0, 2))
+    def die(self, index: int) -> None:
+        incarnation = self.live.pop(index, None)
+        if incarnation is not None:
+            self._drop(incarnation, leave=False)
+            self.lease_book.forget(incarnation)
+            self.held.pop(incarnation)
+            self.committed.pop(incarnation, None)
+
+    @rule(index=st.integers(0, 2))
+    def leave(self, index: int) -> None:
+        incarnation = self.live.get(index)
+        if incarnation is not None and incarnation not in self.committed:
+            self._drop(incarnation, leave=True)
+            self.held[incarnation] = []
+
+    @rule(index=st.integers(0, 2))
+    def rejoin(self, index: int) -> None:
+        if index < self.num_workers and index not in self.live:
+            self._join(index)
+
+    @invariant()
+    def no_unit_is_on_two_workers(self) -> None:
+        held = [lease.unit for granted in getattr(self, "held", {}).values() for lease in granted]
+        assert len(held) == len(set(held))
+
+    @invariant()
+    def a_worker_has_one_slice_of_a_step(self) -> None:
+        for granted in getattr(self, "held", {}).values():
+            steps = [lease.step for lease in granted if lease.step]
+            assert len(steps) == len(set(steps))
+
+    @invariant()
+    def a_refreshing_worker_is_alone_with_its_step(self) -> None:
+        for granted in getattr(self, "held", {}).values():
+            for lease in granted:
+                if lease.refresh:
+                    assert all(number >= lease.step for number in self.lease_book.steps.open)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "lease_book"):
+            return
+        for _ in range(1000):
+            ends = []
+            for incarnation in self._workers():
+                while self._work(incarnation):
+                    pass
+                ends.append(not self.held[incarnation] and self._ask(incarnation, 1))
+            if all(ends):
+                break
+        else:
+            pytest.fail(f"the epoch does not close: {self.lease_book.steps.open}, held {self.held}")
+        every = [Unit(1, 0, index) for index in range(self.plan.num_units)]
+        assert sorted(self.accepted) == every
+        assert sorted(self.ps.applied) == every
+        assert self.lease_book.examples_accepted == sum(self.plan.unit_examples(unit.index) for unit in every)
+
+
+LendingMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLending = LendingMachine.TestCase
+
+A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
+
+
+def sync_lending(num_examples: int = 8, batch_size: int = 4) -> LeaseBook:
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(num_examples, batch_size, num_slices=2, staleness=0))
+    lease_book.founders = frozenset({A, B})
+    return lease_book
+
+
+def test_a_step_is_one_slice_of_one_batch_for_each_worker() -> None:
+    lease_book = sync_lending()
+    [mine] = lease_book.ask(B, 1, 0, (), 1, [A, B]).granted
+    [other] = lease_book.ask(A, 1, 0, (), 1, [A, B]).granted
+    assert (other.unit.index, mine.unit.index) == (0, 1)
+    assert (mine.step, mine.step_units, mine.refresh, mine.num_examples) == (1, (0, 1), False, 2)
+    assert other.step == 1
+
+
+def test_slices_of_a_dead_worker_without_a_commit_are_left_out_and_lent_again() -> None:
+    lease_book = sync_lending()
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    lease_book.ask(B, 1, 0, (), 1, [A, B])
+    removal = lease_book.remove(lease_book.held(B), {})
+    assert removal.closings == [StepClosing(1, (Unit(1, 0, 0),), ())]
+    assert lease_book.ask(A, 1, 0, {0}, 1, [A]).granted[0].unit.index == 2, "a unit moves only after give_back"
+    assert lease_book.give_back(B, removal.returned) == [Unit(1, 0, 1)]
+
+
+def test_a_committed_slice_of_a_dead_worker_stays_and_is_accepted_with_its_step() -> None:
+    lease_book = sync_lending()
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    lease_book.ask(B, 1, 0, (), 1, [A, B])
+    removal = lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): [0]})
+    assert removal.closings == [StepClosing(1, (Unit(1, 0, 0), Unit(1, 0, 1)), ((Unit(1, 0, 1), 0),))]
+    assert (removal.returned, removal.accepted) == ([], [])
+    assert lease_book.accept(A, 1, 0, [0]) == [Unit(1, 0, 0), Unit(1, 0, 1)]
+
+
+def test_a_newcomer_waits_for_all_earlier_steps_and_refreshes() -> None:
+    lease_book = sync_lending()
+    lease_book.ask(A, 1, 0, (), 1, [A])
+    new = Incarnation("worker:1", 3)
+    waiting = lease_book.ask(new, 1, 0, (), 1, [A, new])
+    assert (waiting.granted, waiting.waits_for) == ((), (A,))
+    lease_book.accept(A, 1, 0, [0])
+    [lease] = lease_book.ask(new, 1, 0, (), 1, [A, new]).granted
+    assert lease.refresh and lease.step == 2
+
+
+def test_a_worker_that_left_a_step_to_the_others_refreshes() -> None:
+    lease_book = sync_lending()
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    lease_book.ask(B, 1, 0, (), 1, [A, B])
+    lease_book.give_back(B, lease_book.leave(B, 1, 0).returned)
+    waiting = lease_book.ask(B, 1, 1, (), 1, [A, B])
+    assert (waiting.granted, waiting.waits_for) == ((), (A,))
+    lease_book.accept(A, 1, 0, [0])
+    [lease] = lease_book.ask(B, 1, 1, (), 1, [A, B]).granted
+    assert lease.refresh
+
+
+def test_a_part_of_an_epoch_ends_when_its_units_are_accepted_and_no_others_are_lent() -> None:
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(8, 2))
+    assert [lease.unit.index for lease in lease_book.ask(A, 1, 0, (), 9, [A, B], stop=2).granted] == [
+        0,
+        1,
+    ]
+    waiting = lease_book.ask(B, 1, 0, (), 9, [A, B], stop=2)
+    assert (waiting.granted, waiting.end, waiting.waits_for) == ((), False, (A,))
+    lease_book.accept(A, 1, 0, [0, 1])
+    assert [lease.unit.index for lease in lease_book.ask(A, 1, 0, (), 1, [A, B], stop=4).granted] == [2]
+    assert lease_book.ask(B, 1, 0, (), 9, [A, B], stop=2).end, "what others do in the next part does not matter"
+
+
+def test_what_is_reserved_in_a_group_can_be_given_back() -> None:
+    lease_book = sync_lending()
+    [mine] = lease_book.ask(A, 1, 1, (), 1, [A, B], group="fit 1").granted
+    assert mine.step_units == (0, 1)
+    assert lease_book.leave(B, 1, 0).returned == [], "it has only left the pass before"
+    assert lease_book.steps.reserved_in(A, "fit 1") == [], "it has got its own"
+    assert lease_book.steps.reserved_in(B, "fit 0") == [], "who leaves an earlier group takes part in the next"
+    removal = lease_book.remove(lease_book.steps.reserved_in(B, "fit 1"), {})
+    assert removal.closings == [StepClosing(1, (Unit(1, 1, 0),), ())] and removal.returned == [Unit(1, 1, 1)]
+    lease_book.give_back(B, removal.returned)
+    lease_book.accept(A, 1, 1, [0])
+    [mine] = lease_book.ask(A, 1, 1, (), 1, [A]).granted
+    assert mine.step_units == (1,)
+
+
+def test_only_the_borrower_gives_a_unit_back() -> None:
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(4, 1))
+    [lease] = lease_book.ask(A, 1, 0, (), 1, [A]).granted
+    assert lease_book.give_back(B, [lease.unit]) == []
+    assert lease_book.give_back(A, [lease.unit]) == [lease.unit]
+    assert lease_book.give_back(A, [lease.unit]) == []
+
+
+def test_a_restarted_worker_is_not_waited_for_before_it_asks() -> None:
+    lease_book = sync_lending()
+    new = Incarnation("worker:1", 3)
+    [lease] = lease_book.ask(A, 1, 0, (), 1, [A, new]).granted
+    assert lease.step_units == (0,)
+
+
+def test_a_lost_reply_is_given_again() -> None:
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(4, 1))
+    first = lease_book.ask(A, 1, 0, (), 2, [A])
+    assert lease_book.ask(A, 1, 0, (), 2, [A]) == first
+    assert [lease.unit.index for lease in lease_book.ask(A, 1, 0, {0, 1}, 2, [A]).granted] == [2, 3]
+
+
+def test_another_plan_is_refused_with_every_difference() -> None:
+    lease_book = LeaseBook()
+    lease_book.open_dataset(1, Plan(4, 2, seed=3))
+    assert lease_book.open_dataset(1, Plan(4, 2, seed=5)).seed == 3
+    with pytest.raises(ConfigurationError, match=r"num_examples is 4 in the job and 5 here; shuffle is True .* False"):
+        lease_book.open_dataset(1, Plan(5, 2, shuffle=False))
+
+
+def test_an_unknown_dataset_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="dataset 7 is not open"):
+        LeaseBook().ask(A, 7, 0, (), 1, [A])
+
+
+def test_a_roll_back_reopens_units_of_open_epochs_and_loses_those_of_closed_ones() -> None:
+    lease_book = sync_lending(num_examples=4, batch_size=2)
+    lease_book.know_accepted({(1, 0): UnitBitmap.of([0, 1, 2, 3]), (1, 1): UnitBitmap.of([0, 1])})
+    back = lease_book.roll_back({(1, 0): UnitBitmap.of([0, 1, 2])})
+    assert back.lost == {(1, 0): UnitBitmap.of([3])}
+    assert back.revoked == 2
+    assert lease_book.epoch(1, 0).closed and lease_book.epoch(1, 1).num_accepted == 0
+    assert lease_book.examples_accepted == 4
+
+
+def test_after_a_roll_back_units_come_in_the_order_of_the_plan_again() -> None:
+    lease_book = sync_lending()
+    for worker in (A, B):
+        lease_book.ask(worker, 1, 0, (), 1, [A, B])
+    lease_book.accept(A, 1, 0, [0])
+    back = lease_book.roll_back({})
+    assert back.revoked == 2
+    assert not lease_book.steps.open
+    granted = [lease_book.ask(worker, 1, 0, (), 1, [A, B]).granted[0] for worker in (B, A)]
+    assert [(lease.unit.index, lease.step, lease.step_units) for lease in granted] == [
+        (1, 2, (0, 1)),
+        (0, 2, (0, 1)),
+    ]
+
+
+def test_a_resumed_worker_keeps_its_slice_after_a_restart_of_the_chief() -> None:
+    before = sync_lending()
+    [lease] = before.ask(B, 1, 0, (), 1, [A, B]).granted
+    after = sync_lending()
+    after.resume(B, [lease])
+    assert after.held(B) == [lease.unit]
+    assert after.steps.orphans() == [Unit(1, 0, 0)]
+    assert after.steps.reserve_orphans([A, B]) == [(Unit(1, 0, 0), A)]
+    assert after.steps.next_number == 2
+
+
+def test_units_lent_before_a_restore_are_doubtful() -> None:
+    lease_book = sync_lending()
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    assert lease_book.doubtful(A, 1, 0, [0]) == []
+    lease_book.restores += 1
+    lease_book.ask(B, 1, 0, (), 1, [A, B])
+    assert lease_book.doubtful(A, 1, 0, [0, 2]) == [Unit(1, 0, 0), Unit(1, 0, 2)]
