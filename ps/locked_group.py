@@ -54,6 +54,8 @@ class LockedGroup:
                 flat[offset : offset + piece.numel()] = piece
             if not slot:
                 self.group.touch()
+                if not self.group.initialized:
+                    self.group.take_first_values(parts)
 
     def send_weights(self, lane: ReplyLane, transfer: int, have: Version | None) -> GroupVersion:
         """Sends the weights unless the reader has them. A version is copied once, whoever reads it.

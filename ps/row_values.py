@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-Distribution = Literal["normal", "uniform", "constant"]
+Distribution = Literal["normal", "uniform", "constant", "assigned"]
 
 BLOCK_ROWS = 1024
 """Rows that are drawn together: each block of a table has random numbers of its own."""
@@ -19,7 +19,8 @@ class InitialRows:
     """How the rows of a table begin."""
 
     distribution: Distribution
-    first: float
+    """Assigned: whoever creates the table sends them."""
+    first: float = 0.0
     """Mean, lower bound, or the value."""
     second: float = 0.0
     """Standard deviation, or upper bound."""

@@ -116,6 +116,19 @@ class ShardGroup:
             parameter.grad = None  # the message it points into can go
         self._advance(plan, present)
 
+    def check_first_values(self, parts: Parts) -> None:
+        """Refuses values that the group cannot begin with.
+
+        Raises:
+            ProtocolError: they overlap, or do not cover it.
+        """
+        shards = self.spec.shards
+        cut_runs([(offset, piece.numel()) for offset, piece in parts], shards, [True] * len(shards), [0] * len(shards))
+
+    def take_first_values(self, parts: Parts) -> None:
+        """Values that were checked are in the weights."""
+        self.initialized = True
+
     def touch(self) -> None:
         """The weights were changed from outside."""
         self.counter += 1

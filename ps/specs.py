@@ -81,6 +81,11 @@ class GroupSpec:
         return self.rows is not None
 
     @property
+    def makes_rows(self) -> bool:
+        """Whether it is a table whose initial rows are made here; others are assigned."""
+        return self.rows is not None and self.rows.distribution != "assigned"
+
+    @property
     def num_rows(self) -> int:
         """Of a table: rows held here."""
         return sum(shard.num_rows for shard in self.shards)

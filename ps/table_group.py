@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stratagem.errors import FrameError, LimitError, VariableError
+from stratagem.errors import FrameError, LimitError, ProtocolError, VariableError
 from stratagem.ps.row_updates import ROW_RULES, check_for_rows
 from stratagem.ps.row_values import fill_rows
 from stratagem.ps.rows import put_rows, take_rows, unpack
@@ -25,6 +25,29 @@ MAX_ANSWER_BYTES = 64 << 20
 
 class TableGroup(ShardGroup):
     """The rows of one table on this ps, and their optimizer state. Not thread-safe."""
+
+    num_first_values = 0
+    """Elements that were assigned so far, of a table that begins with values from outside."""
+
+    def check_first_values(self, parts: Parts) -> None:
+        """Refuses rows that are not the next ones, or the first.
+
+        Raises:
+            ProtocolError: they are others, or none.
+        """
+        expected = self.num_first_values if parts and parts[0][0] else 0
+        for offset, piece in parts or [(-1, torch.empty(0))]:
+            if offset != expected:
+                raise ProtocolError(
+                    f"group {self.spec.group}: expected initial rows in order, element {expected} next, got {offset}"
+                )
+            expected += piece.numel()
+
+    def take_first_values(self, parts: Parts) -> None:
+        """The table has values when the last row came."""
+        offset, piece = parts[-1]
+        self.num_first_values = offset + piece.numel()
+        self.initialized = self.num_first_values == self.spec.num_elements
 
     def make_values(self) -> None:
         """Gives every row its initial value."""

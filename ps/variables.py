@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from stratagem.errors import ProtocolError
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
-from stratagem.ps.runs import cut_runs
 from stratagem.ps.sequences import Verdict
-from stratagem.ps.shard_group import Parts
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
 from stratagem.ps.state import Call, StoreState
 from stratagem.ps.table_group import new_group
@@ -39,7 +37,7 @@ class Variables:
 
         Returns:
             Groups whose initial values the sender must assign (it holds the init-once token), and groups that
-            have values. A table gets its values here.
+            have values. A table gets its values here, unless its rows are assigned.
 
         Raises:
             VariableError: a group exists with other shards, or a spec cannot be; nothing is created.
@@ -63,8 +61,11 @@ class Variables:
             state.changed.notify_all()
             initialize = state.senders.take_token(sender, empty) if can_initialize else []
             locked_groups = [state.locked_groups[spec.group] for spec in groups]
+            for locked, spec in zip(locked_groups, groups, strict=True):
+                if spec.group in initialize:  # whose initial rows count, not those of who was here first
+                    locked.group.spec = spec
         self._make_tables(
-            [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.is_table]
+            [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.makes_rows]
         )
         initialized = [locked.spec.group for locked in locked_groups if locked.group.initialized]
         return [group for group in initialize if group not in initialized], initialized
@@ -160,7 +161,7 @@ class Variables:
             self._check_tokens(sender, locked_groups)
             for locked in locked_groups:
                 if not locked.group.initialized and not request.slot:
-                    _check_complete(locked, parts.get(locked.spec.group, ()))
+                    locked.group.check_first_values(parts.get(locked.spec.group, ()))
             state.wait(lambda: state.gate_lets_through(None), sender, call, None)
             state.enter(sender)
         try:
@@ -173,8 +174,7 @@ class Variables:
         finally:
             with state.changed:
                 for locked in locked_groups:
-                    if not request.slot:
-                        locked.group.initialized = True
+                    if locked.group.initialized and not request.slot:
                         state.senders.drop_token(locked.spec.group)
                 state.staging.drop(sender, request.values.transfer, list(parts))
                 state.leave(sender)
@@ -188,8 +188,3 @@ class Variables:
                     f"group {locked.spec.group}: {who} supplies the initial values, not {sender}; "
                     "call CreateVariables with can_initialize first"
                 )
-
-
-def _check_complete(locked: LockedGroup, parts: Parts) -> None:
-    shards = locked.spec.shards
-    cut_runs([(offset, piece.numel()) for offset, piece in parts], shards, [True] * len(shards), [0] * len(shards))

@@ -40,6 +40,7 @@ _DISTRIBUTIONS: dict[int, Distribution] = {
     ps_pb2.InitialRows.NORMAL: "normal",
     ps_pb2.InitialRows.UNIFORM: "uniform",
     ps_pb2.InitialRows.CONSTANT: "constant",
+    ps_pb2.InitialRows.ASSIGNED: "assigned",
 }
 _PURPOSES: dict[str, Purpose] = {"up": "up", "down": "down"}
 _ACTIONS = {ps_pb2.APPLY: UpdateAction.APPLY, ps_pb2.SKIP: UpdateAction.SKIP}
@@ -107,7 +108,7 @@ def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
 def _initial_rows(message: ps_pb2.InitialRows) -> InitialRows:
     distribution = _DISTRIBUTIONS.get(message.distribution)
     if distribution is None:
-        raise ProtocolError(f"expected NORMAL, UNIFORM or CONSTANT initial rows, got {message.distribution}")
+        raise ProtocolError(f"expected NORMAL, UNIFORM, CONSTANT or ASSIGNED initial rows, got {message.distribution}")
     zero_row = message.zero_row if message.HasField("zero_row") else None
     return InitialRows(distribution, message.first, message.second, message.seed, zero_row)
 

@@ -63,20 +63,24 @@ class RemoteTable:
         num_rows: rows.
         width: elements of a row.
         dtype: of the elements.
-        initial: initial values of the rows.
+        initial: initial values of the rows: how the ps make them, or all rows, ``(num_rows, width)``, which may lie in
+            a mapped file: they are read a part at a time.
     """
 
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, initial: ps_pb2.InitialRows) -> None:
+    def __init__(
+        self, num_rows: int, width: int, dtype: torch.dtype, initial: ps_pb2.InitialRows | torch.Tensor
+    ) -> None:
         self.num_rows = num_rows
         self.width = width
-        self._initial = initial
+        self._values: torch.Tensor | None = None
         self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
         self._pending = PendingRows(self.handle)
         self._link: TableLink | None = None
+        self.begin_with(initial)
 
-    def begin_with(self, initial: ps_pb2.InitialRows) -> None:
-        """Chooses other initial values.
+    def begin_with(self, initial: ps_pb2.InitialRows | torch.Tensor) -> None:
+        """Chooses other initial values. Rows that are given are kept: a ps that lost all it had gets them again.
 
         Raises:
             ConfigurationError: the rows have their values.
@@ -86,7 +90,11 @@ class RemoteTable:
                 "initial values of a table are chosen before strategy.prepare: by now its rows have theirs. To give it "
                 f"others, on every worker:\n    {LOAD}"
             )
-        self._initial = initial
+        if isinstance(initial, torch.Tensor):
+            self._values = initial.detach()
+            self._initial = ps_pb2.InitialRows(distribution=ps_pb2.InitialRows.ASSIGNED)
+        else:
+            self._values, self._initial = None, initial
 
     @property
     def is_linked(self) -> bool:
@@ -102,8 +110,7 @@ class RemoteTable:
         """
         if self._link is None:
             raise ConfigurationError(
-                "this table has no rows yet: give its model to strategy.prepare(model, optimizer) first. Values "
-                f"are loaded after that, on every worker:\n    {LOAD}"
+                "this table has no rows yet: give its model to strategy.prepare(model, optimizer) first"
             )
         return self._link
 
@@ -132,7 +139,7 @@ class RemoteTable:
                 self.attach(client, link.is_lead())
 
     def attach(self, client: PsClient, can_initialize: bool) -> Attached:
-        """Tells one ps which rows it holds; it makes their initial values, unless it has values."""
+        """Tells one ps which rows it holds; where it has no values it makes them, or gets them from this worker."""
         link = self.link
         shards = [
             ps_pb2.ShardSpec(
@@ -155,7 +162,11 @@ class RemoteTable:
             rows=self._initial,
         )
         request = ps_pb2.CreateVariablesRequest(groups=[spec], can_initialize=can_initialize)
-        return Attached.from_reply(request, client.call("CreateVariables", request))
+        reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
+        if reply.initialize:
+            assert self._values is not None
+            self._assign_all(self._values, [client.index])
+        return Attached.from_reply(request, reply)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -210,6 +221,8 @@ class RemoteTable:
     def assign(self, values: torch.Tensor, slot: str = "", num_updates: int = 0) -> None:
         """Gives the ps values of the whole table, a part at a time; only the lead's reach them.
 
+        Before ``prepare`` they are kept, and the table begins with them.
+
         Args:
             values: ``(num_rows, width)``.
             slot: of the optimizer; empty: weights.
@@ -218,16 +231,20 @@ class RemoteTable:
         Raises:
             ConfigurationError: another shape.
         """
-        link = self.link
         if tuple(values.shape) != (self.num_rows, self.width):
             raise ConfigurationError(
-                f"table {link.name}: expected values of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
+                f"expected values of a table of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
             )
-        if not link.may_assign():
-            return
+        if self._link is None and not slot:
+            self.begin_with(values)
+        elif self.link.may_assign():
+            self._assign_all(values, self.link.placement.servers, slot, num_updates)
+
+    def _assign_all(self, values: torch.Tensor, servers: Sequence[int], slot: str = "", num_updates: int = 0) -> None:
+        link = self.link
         at_once = max(1, ASSIGN_BYTES // self._row_bytes)
         for shard in link.placement.shards:
-            for start in range(0, shard.num_rows, at_once):
+            for start in range(0, shard.num_rows if shard.ps in servers else 0, at_once):
                 stop = min(start + at_once, shard.num_rows)
                 rows = values[shard.first_row + start : shard.first_row + stop]
                 first = (shard.local_row + start) * self.width

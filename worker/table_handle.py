@@ -111,7 +111,8 @@ class TableHandle(WithoutValues, torch.nn.Parameter):
             f"{what} of the weight of a table on parameter servers, which is not in this process: call the layer to "
             "get rows, layer.export_form() to get all as a plain layer, sg.Checkpoint to save and restore it. Before "
             "prepare, nn.init.normal_, uniform_, constant_, zeros_, ones_, xavier_*_ and init=sg.nn.Normal(std=0.02) "
-            f"choose initial values; rows that are there already are given after prepare, on every worker:\n    {LOAD}"
+            f"choose initial values, from_pretrained or layer.load_state_dict({{'weight': rows}}) gives them; after "
+            f"it, on every worker:\n    {LOAD}"
         )
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows
+from stratagem.nn.remote_rows import RemoteRows, check_rows
 from stratagem.strategy.base import current_strategy
 
 
@@ -31,7 +31,8 @@ class Embedding(nn.Embedding):
         norm_type: of ``max_norm``.
         scale_grad_by_freq: as in torch: divides the gradient of a row by how often the batch has it.
         sparse: True: its gradients are.
-        _weight: values of all rows; not on parameter servers. As in torch, ``from_pretrained`` gives it.
+        _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
+            at a time, in ``prepare``.
         _freeze: whether the table is not trained.
         device: of the table; on parameter servers rows come to the device of the ids.
         dtype: None: torch's default dtype.
@@ -82,10 +83,12 @@ class Embedding(nn.Embedding):
 
     @classmethod
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
-        """As ``torch.nn.Embedding.from_pretrained``: a table with these rows, not trained unless ``freeze=False``.
+        """As ``torch.nn.Embedding.from_pretrained``: a table of these rows, not trained unless ``freeze=False``.
 
-        Raises:
-            ConfigurationError: in the scope of a strategy with parameter servers; says how rows get there.
+        With parameter servers the lead sends them in ``prepare``, 32 MiB at a time, where the job has no such table
+        yet: one that resumes keeps what it has trained. Give them on every worker, and leave them as they are: they
+        are kept, for a ps that comes back without a checkpoint. Rows of a mapped file (``torch.load(path, mmap=True)``,
+        ``torch.from_numpy(numpy.memmap(...))``) are never copied as a whole.
         """
         make: Any = super().from_pretrained
         return make(embeddings, freeze, *args, **{"sparse": True, **kwargs})
@@ -132,9 +135,9 @@ class RemoteEmbedding(RemoteRows, Embedding):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
         check_sparse(sparse)
-        self.check_remote(max_norm, _weight)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
-        self.build(dtype or torch.get_default_dtype(), initial_rows(init, seed, self.padding_idx), _freeze)
+        initial = initial_rows(init, seed, self.padding_idx) if _weight is None else _weight
+        self.build(initial, dtype, max_norm, _freeze)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -191,6 +194,5 @@ def own_weight(
     """
     if weight is None:
         return torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
-    if tuple(weight.shape) != (num_embeddings, embedding_dim):
-        raise ConfigurationError(f"expected rows of shape {[num_embeddings, embedding_dim]}, got {list(weight.shape)}")
+    check_rows(num_embeddings, embedding_dim, weight)
     return weight.to(device=device, dtype=dtype)

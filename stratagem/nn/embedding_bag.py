@@ -28,7 +28,8 @@ class EmbeddingBag(nn.EmbeddingBag):
         scale_grad_by_freq: as in torch; on parameter servers alone, as torch has no such sparse gradient.
         mode: "sum" or "mean" of the rows of a bag.
         sparse: True: its gradients are.
-        _weight: values of all rows; not on parameter servers. As in torch, ``from_pretrained`` gives it.
+        _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
+            at a time, in ``prepare``.
         include_last_offset: as in torch: the last offset is the number of ids.
         padding_idx: a row that is left out of every bag.
         device: of the table; on parameter servers rows come to the device of the ids.
@@ -130,10 +131,10 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, _checked(mode)
         self.padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
         check_sparse(sparse)
-        self.check_remote(max_norm, _weight)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
         self.include_last_offset = include_last_offset
-        self.build(dtype or torch.get_default_dtype(), initial_rows(init, seed, self.padding_idx))
+        initial = initial_rows(init, seed, self.padding_idx) if _weight is None else _weight
+        self.build(initial, dtype, max_norm)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(

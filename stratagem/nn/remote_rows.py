@@ -13,7 +13,6 @@ from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows, to_wire
 from stratagem.ps.row_values import Distribution, InitialRows
 from stratagem.worker.remote_table import RemoteTable
-from stratagem.worker.table_handle import LOAD
 
 
 class RemoteRows(nn.Module):
@@ -28,23 +27,31 @@ class RemoteRows(nn.Module):
     padding_idx: int | None
     remote_table: RemoteTable
 
-    def check_remote(self, max_norm: float | None, weight: torch.Tensor | None) -> None:
-        """Refuses arguments of torch's layers that a table on parameter servers cannot have."""
+    def build(
+        self,
+        initial: InitialRows | torch.Tensor,
+        dtype: torch.dtype | None,
+        max_norm: float | None,
+        freeze: bool = False,
+    ) -> None:
+        """In the place of the constructor of the class in ``torch.nn``.
+
+        Args:
+            initial: how the rows begin, or all of them, which are read in ``prepare``.
+            dtype: None: that of the rows, or torch's default dtype.
+            max_norm: refused.
+            freeze: whether the table is not trained.
+        """
         if max_norm is not None:
             raise ConfigurationError(
                 "max_norm= writes rows in forward(), and those of parameter servers change in optimizer.step() alone: "
                 "leave it out, and use torch.nn.functional.normalize(layer(ids), dim=-1) or clip_norm= of prepare"
             )
-        if weight is not None:
-            raise ConfigurationError(
-                "rows of a table on parameter servers that are there already (from_pretrained, _weight=) are given "
-                f"after strategy.prepare, on every worker, also from a file in pieces (torch.load(path, mmap=True)):\n"
-                f"    {LOAD}"
-            )
-
-    def build(self, dtype: torch.dtype, initial: InitialRows, freeze: bool = False) -> None:
-        """In the place of the constructor of the class in ``torch.nn``."""
-        self.remote_table = RemoteTable(self.num_embeddings, self.embedding_dim, dtype, to_wire(initial))
+        if isinstance(initial, torch.Tensor):
+            check_rows(self.num_embeddings, self.embedding_dim, initial)
+        dtype = dtype or (initial.dtype if isinstance(initial, torch.Tensor) else torch.get_default_dtype())
+        begin = initial if isinstance(initial, torch.Tensor) else to_wire(initial)
+        self.remote_table = RemoteTable(self.num_embeddings, self.embedding_dim, dtype, begin)
         self._parameters["weight"] = self.remote_table.handle
         self.remote_table.handle.requires_grad_(not freeze)
         self.remote_table.handle.begin_with = self._begin_with
@@ -133,6 +140,14 @@ class RemoteRows(nn.Module):
             error_msgs.append(f"size mismatch for {key}: expected {shape}, got {list(value.shape)}")
         else:
             self.remote_table.assign(value)
+
+
+def check_rows(num_embeddings: int, embedding_dim: int, weight: torch.Tensor) -> None:
+    """Refuses rows that are not those of the table."""
+    if tuple(weight.shape) != (num_embeddings, embedding_dim):
+        raise ConfigurationError(f"expected rows of shape {[num_embeddings, embedding_dim]}, got {list(weight.shape)}")
+    if weight.device.type == "meta":
+        raise ConfigurationError("expected rows with values, got a tensor of device meta")
 
 
 def _gives_gradient(table: RemoteTable, numbers: Any, padding: int | None) -> Callable[[torch.Tensor], None]:

@@ -30,9 +30,11 @@ SCRIPT = "train_tables.py"
 )
 def test_two_workers_two_ps_equal_one_process(cluster: Start, tmp_path: Path, optimizer: str) -> None:
     # 50 examples in batches of 12, and a last one of 2: a row may be in one slice, in both, or in none.
-    out = tmp_path / "ps.pt"
-    job = cluster(2, 2, SCRIPT, "--optimizer", optimizer, "--out", out, flags=["--staleness", "0"])
-    expected = one_process(tmp_path, "--optimizer", optimizer, script=SCRIPT)
+    out, rows = tmp_path / "ps.pt", tmp_path / "rows.pt"
+    torch.save(torch.randn(41, 4), rows)
+    arguments = ["--optimizer", optimizer, *(["--pretrained", rows] if optimizer == "adagrad" else [])]
+    job = cluster(2, 2, SCRIPT, *arguments, "--out", out, flags=["--staleness", "0"])
+    expected = one_process(tmp_path, *arguments, script=SCRIPT)
     done = job.finish()
     assert done.code == 0, done.stderr
     check_equal(expected, out)
@@ -52,7 +54,9 @@ def test_clipping_accumulation_and_shards(cluster: Start, tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 def test_a_checkpoint_goes_to_other_ps_and_to_one_process(cluster: Start, tmp_path: Path) -> None:
-    common = ["--optimizer", "sparse_adam", "--epochs", 2]
+    rows = tmp_path / "rows.pt"  # the second job is given rows too, and goes on with the trained ones
+    torch.save(torch.randn(41, 4), rows)
+    common = ["--optimizer", "sparse_adam", "--epochs", 2, "--pretrained", rows]
     saved, out = tmp_path / "saved" / "step", tmp_path / "ps.pt"
     done = cluster(2, 2, SCRIPT, *common, "--save", saved, flags=["--staleness", "0"]).finish()
     assert done.code == 0, done.stderr

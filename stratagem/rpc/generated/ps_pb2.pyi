@@ -218,8 +218,8 @@ class GroupSpec(_message.Message):
 
     @_builtins.property
     def rows(self) -> Global___InitialRows:
-        """Set for a table: its rows travel by number, and the ps makes their initial values. All its shards are of one
-        variable of two dimensions.
+        """Set for a table: its rows travel by number, and the ps makes their initial values, unless they are assigned. All its
+        shards are of one variable of two dimensions.
         """
 
     def __init__(
@@ -259,6 +259,10 @@ class InitialRows(_message.Message):
         """first: lower bound, second: upper bound."""
         CONSTANT: InitialRows._Distribution.ValueType  # 3
         """first: the value."""
+        ASSIGNED: InitialRows._Distribution.ValueType  # 4
+        """The holder of the init-once token assigns them, in the order of the rows and in as many parts as it likes. The
+        table has values when the last row came; rows from the first on begin anew.
+        """
 
     class Distribution(_Distribution, metaclass=_DistributionEnumTypeWrapper): ...
     DISTRIBUTION_UNSPECIFIED: InitialRows.Distribution.ValueType  # 0
@@ -269,6 +273,10 @@ class InitialRows(_message.Message):
     """first: lower bound, second: upper bound."""
     CONSTANT: InitialRows.Distribution.ValueType  # 3
     """first: the value."""
+    ASSIGNED: InitialRows.Distribution.ValueType  # 4
+    """The holder of the init-once token assigns them, in the order of the rows and in as many parts as it likes. The
+    table has values when the last row came; rows from the first on begin anew.
+    """
 
     DISTRIBUTION_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
@@ -337,8 +345,8 @@ class CreateVariablesReply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def initialize(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Groups whose initial values this sender must assign (it holds the init-once token); never a table. Empty: attach and
-        pull.
+        """Groups whose initial values this sender must assign (it holds the init-once token); of tables those with rows ASSIGNED.
+        Empty: attach and pull.
         """
 
     @_builtins.property
@@ -403,7 +411,7 @@ class AssignValuesRequest(_message.Message):
     def values(self) -> Global___TransferRef: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Groups that are complete after this assignment."""
+        """Groups that are complete after this assignment; of a table with rows ASSIGNED more may follow."""
 
     @_builtins.property
     def step_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

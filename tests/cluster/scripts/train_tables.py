@@ -21,11 +21,17 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Net(torch.nn.Module):
-    """A table that is asked twice in a step, with padding, and one of bags that a few examples use."""
+    """A table that is asked twice in a step, with padding, and one of bags that a few examples use.
 
-    def __init__(self) -> None:
+    Args:
+        pretrained: rows of the table; None: made from a seed.
+    """
+
+    def __init__(self, pretrained: torch.Tensor | None) -> None:
         super().__init__()
         self.table = sg.nn.Embedding(ROWS, WIDTH, padding_idx=7, init=sg.nn.Normal(std=0.5), seed=1)
+        if pretrained is not None:
+            self.table = sg.nn.Embedding.from_pretrained(pretrained, freeze=False, padding_idx=7)
         self.bags = sg.nn.EmbeddingBag(BAGS, WIDTH, mode="sum", init=sg.nn.Uniform(-0.5, 0.5), seed=2)
         self.head = torch.nn.Linear(WIDTH, 3)
 
@@ -56,6 +62,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=0)
     parser.add_argument("--strategy", default=None)
     parser.add_argument("--restore", type=Path)
+    parser.add_argument("--pretrained", type=Path)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -68,7 +75,7 @@ def main() -> None:
         strategy = sg.strategy_from_environment(options.strategy)
     task = str(getattr(strategy, "task", "worker:0"))
     with strategy.scope():
-        model = Net()
+        model = Net(torch.load(options.pretrained, mmap=True) if options.pretrained else None)
         tables = [*model.table.parameters(), *model.bags.parameters()]
         lazy = OPTIMIZERS[options.optimizer](tables)
         dense = torch.optim.Adam(model.head.parameters(), 1e-2)

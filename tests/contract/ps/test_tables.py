@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stratagem as sg
 from stratagem.cluster.communication import Transport
@@ -408,6 +410,85 @@ def test_large_tables_come_and_go_in_parts(start: Callable[..., Job], monkeypatc
     model.load_state_dict(state)
     assert torch.equal(model.table.whole_weight(), state["table.weight"])
     assert torch.equal(model.bags.whole_weight(), state["bags.weight"])
+
+
+class LargestCopy(TorchDispatchMode):
+    """Notes the elements of the largest copy that this thread makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+            self.num_elements = max(self.num_elements, out.numel())
+        return out
+
+
+def mapped(path: pathlib.Path) -> torch.Tensor:
+    """Rows of a table in a file that is mapped."""
+    rows = np.memmap(path, np.float16, "w+", shape=(ROWS, WIDTH))
+    rows[:] = np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) / 8
+    rows.flush()
+    return torch.from_numpy(np.memmap(path, np.float16, "c", shape=(ROWS, WIDTH)))
+
+
+WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "from_pretrained": lambda rows: sg.nn.Embedding.from_pretrained(rows, freeze=False),
+    "weight": lambda rows: sg.nn.EmbeddingBag(ROWS, WIDTH, _weight=rows, dtype=torch.float32),
+    "state": lambda rows: loaded(sg.nn.Embedding(ROWS, WIDTH), rows),
+}
+
+
+def loaded(layer: nn.Module, rows: torch.Tensor) -> nn.Module:
+    layer.load_state_dict({"weight": rows})
+    return layer
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_are_given_go_in_parts_to_a_table_that_is_new(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, way: str
+) -> None:
+    monkeypatch.setattr(remote_table, "ASSIGN_BYTES", 4 * 4 * WIDTH)
+    job = start("tcp", frame_bytes=30)
+    rows = mapped(tmp_path / "rows")
+
+    def prepared(groups: VariableGroups) -> Any:
+        with Remote().scope():
+            model = WAYS[way](rows)
+        with LargestCopy() as largest:  # type: ignore[no-untyped-call]
+            groups.create([model], [torch.optim.SGD(model.parameters(), 0.1)], lambda: None)
+        return model, largest.num_elements
+
+    model, largest = prepared(job.groups)
+    assert torch.equal(model.whole_weight().float(), rows.float())
+    assert largest == (0 if way == "from_pretrained" else 4 * WIDTH)  # which keeps the dtype: there is nothing to copy
+
+    values = job.stores[0].state.locked_groups[0].group.weights  # as if it was trained
+    values[0] = 99.0
+    (tmp_path / "nonce").write_text("n")
+    for store in job.stores:
+        store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
+        store.checkpoints.save_shards(5, str(tmp_path), "n")
+        store.checkpoints.release_commits(5)
+    complete(tmp_path)
+    again, largest = prepared(VariableGroups(job.groups._runtime, None))
+    assert again.whole_weight()[0, 0] == 99.0 and largest == 0
+    for store in job.stores:
+        store.checkpoints.restore_shards(str(tmp_path))
+    job.groups.reconnect()
+    resumed, largest = prepared(VariableGroups(job.groups._runtime, None))
+    assert resumed.whole_weight()[0, 0] == 99.0 and largest == 0
+    rest = rows.float()
+    rest[0, 0] = 99.0
+    assert torch.equal(resumed.whole_weight().float(), rest)
+
+    store = job.stores[0]  # one that lost everything gets the rows that were given
+    store.state.close_lanes(PeerUnavailableError("it restarts"))
+    poll(lambda: not store.state.senders.lanes())
+    store.state.senders.forget_windows()
+    store.state.locked_groups.clear()
+    store.state.store_epoch += 1
+    assert torch.equal(model(torch.tensor([[0]])).flatten().float(), rows[0].float())
 
 
 def test_the_state_of_the_optimizer_stays_on_the_ps_and_can_be_loaded(start: Callable[..., Job]) -> None:

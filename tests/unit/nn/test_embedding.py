@@ -210,13 +210,16 @@ def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
                 layer(2**62, 4)
         with pytest.raises(ConfigurationError, match="'max'"):
             sg.nn.EmbeddingBag(10, 4, mode="max")  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=r"expected rows of shape \[3, 4\], got \[10, 4\]"):
+            sg.nn.Embedding(3, 4, _weight=rows)
         if is_remote:
-            for refused in (
-                lambda: sg.nn.Embedding.from_pretrained(rows),
-                lambda: sg.nn.EmbeddingBag(10, 4, _weight=rows),
-            ):
-                with pytest.raises(ConfigurationError, match=r"strategy.load_once\(lambda: layer.load_state_dict"):
-                    refused()
+            state = torch.random.get_rng_state()
+            given = sg.nn.EmbeddingBag(10, 4, _weight=rows.double())
+            assert given.weight.dtype is torch.float64 and torch.equal(torch.random.get_rng_state(), state)
+            frozen, bags = sg.nn.Embedding.from_pretrained(rows), sg.nn.EmbeddingBag.from_pretrained(rows, freeze=False)
+            assert (frozen.weight.requires_grad, bags.weight.requires_grad) == (False, True)
+            with pytest.raises(ConfigurationError, match="expected rows with values"):
+                sg.nn.Embedding.from_pretrained(frozen.weight)
             with pytest.raises(ConfigurationError, match="max_norm= writes rows"):
                 sg.nn.Embedding(10, 4, max_norm=1.0)
             return
@@ -229,5 +232,3 @@ def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
     offsets = torch.tensor([0, 1, 4])
     assert torch.equal(bags(ids, offsets), flat(ids, offsets)) and bags(ids, offsets).shape == (2, 4)
     assert torch.equal(bags.export_form()(ids, offsets), flat(ids, offsets))
-    with pytest.raises(ConfigurationError, match=r"expected rows of shape \[3, 4\]"):
-        sg.nn.Embedding(3, 4, _weight=rows)

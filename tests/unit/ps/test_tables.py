@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from stratagem.cluster.units import Unit
 from stratagem.errors import FencedError, FrameError, LimitError, ProtocolError, VariableError
 from stratagem.ps.consolidate import consolidate
-from stratagem.ps.requests import FrameKind, Merge, RequestedSlice
+from stratagem.ps.requests import AssignValues, FrameKind, Merge, RequestedSlice, TransferRef
 from stratagem.ps.row_values import InitialRows, fill_rows
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
@@ -52,6 +53,55 @@ def test_only_the_lead_has_it_made_and_once() -> None:
     )
     assert other.create_table() == ([], [1])
     assert torch.equal(table(store)[1], expected[1])
+
+
+def test_initial_rows_are_those_of_the_lead_whoever_was_here_first() -> None:
+    store, worker = store_and_worker()
+    spec = dataclasses.replace(worker.spec, rows=InitialRows("constant", 9))
+    assert TableWorker(store, "worker:1", spec).create_table(is_lead=False) == ([], [])
+    worker.create_table()
+    expected = torch.empty(ROWS, WIDTH)
+    fill_rows(expected, 0, InitialRows("normal", 0.0, 1.0, seed=5))
+    assert torch.equal(table(store), expected)
+
+
+def test_assigned_rows_come_in_order_from_the_lead_and_once() -> None:
+    store, other = store_and_worker()  # worker:0 has others in mind, and is not the lead
+    spec = dataclasses.replace(other.spec, rows=InitialRows("assigned"))
+    leads = [TableWorker(store, f"worker:{index}", spec) for index in (1, 2)]
+    rows = torch.randn(ROWS * WIDTH)
+    half = ROWS // 2 * WIDTH
+    assert other.create_table(is_lead=False) == ([], [])
+    assert leads[0].create_table() == ([1], []) and leads[1].create_table() == ([], [])
+    waiting = in_thread(lambda: other.pull(wait_s=10.0))
+    assign(leads[0], 0, torch.full((half,), 7.0))
+    for wrong in (half - WIDTH, half + WIDTH):
+        with pytest.raises(ProtocolError, match=f"in order, element {half} next, got {wrong}"):
+            assign(leads[0], wrong, rows[wrong:])
+    with pytest.raises(VariableError, match="no values yet"):
+        other.ask(1)
+    with pytest.raises(ProtocolError, match=r"worker:1 .* supplies the initial values, not worker:2"):
+        assign(leads[1], half, rows[half:])
+    assert [store.state.initialized, waiting.done] == [False, False]
+    store.fence(CHIEF, "worker:1", 1, CALL)
+    assert leads[1].create_table() == ([1], [])
+    assign(leads[1], 0, rows[:half])  # anew
+    assign(leads[1], half, rows[half:])
+    assert waiting.result().versions
+    assert store.state.initialized and torch.equal(table(store).flatten(), rows)
+    other.commit_rows([2], torch.ones(1, WIDTH), UNIT)
+    trained = table(store).clone()
+    again = TableWorker(store, "worker:3", spec)
+    assert again.create_table() == ([], [1]) and torch.equal(table(store), trained)
+
+
+def assign(worker: TableWorker, first: int, values: torch.Tensor) -> None:
+    """As part of a larger assignment: ``values`` begin at element ``first``."""
+    worker.transfer += 1
+    frame = Frame(int(frame_pb2.VALUES), worker.transfer, worker.spec.group, first, values)
+    worker.store.variables.stage(worker.sender, FrameKind.VALUES, frame)
+    values_ref = TransferRef(worker.transfer, 1)
+    worker.store.variables.assign_values(AssignValues(worker.numbered(), values_ref, (worker.spec.group,)), CALL)
 
 
 def test_attaching_as_a_dense_variable_is_refused() -> None:
