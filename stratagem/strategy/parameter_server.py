@@ -109,8 +109,8 @@ class ParameterServerStrategy(Strategy):
         self.counts = SharedCounts(self._runtime.chief)
         """What workers count and decide together."""
         self._grants: list[Grant] = []
-        self._newest_step = 0
-        """Staleness 0: of those that this worker has a slice of."""
+        self._newest = 0, 0
+        """Staleness 0: dataset and number of the newest step that this worker has a slice of."""
         self._missed: list[Callable[[int], None]] = []
         """Told of steps that were made without this worker."""
         self._batches: dict[int, tuple[Any, Unit]] = {}
@@ -217,7 +217,7 @@ class ParameterServerStrategy(Strategy):
         if self.staleness > 0:
             follow(scheduler, pushes[0], is_in_loop)
         else:
-            self._missed.append(keep_up(scheduler, pushes[0], is_in_loop))
+            self._missed.append(keep_up(scheduler, pushes[0], is_in_loop, lambda: self._newest[0]))
 
     def _attach(self, push: GradientPush, parameters: Sequence[torch.nn.Parameter]) -> None:
         stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -276,9 +276,9 @@ class ParameterServerStrategy(Strategy):
         known = open_units | self._tracker.left_early
         self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
         if grant is not None:
-            for missed in self._missed if self._newest_step else ():
-                missed(max(0, grant.step - self._newest_step - 1))
-            self._newest_step = grant.step
+            for missed in self._missed if self._newest[1] else ():
+                missed(max(0, grant.step - self._newest[1] - 1))
+            self._newest = grant.unit.dataset, grant.step
             self._grants.append(grant)
             self._batches[id(batch)] = batch, grant.unit
 

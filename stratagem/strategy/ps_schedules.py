@@ -104,7 +104,9 @@ def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]
     _replace(scheduler, step=step, load_state_dict=load_state_dict)
 
 
-def keep_up(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]) -> Callable[[int], None]:
+def keep_up(
+    scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool], dataset: Callable[[], int]
+) -> Callable[[int], None]:
     """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed.
 
     A small last batch has no slice for some workers; all must have the same settings in the next step.
@@ -113,21 +115,24 @@ def keep_up(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool
         scheduler: changed in place.
         push: of its optimizer.
         is_in_loop: see :func:`follow`.
+        dataset: number of the dataset whose batch this worker had last.
 
     Returns:
-        what to call with a number of steps of the job that were made without this worker.
+        what to call with a number of steps of the job that were made without this worker, after its last one. They are
+        of the same dataset; a scheduler that was stepped over another one has no part in them.
     """
     kind: Any = type(scheduler)
-    num_pushed, with_updates = push.num_pushed, False
+    num_pushed, follows = push.num_pushed, -1
 
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        nonlocal num_pushed, with_updates
-        with_updates = not args and not kwargs and is_in_loop() and push.num_pushed == num_pushed + 1
+        nonlocal num_pushed, follows
+        with_update = not args and not kwargs and is_in_loop() and push.num_pushed == num_pushed + 1
+        follows = dataset() if with_update else -1
         num_pushed = push.num_pushed
         kind.step(self, *args, **kwargs)
 
     def missed(number: int) -> None:
-        for _ in range(number if with_updates else 0):
+        for _ in range(number if follows == dataset() else 0):
             kind.step(scheduler)
 
     _replace(scheduler, step=step)

@@ -109,7 +109,8 @@ def test_a_worker_that_starts_again_takes_the_place_of_the_job(job: Job, schedul
 def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(job: Job) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     by_step, by_epoch = (lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2))
-    missed = [keep_up(scheduler, job, lambda: job.in_loop) for scheduler in (by_step, by_epoch)]
+    dataset = 1
+    missed = [keep_up(scheduler, job, lambda: job.in_loop, lambda: dataset) for scheduler in (by_step, by_epoch)]
     optimizer.step()
     for _ in range(3):
         job.update(0)
@@ -118,6 +119,10 @@ def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(j
         tell(2)
     job.in_loop = False
     by_epoch.step()
+    for tell in missed:
+        tell(1)
+    assert (by_step.last_epoch, by_epoch.last_epoch) == (6, 1)
+    dataset = 2  # which another optimizer trains on
     for tell in missed:
         tell(1)
     assert (by_step.last_epoch, by_epoch.last_epoch) == (6, 1)
