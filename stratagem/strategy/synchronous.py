@@ -88,6 +88,7 @@ class SynchronousStrategy(Strategy):
         self.communicator = workers
         self._ops = cross_device_ops_of(ops, devices)
         self._local: LocalReplicas = self._make_replicas(tuple(devices))
+        self._is_running = self._has_stepped = False
         self._shares = StepShares(len(devices), self.num_replicas_in_sync)
         self._cross_replica = CrossReplica(len(devices), self._ops, workers)
         self._bucket_bytes = bucket_bytes
@@ -183,7 +184,8 @@ class SynchronousStrategy(Strategy):
             if reducer is not None:
                 own.register_step_pre_hook(functools.partial(_refuse_local_gradients, reducer))
                 own.register_step_post_hook(functools.partial(_committed, reducer, group))
-            own.register_step_post_hook(functools.partial(self._stepped, replica))
+            if not replica:
+                own.register_step_post_hook(self._stepped)
 
     def _make_reducer(
         self,
@@ -242,16 +244,20 @@ class SynchronousStrategy(Strategy):
         refuse_divided(preparation)
         return self._shares.weight(replica, preparation.gradients)
 
-    def _stepped(self, replica: int, *_: Any) -> None:
-        """A step of an optimizer; where no dataset counts the steps of the loop, it is one of the job."""
-        if self._shares.are_told:
-            return
-        own = list(self._local.communicators[replica : replica + 1])
-        if replica == 0:
+    def _stepped(self, *_: Any) -> None:
+        """An optimizer has made a step; inside of :meth:`run` the replicas are still on their way."""
+        self._has_stepped = True
+        if not self._is_running:
+            self._count_step()
+
+    def _count_step(self) -> None:
+        """Where no dataset counts the steps of the loop, one in which an optimizer made its step is one of the job."""
+        if self._has_stepped and not self._shares.are_told:
             self._meter.step_done(0)
-            own += [self.communicator] if self.communicator is not None and self.communicator not in own else []
-        for communicator in own:
-            communicator.step += 1
+            communicators = [*self._local.communicators, *([self.communicator] if self.communicator else [])]
+            for communicator in {id(each): each for each in communicators}.values():
+                communicator.step += 1
+        self._has_stepped = False
 
     def _skipped(self, replica: int) -> None:
         self._meter.skipped += replica == 0  # all skip it
@@ -323,8 +329,13 @@ class SynchronousStrategy(Strategy):
         self._shares.start_run(args, kwargs or {})
         replicas = range(len(self._local.devices))
         work = [functools.partial(self._step, replica, fn, args, kwargs or {}) for replica in replicas]
-        with self.prepared.running():
-            return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
+        self._is_running = True
+        try:
+            with self.prepared.running():
+                return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
+        finally:
+            self._is_running = False
+            self._count_step()
 
     def _step(self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         for reducer in self._reducers[replica]:
