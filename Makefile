@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes conformance fuzz demo bench wheel clean
+.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes test-xla conformance fuzz demo bench wheel clean
 
 install: $(STAMP)
 
@@ -56,6 +56,18 @@ test-kubernetes: $(STAMP)
 	TEST_KUBERNETES=1 TEST_DOCKER=1 $(BIN)/python -m pytest tests/deploy/test_kubernetes_target.py \
 		tests/deploy/test_kubernetes_jobs.py $(if $(SHORT),-m "not thorough")
 	$(if $(SHORT),,$(BIN)/python -m tests.deploy.kubernetes_faults --json build/kubernetes.jsonl)
+
+# The TPU strategy on the real torch_xla with the CPU, in an environment of its own (7 GB), which that torch is for; writes
+# its columns of docs/conformance.md.
+test-xla: .venv-xla/.installed
+	PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest tests/conformance --timeout 3600 --write-matrix
+
+.venv-xla/.installed: pyproject.toml constraints.txt
+	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
+	grep -v -e '^torch==' -e '^triton==' -e '^nvidia' -e '^cuda' constraints.txt > .venv-xla/constraints.txt
+	.venv-xla/bin/python -m pip install --quiet --constraint .venv-xla/constraints.txt torch==2.9.1 torch_xla==2.9.0 \
+		--editable '.[dev,examples]'
+	touch $@
 
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
 conformance: $(STAMP)

@@ -24,9 +24,17 @@ class StepListener(Listener):
         shares: told of each batch.
         meter: counts steps and examples.
         communicators: whose collectives belong to steps.
+        placed: called with each batch, which is where the step will use it; None: nothing is left to do.
     """
 
-    def __init__(self, shares: StepShares, meter: StepMeter, communicators: Sequence[Communicator]) -> None:
+    def __init__(
+        self,
+        shares: StepShares,
+        meter: StepMeter,
+        communicators: Sequence[Communicator],
+        placed: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._placed = placed
         self.report: Callable[[int, Sequence[int]], None] | None = None
         """Tells who keeps books of an epoch's finished steps; None: nobody does."""
         self._shares = shares
@@ -42,6 +50,8 @@ class StepListener(Listener):
         self._meter.start_clock()
 
     def begin(self, share: StepShare, batch: Any) -> None:
+        if self._placed is not None:
+            self._placed(batch)
         self._shares.begin(share, batch)
         for communicator in self._communicators:
             communicator.step += 1

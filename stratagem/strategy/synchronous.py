@@ -306,7 +306,10 @@ class SynchronousStrategy(Strategy):
         communicators = list(self._local.communicators)
         if self.communicator is not None and self.communicator not in communicators:
             communicators.append(self.communicator)
-        return StepListener(self._shares, self._meter, communicators)
+        return StepListener(self._shares, self._meter, communicators, self._placed)
+
+    def _placed(self, batch: Any) -> None:
+        """Sees each batch of a dataset once it is on the devices."""
 
     def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
         """Tells who keeps books of the steps of a dataset; None: nobody does."""

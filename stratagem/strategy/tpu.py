@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.units import Plan
+from stratagem.data.nested import tensors
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.synchronous import Reducer, SynchronousStrategy
 from stratagem.strategy.xla_group import XlaGroup, check_torch_xla
@@ -20,8 +22,9 @@ from stratagem.worker.step_meter import StepMeter
 class TPUStrategy(SynchronousStrategy):
     """Synchronous training on TPUs: one replica a process, each with the whole model on its own XLA device.
 
-    NOT EXERCISED ON HARDWARE. The newest torch_xla at this writing is 2.9, and Stratagem needs a newer torch, for which
-    there is none; a matching pair is required at run time. The tests run it on a stand-in for torch_xla.
+    NOT EXERCISED ON HARDWARE. What ran, on torch 2.9.1 and torch_xla 2.9.0 (the newest at this writing; torch has to
+    match) with the CPU as XLA device: one replica by ``torch_xla.launch``, and SPMD over 2 and 4 logical devices
+    (``make test-xla``). Several replicas in sync ran on a stand-in for torch_xla only, whose replicas are threads.
 
     torch_xla starts the processes and knows where the TPUs are::
 
@@ -31,6 +34,13 @@ class TPUStrategy(SynchronousStrategy):
 
         torch_xla.launch(train)
 
+    Or one process has all devices of a host (SPMD). It is one replica, whose step gets the global batch; datasets lay
+    it over the devices, and the compiler adds what has to travel. A batch that the number of devices does not divide is
+    computed on each of them::
+
+        torch_xla.runtime.use_spmd()
+        strategy = sg.TPUStrategy()
+
     The graph of a step is sent off after each ``optimizer.step()``.
 
     Args:
@@ -39,7 +49,8 @@ class TPUStrategy(SynchronousStrategy):
         seed: seed of the order of the examples.
 
     Raises:
-        ConfigurationError: torch_xla is not installed or does not match torch, or the cluster is another one.
+        ConfigurationError: torch_xla is not installed or does not match torch, the cluster is another one, or there are
+            several hosts under SPMD.
     """
 
     communicator: Communicator
@@ -55,6 +66,15 @@ class TPUStrategy(SynchronousStrategy):
     @property
     def is_lead(self) -> bool:
         return self._group.rank == 0
+
+    @property
+    def num_devices(self) -> int:
+        """XLA devices that a batch of this process is laid over: 1, or all of the host under SPMD."""
+        return self._group.num_devices
+
+    def _placed(self, batch: Any) -> None:
+        for tensor in tensors(batch):
+            self._group.shard(tensor)
 
     def _before_placing(self, models: Sequence[nn.Module]) -> None:
         for model in models:

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from stratagem.cluster.communication import ReduceOp
@@ -62,6 +63,17 @@ class XlaGroup:
         self.size: int = runtime.world_size()
         self.device: torch.device = self._xla.device()
         """Of this replica."""
+        self.num_devices = 1
+        """Over which a batch of this replica is sharded: more than one under SPMD."""
+        if runtime.is_spmd():
+            if runtime.process_count() > 1:
+                raise ConfigurationError(
+                    "TPUStrategy by SPMD has one host, and here are more: leave torch_xla.runtime.use_spmd() out, and "
+                    "start a process for each device with torch_xla.launch"
+                )
+            self.num_devices = runtime.global_runtime_device_count()
+            self._spmd = importlib.import_module("torch_xla.distributed.spmd")
+            self._mesh = self._spmd.Mesh(np.arange(self.num_devices), (self.num_devices,), ("data",))
 
     # -- on the device ------------------------------------------------------------------------------------------
 
@@ -69,6 +81,15 @@ class XlaGroup:
         """Sums each tensor over the replicas, in place; lazily, as part of the step's graph."""
         if tensors:
             self._model.all_reduce(self._model.REDUCE_SUM, tensors)
+
+    def shard(self, tensor: torch.Tensor) -> None:
+        """Lays the first dimension of a tensor on the device over all devices, if it divides; else all have all of it.
+
+        XLA takes others too, but its partitioner aborts the process on some programs with them (torch_xla 2.9: a
+        scatter by 2 indices over 4 devices).
+        """
+        if self.num_devices > 1 and tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.num_devices == 0:
+            self._spmd.mark_sharding(tensor, self._mesh, ("data", *[None] * (tensor.dim() - 1)))
 
     def run_graph(self) -> None:
         """Sends off everything that was only recorded so far."""

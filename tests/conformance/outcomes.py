@@ -1,37 +1,35 @@
-"""Where the results of scenarios come from: this process, threads on the stand-in for torch_xla, or real processes."""
+"""Where the results of scenarios come from: this process, or real ones."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import stratagem as sg
 from tests.cluster.conftest import Cluster
 from tests.conformance.law import Scenario
 from tests.conformance.run_scenarios import outcome
 from tests.conformance.strategies import Column
-from tests.unit.strategy.fake_torch_xla import FakeXla
 
 Outcome = dict[str, Any]
+XLA_S = 3600.0
+"""Seconds for all scenarios of a column on torch_xla, which compiles each step of each."""
 
 
 def in_this_process(column: Column, scenario: Scenario) -> list[Outcome]:
     """Runs a scenario on a fresh strategy."""
     assert column.build is not None
-    with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as monkeypatch:
-        if column.on_stand_in:
-            xla = FakeXla(monkeypatch, column.num_workers)
-            build: Callable[[], sg.Strategy] = column.build
-            return xla.launch(lambda _: outcome(scenario, build()))
-        with contextlib.closing(column.build()) as strategy:
-            return [outcome(scenario, strategy)]
+    with torch.random.fork_rng(devices=[]), contextlib.closing(column.build()) as strategy:
+        return [outcome(scenario, strategy)]
 
 
 class Launches:
@@ -79,15 +77,28 @@ def name_of(scenario: Scenario) -> str:
 
 
 def _launch(column: Column, folder: Path, names: Sequence[str]) -> None:
+    script, arguments = Path(__file__).parent / "run_scenarios.py", ["--out", str(folder), *names]
+    if column.num_xla_devices:
+        _launch_on_xla(column.num_xla_devices, folder, [str(script), *arguments])
+        return
     job = Cluster(
         folder,
         column.num_workers,
         column.num_ps,
-        Path(__file__).parent / "run_scenarios.py",
-        ["--out", str(folder), *names],
+        script,
+        arguments,
         [*column.flags, "--threads", "1", "--max-restarts", "0"],
     )
     try:
         job.finish()
     finally:
         job.close()
+
+
+def _launch_on_xla(num_devices: int, folder: Path, script: Sequence[str]) -> None:
+    settings = {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(Path(__file__).parents[2])}
+    if num_devices > 1:
+        settings["CPU_NUM_DEVICES"] = str(num_devices)
+    command = [sys.executable, *script, f"--xla-devices={num_devices}"]
+    with (folder / "stderr").open("w") as stderr:
+        subprocess.run(command, env=os.environ | settings, stdout=stderr, stderr=stderr, timeout=XLA_S)

@@ -1,11 +1,11 @@
-"""The script that `stratagem run` starts: all scenarios on one strategy, one after the other; results as JSON."""
+"""The script that `stratagem run` or torch_xla starts: all scenarios on one strategy, one after the other; as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="folder for <worker>.json")
     parser.add_argument("scenarios", nargs="+", help="module:function of each")
+    parser.add_argument("--xla-devices", type=int, default=0, help="several: by SPMD")
     options = parser.parse_args()
-    strategy = sg.strategy_from_environment()
-    assert isinstance(strategy, sg.MultiWorkerMirroredStrategy | sg.ParameterServerStrategy)
-    outcomes = {name: outcome(_named(name), strategy) for name in options.scenarios}
-    (options.out / f"{strategy.task.index}.json").write_text(json.dumps(outcomes))
+    if options.xla_devices == 1:
+        importlib.import_module("torch_xla").launch(_on_xla, (options.out, options.scenarios))
+    elif options.xla_devices:
+        importlib.import_module("torch_xla.runtime").use_spmd()
+        _on_xla(0, options.out, options.scenarios)
+    else:
+        strategy = sg.strategy_from_environment()
+        assert isinstance(strategy, sg.MultiWorkerMirroredStrategy | sg.ParameterServerStrategy)
+        _run(options.out / f"{strategy.task.index}.json", options.scenarios, strategy)
+
+
+def _on_xla(index: int, out: Path, names: Sequence[str]) -> None:
+    _run(out / f"{index}.json", names, sg.TPUStrategy())
+
+
+def _run(path: Path, names: Sequence[str], strategy: sg.Strategy) -> None:
+    path.write_text(json.dumps({name: outcome(_named(name), strategy) for name in names}))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 
 import stratagem as sg
+
+HAS_TORCH_XLA = importlib.util.find_spec("torch_xla") is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Column:
     title: str
     """In the table."""
     build: Callable[[], sg.Strategy] | None = None
-    """Makes the strategy in the process of the tests; None: the script is started by ``stratagem run``."""
+    """Makes the strategy in the process of the tests; None: a script is started by ``stratagem run`` or
+    torch_xla."""
     flags: tuple[str, ...] = ()
     """Of ``stratagem run``."""
     num_workers: int = 1
@@ -28,10 +32,13 @@ class Column:
     num_replicas: int = 1
     """In sync."""
 
+    num_xla_devices: int = 0
+    """Of torch_xla, on the CPU; one: by its launcher, several: by SPMD. 0: nothing of torch_xla."""
+
     @property
-    def on_stand_in(self) -> bool:
-        """Whether the workers are threads on the stand-in for torch_xla."""
-        return self.build is not None and self.num_workers > 1
+    def is_here(self) -> bool:
+        """Whether this environment can run it: that of `make test-xla` has torch_xla, and runs nothing else."""
+        return bool(self.num_xla_devices) == HAS_TORCH_XLA
 
 
 ONE = Column("one", "one", lambda: sg.OneDeviceStrategy("cpu"))
@@ -63,11 +70,13 @@ RING_2X2 = Column(
 )
 PS_SYNC = Column("ps-sync", "ps, staleness 0", flags=("--staleness", "0"), num_workers=2, num_ps=2, num_replicas=2)
 PS_ASYNC = Column("ps-async", "ps, asynchronous", num_workers=2, num_ps=1)
-TPU = Column("tpu", "tpu (stand-in)", lambda: sg.TPUStrategy(), num_workers=2, num_replicas=2)
+TPU = tuple(Column(f"xla-{number}", f"tpu, {number}", num_xla_devices=number) for number in (1, 2, 4))
 
-COLUMNS = (ONE, MIRRORED_2, MIRRORED_3, CENTRAL_2, RING_2, RING_2X2, PS_SYNC, PS_ASYNC, TPU)
+COLUMNS = (ONE, MIRRORED_2, MIRRORED_3, CENTRAL_2, RING_2, RING_2X2, PS_SYNC, PS_ASYNC, *TPU)
 """In the order of the table."""
 
+IN_ONE_PROCESS = (ONE, *TPU)
+"""Those with one replica in sync that has all of a batch."""
 SEVERAL_LOCAL = tuple(column for column in COLUMNS if column.num_local > 1)
 PARAMETER_SERVERS = (PS_SYNC, PS_ASYNC)
 SYNCHRONOUS = tuple(column for column in COLUMNS if column is not PS_ASYNC)

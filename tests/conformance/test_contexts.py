@@ -13,7 +13,7 @@ from tests.conformance.law import cannot, law
 from tests.conformance.replicas import NO_COLLECTIVES, numbers, steps
 from tests.conformance.scenarios import contexts, forgotten
 from tests.conformance.scenarios.contexts import LENGTHS
-from tests.conformance.strategies import COLUMNS, ONE, PS_ASYNC, PS_SYNC, RING_2X2, SEVERAL_LOCAL, TPU, Column
+from tests.conformance.strategies import COLUMNS, IN_ONE_PROCESS, PS_ASYNC, PS_SYNC, RING_2X2, SEVERAL_LOCAL, Column
 
 ONE_LOCAL = cannot(
     [column for column in COLUMNS if column not in SEVERAL_LOCAL],
@@ -163,7 +163,7 @@ def test_different_merges(column: Column, results: list[Any]) -> None:
 @law(
     "replicas at different collectives: an error on every worker, no hang",
     contexts.different_collectives,
-    without=NO_COLLECTIVES | cannot((ONE, PS_ASYNC), "There is one replica in sync, which meets nobody."),
+    without=NO_COLLECTIVES | cannot((*IN_ONE_PROCESS, PS_ASYNC), "There is one replica in sync, which meets nobody."),
 )
 def test_different_collectives(column: Column, results: list[Any]) -> None:
     for found in results:
@@ -232,7 +232,6 @@ def test_gather(column: Column, results: list[Any]) -> None:
 @law(
     "a scope sets no default device and no seed; `prepare` moves modules",
     contexts.no_default_device,
-    without=cannot(TPU, "The stand-in's replicas are threads with one random generator between them."),
 )
 def test_no_default_device(column: Column, results: list[Any]) -> None:
     for found in results:

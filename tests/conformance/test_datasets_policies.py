@@ -12,7 +12,7 @@ from tests.conformance.datasets import flat, written
 from tests.conformance.law import cannot, law
 from tests.conformance.scenarios import sharding
 from tests.conformance.scenarios.examples import Steps
-from tests.conformance.strategies import COLUMNS, ONE, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
+from tests.conformance.strategies import COLUMNS, IN_ONE_PROCESS, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
 
 LENT = cannot(PARAMETER_SERVERS, "Under parameter servers the chief leases batches: LEASE, and no other policy.")
 NOT_LENT_IN_STEP = cannot([PS_SYNC], next(iter(LENT.values())))
@@ -138,7 +138,7 @@ def test_from_function(column: Column, results: list[dict[str, Any]]) -> None:
 @law(
     "functions that give unequally many batches: all stop together, batches of size 0 meanwhile",
     sharding.uneven_functions,
-    without=NOT_LENT_IN_STEP | cannot([ONE, PS_ASYNC], reasons.ONE_IN_SYNC),
+    without=NOT_LENT_IN_STEP | cannot([*IN_ONE_PROCESS, PS_ASYNC], reasons.ONE_IN_SYNC),
 )
 def test_uneven_functions(column: Column, results: list[Steps]) -> None:
     expected: Expected = {
@@ -153,7 +153,7 @@ def test_uneven_functions(column: Column, results: list[Steps]) -> None:
 @law(
     "a batch per replica of a global batch that does not divide is an error",
     sharding.indivisible,
-    without=NOT_LENT_IN_STEP | cannot([ONE, PS_ASYNC], reasons.ONE_IN_SYNC),
+    without=NOT_LENT_IN_STEP | cannot([*IN_ONE_PROCESS, PS_ASYNC], reasons.ONE_IN_SYNC),
 )
 def test_indivisible(column: Column, results: list[str]) -> None:
     for said in results:

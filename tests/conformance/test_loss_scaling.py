@@ -13,7 +13,7 @@ from tests.conformance import reasons
 from tests.conformance.law import cannot, law
 from tests.conformance.replicas import LOCAL_GRADIENTS, NO_COLLECTIVES, steps
 from tests.conformance.scenarios import scaling
-from tests.conformance.strategies import ONE, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
+from tests.conformance.strategies import IN_ONE_PROCESS, PARAMETER_SERVERS, PS_ASYNC, PS_SYNC, Column
 
 
 def check_weights(column: Column, results: list[Any], expected: list[float]) -> None:
@@ -82,7 +82,7 @@ def test_sum(column: Column, results: list[Any]) -> None:
 @law(
     '`compute_average_loss` and `scale_regularization_loss` under `gradients="mean"`: refused, with the way out',
     scaling.divided_twice,
-    without=cannot([ONE, PS_ASYNC], reasons.ONE_IN_SYNC),
+    without=cannot([*IN_ONE_PROCESS, PS_ASYNC], reasons.ONE_IN_SYNC),
 )
 def test_divided_twice(column: Column, results: list[Any]) -> None:
     for found in results:

@@ -37,6 +37,7 @@ from tests.conformance.strategies import (
     TPU,
     Column,
 )
+from tests.unit.strategy.fake_torch_xla import not_installed
 
 RING = only((RING_2, RING_2X2))
 SERVERS = only(PARAMETER_SERVERS)
@@ -85,6 +86,7 @@ def test_mismatch_of_torch_xla(column: Column, monkeypatch: pytest.MonkeyPatch) 
 
 @law("TPU: without torch_xla it says what to install", without=only(TPU))
 def test_absence_of_torch_xla(column: Column, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'torch_xla\[tpu\]~="):
         sg.TPUStrategy()

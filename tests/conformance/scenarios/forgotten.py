@@ -15,6 +15,11 @@ X = torch.arange(8.0).view(8, 1)
 Prepare = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 
+def outputs(model: Any) -> Any:
+    """Wherever the model is."""
+    return model(X.to(model.weight.device))
+
+
 def built(strategy: sg.Strategy) -> tuple[nn.Linear, torch.optim.SGD]:
     """In the scope, as the documents of tf.distribute do it."""
     with strategy.scope():
@@ -29,7 +34,7 @@ def attempt(strategy: sg.Strategy, prepare: Prepare) -> dict[str, Any]:
 
     def step() -> None:
         optimizer.zero_grad()
-        model(X).mean().backward()
+        outputs(model).mean().backward()
         optimizer.step()
 
     def train() -> None:
@@ -59,7 +64,13 @@ def prepare(strategy: sg.Strategy) -> dict[str, Any]:
         cases["late"] = late
     found = {name: attempt(strategy, case) for name, case in cases.items()}
     model, _ = built(strategy)
-    found["by hand"] = {"said": said(lambda: strategy.run(lambda: model(X).mean().backward())), "changed": False}
+    found["by hand"] = {
+        "said": said(lambda: strategy.run(lambda: outputs(model).mean().backward())),
+        "changed": False,
+    }
     model.requires_grad_(False)
-    found["frozen"] = {"said": said(lambda: strategy.run(lambda: model(X).mean())), "changed": False}
+    found["frozen"] = {
+        "said": said(lambda: strategy.run(lambda: outputs(model).mean())),
+        "changed": False,
+    }
     return found

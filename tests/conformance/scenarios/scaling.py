@@ -159,7 +159,7 @@ def plain_arguments(strategy: sg.Strategy) -> Any:
     def step() -> float:
         optimizer.zero_grad()
         # As many examples as the number of the replica says: that is not asked for.
-        model(torch.full((1 + number(), 1), 1.0 + number())).mean().backward()
+        model(torch.full((1 + number(), 1), 1.0 + number(), device=model.weight.device)).mean().backward()
         optimizer.step()
         return float(model.weight.detach())
 
@@ -234,7 +234,7 @@ def one_by_one(strategy: sg.Strategy) -> Any:
     scheduler = strategy.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
 
     def step() -> None:
-        model(torch.ones(1, 1)).sum().backward()
+        model(torch.ones(1, 1, device=model.weight.device)).sum().backward()
         optimizer.step()
         scheduler.step()
 

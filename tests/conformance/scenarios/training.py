@@ -270,9 +270,10 @@ def class_weights_workload() -> Workload:
     model = net()
 
     def loss_of(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
-        total = float(CLASS_WEIGHTS[batch[1]].sum())
+        weights = CLASS_WEIGHTS.to(batch[1].device)
+        total = float(weights[batch[1]].sum())
         sg.get_strategy().set_weight(total)
-        return functional.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS), total
+        return functional.cross_entropy(model(batch[0]), batch[1], weight=weights), total
 
     return Workload((model, OPTIMIZERS["adam"](model.parameters())), rows(UNEVEN), usual(loss_of))
 

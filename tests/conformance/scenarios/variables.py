@@ -133,7 +133,7 @@ def trainable(strategy: sg.Strategy) -> Any:
 
     def step() -> list[float]:
         optimizer.zero_grad()
-        (model(torch.full((1, 1), number() + 1.0)) * scale).sum().backward()
+        (model(torch.full((1, 1), number() + 1.0, device=model.weight.device)) * scale).sum().backward()
         optimizer.step()
         return [float(model.weight.detach()), float(scale)]
 

@@ -6,6 +6,7 @@ cannot become that of another device's, so that moving a module makes new parame
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,10 @@ from stratagem.cluster.communication import ReduceOp
 from tests.unit.ring.thread_group import TIMEOUT_S, Meeting, reduced
 
 T = TypeVar("T")
+
+
+def not_installed(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 class FakeXla:
@@ -43,7 +48,7 @@ class FakeXla:
         members: dict[ModuleType, dict[str, Any]] = {
             top: {"__version__": version, "device": lambda: torch.device("cpu"), "sync": self._sync, "core": core},
             core: {"xla_model": model},
-            runtime: {"global_ordinal": lambda: self._rank, "world_size": lambda: size},
+            runtime: {"global_ordinal": lambda: self._rank, "world_size": lambda: size, "is_spmd": lambda: False},
             model: {
                 "REDUCE_SUM": "sum",
                 "REDUCE_MIN": "min",
@@ -53,6 +58,7 @@ class FakeXla:
             },
         }
         monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda *_: False)
+        monkeypatch.setattr(importlib.metadata, "version", not_installed)
         for module, names in members.items():
             module.__dict__.update(names)
             monkeypatch.setitem(sys.modules, module.__name__, module)

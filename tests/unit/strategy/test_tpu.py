@@ -423,6 +423,7 @@ def test_the_version_of_an_installed_torch_xla_is_looked_up_before_it_is_importe
 
 
 def test_absence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeXla(monkeypatch, 1)
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     series = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     with pytest.raises(ConfigurationError) as raised:
