@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from stratagem.worker.ps_client import PendingCall, PsClient
 from stratagem.worker.runtime import active_runtime
 
@@ -21,7 +23,8 @@ def _pid_of(target: str, task: str) -> int:
     if target == task:
         return os.getpid()
     if target == "launcher":
-        return os.getppid()
+        above = psutil.Process().parents()  # between them there may be the process that forked this one
+        return next(each.pid for each in above if "stratagem.launch.fork_server" not in each.cmdline())
     runtime = active_runtime()
     assert runtime is not None
     return next(status.pid for status in runtime.chief.status().tasks if status.info.task == target)
