@@ -123,7 +123,7 @@ def leasable(
     if options.on_empty != "call" or options.prefetch is not None:
         raise ConfigurationError(
             "on_empty and prefetch are for workers that run in step; under ParameterServerStrategy a worker gets no "
-            "batch without examples, and acquires ahead by itself: leave both out"
+            "batch without examples, and takes batches ahead by itself: leave both out"
         )
     batched = _with_batches(source, batch_size)
     if not isinstance(batched, DataLoader):

@@ -79,7 +79,7 @@ class ReplicaContext:
         strategy: whose step runs.
         replica_threads: the replicas of this process; None: there is one, in the calling thread.
         replica: local number of this one.
-        ops: reduces within the process; only with a replica_threads.
+        ops: reduces within the process; only with several replicas.
         workers: collectives with other workers; None: there are none.
         own: collectives of this replica; what it has queued there is done before the replicas meet, so that every
             worker makes its collectives in one order.
@@ -95,7 +95,7 @@ class ReplicaContext:
         own: Communicator | None = None,
     ) -> None:
         if replica_threads is not None and ops is None:
-            raise ValueError("expected cross-device ops with a replica_threads, got None")
+            raise ValueError("expected cross-device ops with several replicas, got None")
         self._strategy = strategy
         self._replica_threads = replica_threads
         self._replica = replica

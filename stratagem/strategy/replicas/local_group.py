@@ -23,13 +23,13 @@ MEETING_TIMEOUT_S = 300.0
 
 
 class LocalGroup:
-    """Implements :class:`stratagem.worker.ring.group.Group` for one replica of a replica_threads.
+    """Implements :class:`stratagem.worker.ring.group.Group` for one of several replicas.
 
     All replicas of the process meet, and the last to come does the work: reduces by the cross-device ops, and, if
     there are other workers, carries the result once between the workers. Ranks are numbered worker by worker. Tensors
     may be on the CPU or on GPUs, there with what the calling thread has queued on its current streams.
 
-    A replica's thread lets go of the turn_lock while it waits here. Every method may be called in another thread, on
+    A replica's thread lets go of the turn while it waits here. Every method may be called in another thread, on
     behalf of the replica, as a communicator does.
     """
 
@@ -53,7 +53,7 @@ class LocalGroup:
         workers: Communicator | None = None,
         timeout_s: float = MEETING_TIMEOUT_S,
     ) -> list[LocalGroup]:
-        """The groups of all replicas of the replica_threads, in their order. Collective among workers.
+        """The groups of all replicas of this process, in their order. Collective among workers.
 
         Args:
             replica_threads: whose ``first_replica`` is this worker's rank times its size.

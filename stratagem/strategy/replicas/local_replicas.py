@@ -1,4 +1,4 @@
-"""The replicas of this process as a strategy sees them: one in the calling thread, or several in a replica_threads."""
+"""The replicas of this process as a strategy sees them: one in the calling thread, or several in threads."""
 
 from __future__ import annotations
 

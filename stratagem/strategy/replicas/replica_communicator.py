@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ReplicaCommunicator(Communicator):
-    """A communicator for one replica of a replica_threads, with a thread of its own.
+    """A communicator for one of several replicas, with a thread of its own.
 
     A replica that waits for the result of :meth:`submit` must do so inside ``replica_threads.waiting()``, or in
     :meth:`WaitingMeter.exposed`; a collective called directly sees to that itself.
@@ -68,7 +68,7 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
 
 
 class WaitingMeter(StepMeter):
-    """What reducers of a replica_threads's replicas measure with: while one waits, the others have their turn.
+    """What reducers of several replicas measure with: while one waits, the others have their turn.
 
     Only :meth:`exposed` works. Its time counts where all replicas wait: as long as one computes, communication is
     hidden behind that.

@@ -45,7 +45,7 @@ class _Offer:
 
 
 class _Run:
-    """One call of :meth:`ReplicaThreads.run`, guarded by the replica_threads's condition."""
+    """One call of :meth:`ReplicaThreads.run`, guarded by their condition."""
 
     def __init__(self, size: int) -> None:
         self.caller = threading.get_ident()
@@ -245,9 +245,9 @@ class ReplicaThreads:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for other replicas: the calling replica lets go of the turn_lock, and takes it again.
+        """Around whatever waits for other replicas: the calling replica lets go of the turn, and takes it again.
 
-        Does nothing in a thread that is no replica of this replica_threads, and inside another one.
+        Does nothing in a thread that is no replica of these, and inside another one.
 
         Raises:
             CollectiveError: at the end, when another replica has failed meanwhile.
@@ -370,7 +370,7 @@ class ReplicaThreads:
 
 
 def _work_off(jobs: _Jobs) -> None:
-    """The life of a thread. It holds nothing of the replica_threads while it has nothing to do."""
+    """The life of a thread. It holds nothing of the replicas while it has nothing to do."""
     while (job := jobs.get()) is not None:
         job()
         del job

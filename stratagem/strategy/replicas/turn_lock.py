@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 CALLER = -1
-"""Stands for the thread that lets the replicas run; it has the turn_lock when none of them does."""
+"""Stands for the thread that lets the replicas run; it has the turn when none of them does."""
 
 
 class TurnLock:
@@ -19,7 +19,7 @@ class TurnLock:
     the caller has seeded or used it between two runs. So ``torch.manual_seed`` before a run determines all of them.
 
     Args:
-        changed: guards the turn_lock, and wakes those who wait for it.
+        changed: guards the turn, and wakes those who wait for it.
         takers: replicas that take turns; for all others every call does nothing.
     """
 
@@ -32,7 +32,7 @@ class TurnLock:
         self._stream = 0
         """Whose stream is in the generator now."""
         self._left: torch.Tensor | None = None
-        """The generator as it was when the caller got the turn_lock back."""
+        """The generator as it was when the caller got the turn back."""
 
     def start(self) -> None:
         """The caller leases it to the replicas, for a run."""
@@ -81,7 +81,7 @@ class TurnLock:
                 self._changed.notify_all()
 
     def states(self) -> dict[str, torch.Tensor]:
-        """The streams of all but the caller and replica 0, by the replica's number; the caller has the turn_lock.
+        """The streams of all but the caller and replica 0, by the replica's number; the caller has the turn.
 
         "left": the generator as the caller got it back, by which it is told whether the caller has used it since.
         """

@@ -18,7 +18,7 @@ from stratagem.worker.ring.communicator import Communicator
 
 
 class ReplicaThreadsStrategy(Strategy):
-    """Runs a step on a replica_threads of CPU replicas; with a communicator, on those of other workers too.
+    """Runs a step on the threads of CPU replicas; with a communicator, on those of other workers too.
 
     Args:
         num_local: replicas in this process.

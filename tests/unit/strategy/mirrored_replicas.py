@@ -1,4 +1,4 @@
-"""Replicas with mirrored objects: a replica_threads, and as much of a strategy as mirrors need."""
+"""Replicas with mirrored objects: their threads, and as much of a strategy as mirrors need."""
 
 from __future__ import annotations
 
