@@ -15,7 +15,7 @@ from typing import Any
 import pydantic
 import torch
 
-from stratagem.checkpoint.ended import read_end
+from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
@@ -142,7 +142,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
 
 def _end_of_job(config: PsConfig) -> JobStoppedError | None:
     """That the job has ended, when its chief has written so for this ps."""
-    reason = read_end(config.checkpoint_dir, config.task) if config.checkpoint_dir else ""
+    reason = take_end(config.checkpoint_dir, config.task) if config.checkpoint_dir else ""
     return JobStoppedError(f"{reason} (written in {config.checkpoint_dir}; the chief has ended)", 0) if reason else None
 
 

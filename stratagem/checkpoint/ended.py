@@ -1,50 +1,52 @@
 """The end of a job, written into its checkpoint folder for a ps that comes too late to hear it from the chief.
 
-Only a ps whose goodbye the chief did not get is named: it died at the end, and whoever supervises it starts it again.
-The chief of the next job in the folder removes the file. A ps that starts before that chief must not take the end of
-the last job for its own: it looks only when no chief answers, and an old file says nothing.
+Only a ps whose goodbye the chief did not get has a file: it died at the end, and whoever supervises it starts it again.
+It looks only when no chief answers, and takes the file away with it, so that one end is taken once; the chief of the
+next job in the folder removes what nobody came for, and an old file says nothing.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import time
 from collections.abc import Iterable
 
 from stratagem.checkpoint.durable import sync_directory, write_durably
-from stratagem.checkpoint.manifest import UNREADABLE
 
-NAME = "ended.json"
 MAX_AGE_S = 3600.0
 """For how long after the end a ps may come late; Kubernetes waits up to 5 minutes before it starts one again."""
 
 
 def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
-    """Says that the job has ended well, to these ps; to none: removes what was said.
+    """Says that the job has ended well, to these ps alone; what was said before is removed.
 
     Raises:
         OSError: it cannot be written.
     """
-    path = pathlib.Path(directory) / NAME
-    tasks = sorted(missing)
-    if not tasks:
-        path.unlink(missing_ok=True)
-        return
-    temporary = path.with_name(f".{NAME}-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    write_durably(temporary, json.dumps({"reason": reason, "missing": tasks}).encode())
-    temporary.replace(path)
-    sync_directory(path.parent)
+    folder = pathlib.Path(directory)
+    for said in folder.glob("ended-*"):
+        said.unlink(missing_ok=True)
+    for task in missing:
+        temporary = folder / f".ended-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        write_durably(temporary, reason.encode())
+        temporary.replace(_path(directory, task))
+    if folder.is_dir():
+        sync_directory(folder)
 
 
-def read_end(directory: str, task: str) -> str:
-    """Why the job of this ps has ended; empty when nobody has said that to it."""
-    path = pathlib.Path(directory) / NAME
+def take_end(directory: str, task: str) -> str:
+    """Why the job of this ps has ended, told once; empty when nobody has said that to it."""
+    path = _path(directory, task)
     try:
-        content = json.loads(path.read_text())
-        is_told = task in content["missing"] and time.time() - path.stat().st_mtime < MAX_AGE_S
-        return str(content["reason"]) if is_told else ""
-    except UNREADABLE:
+        is_new = time.time() - path.stat().st_mtime < MAX_AGE_S
+        reason = path.read_text()
+        path.unlink()
+    except (OSError, UnicodeDecodeError):
         return ""
+    return reason if is_new else ""
+
+
+def _path(directory: str, task: str) -> pathlib.Path:
+    return pathlib.Path(directory) / f"ended-{task.replace(':', '-')}"

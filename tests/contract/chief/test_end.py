@@ -43,7 +43,7 @@ def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Pa
                     session.goodbye()
                 assert await running.exit_code() == 0
                 assert "save" in reborn.calls and (tmp_path / "latest").read_text() == "step-00000001\n"
-            assert not (tmp_path / ended.NAME).exists(), "everybody has heard of the end"
+            assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
 
     run(scenario)
 
@@ -82,10 +82,12 @@ def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path, monkeypatch
             await until(functools.partial(servers[0].session.ended, "stop"))
             servers[0].session.goodbye()
             assert await running.exit_code() == 0
-        assert ended.read_end(str(tmp_path), "ps:1") == "every worker has finished"
-        assert ended.read_end(str(tmp_path), "ps:0") == "", "it has said goodbye"
+        assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-1"], "ps:0 has said goodbye"
+        assert ended.take_end(str(tmp_path), "ps:1") == "every worker has finished"
+        assert ended.take_end(str(tmp_path), "ps:1") == "", "the ps of another job, before its chief"
+        ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
         async with chief(checkpoint_dir=str(tmp_path)):
-            assert ended.read_end(str(tmp_path), "ps:1") == "", "another job has begun"
+            assert ended.take_end(str(tmp_path), "ps:1") == "", "another job has begun"
 
     run(scenario)
 
