@@ -27,7 +27,7 @@ from benchmarks.options import (
     workload_option,
 )
 from benchmarks.training.cases import LANES as TRAIN_LANES
-from benchmarks.training.cases import fit_cases, ps_cases, train_cases
+from benchmarks.training.cases import fit_cases, ps_cases, step_cases, train_cases
 from benchmarks.training.workloads import ALL_REDUCED, CLASSIFIERS, ON_SERVERS, WORKLOADS
 
 LINK_SIZES = "4MB,16MB"
@@ -141,6 +141,15 @@ def ps_command(
     report([ps_cases(WORKLOADS[name], lanes, python, tls=tls) for name in workloads or CLASSIFIERS], blocks, as_json)
 
 
+@click.command("step")
+@lane_option(ALL_LANES, ALL_LANES)
+@blocks_option
+@json_option
+def step_command(lanes: tuple[str, ...], blocks: int, as_json: bool) -> None:
+    """What a step on a parameter server costs beside model and bytes, by role."""
+    report([step_cases(lanes)], blocks, as_json)
+
+
 @click.command("fit")
 @workload_option(CLASSIFIERS)
 @blocks_option
@@ -195,6 +204,7 @@ COMMANDS = (
     train_command,
     links_command,
     ps_command,
+    step_command,
     fit_command,
     pull_command,
     apply_command,

@@ -8,7 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+ROLES = ("worker", "ps", "chief")
+_COMMAND = "stratagem.cli"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Reading:
     time_s: float
     cpu_s: float
     loopback_bytes: int
+    cpu_s_by_role: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +35,30 @@ class Window:
     """CPU seconds, user and system, of every process of the job: both ends of the wire."""
     loopback_bytes: int
     """Bytes received on the loopback interface, headers included: each byte sent counts once."""
+    cpu_s_by_role: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """CPU seconds of our tasks by role ("chief", "ps", "worker"); other systems have none."""
 
 
 def read_counters(root_pid: int, proc: Path = Path("/proc")) -> Reading:
     """The counters of the job whose first process is ``root_pid``."""
-    return Reading(time.perf_counter(), family_cpu_s(root_pid, proc), loopback_bytes(proc))
+    family = family_cpu_s(root_pid, proc)
+    by_role: dict[str, float] = {}
+    for pid, cpu_s in family.items():
+        if role := _role_of(pid, proc):
+            by_role[role] = by_role.get(role, 0.0) + cpu_s
+    return Reading(time.perf_counter(), sum(family.values()), loopback_bytes(proc), by_role)
 
 
 def between(begin: Reading, end: Reading) -> Window:
     """What passed from ``begin`` to ``end``."""
-    return Window(end.time_s - begin.time_s, end.cpu_s - begin.cpu_s, end.loopback_bytes - begin.loopback_bytes)
+    by_role = {role: cpu_s - begin.cpu_s_by_role.get(role, 0.0) for role, cpu_s in end.cpu_s_by_role.items()}
+    return Window(
+        end.time_s - begin.time_s, end.cpu_s - begin.cpu_s, end.loopback_bytes - begin.loopback_bytes, by_role
+    )
 
 
-def family_cpu_s(root_pid: int, proc: Path = Path("/proc")) -> float:
-    """CPU seconds used so far by ``root_pid`` and its living descendants, waited-for children included."""
+def family_cpu_s(root_pid: int, proc: Path = Path("/proc")) -> dict[int, float]:
+    """CPU seconds used so far by ``root_pid`` and each of its living descendants, waited-for children included."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in proc.iterdir():
@@ -57,8 +72,17 @@ def family_cpu_s(root_pid: int, proc: Path = Path("/proc")) -> float:
         pid = int(entry.name)
         parents[pid] = int(fields[1])
         ticks[pid] = sum(int(value) for value in fields[11:15])
-    family = [pid for pid in parents if _descends(pid, root_pid, parents)]
-    return sum(ticks[pid] for pid in family) / os.sysconf("SC_CLK_TCK")
+    return {pid: ticks[pid] / os.sysconf("SC_CLK_TCK") for pid in parents if _descends(pid, root_pid, parents)}
+
+
+def _role_of(pid: int, proc: Path) -> str:
+    """The role of one of our tasks, by its command line; of any other process nothing."""
+    try:
+        words = (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+    except OSError:
+        return ""
+    after = words[words.index(_COMMAND) + 1] if _COMMAND in words[:-1] else ""
+    return after if after in ROLES else ""
 
 
 def _descends(pid: int, root_pid: int, parents: dict[int, int]) -> bool:

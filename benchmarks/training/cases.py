@@ -9,7 +9,8 @@ from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
-from benchmarks.training.workloads import CLASSIFIERS, ON_SERVERS, Workload
+from benchmarks.training.workloads import CLASSIFIERS, EMPTY, ON_SERVERS, Workload
+from benchmarks.window import ROLES
 
 NUM_WORKERS = 2
 NUM_PS = 2
@@ -41,6 +42,13 @@ def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None, *,
         peer = functools.partial(jobs.run_tensorflow_ps, workload, NUM_WORKERS, NUM_PS, tf_python)
         cases.append(case("tensorflow", "grpc", NUM_WORKERS, NUM_PS, peer))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
+
+
+def step_cases(lanes: Sequence[str]) -> list[Case]:
+    """An empty model with one variable of 4 KB, one worker and one ps: what a step costs beside model and bytes."""
+    case = functools.partial(_case, "step", EMPTY, sample=to_step_sample)
+    cases = [case("stratagem", lane, 1, 1, functools.partial(jobs.run_ps, EMPTY, 1, 1, lane)) for lane in lanes]
+    return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, EMPTY))]
 
 
 def train_cases(
@@ -93,17 +101,40 @@ def to_sample(result: JobResult, workload: Workload) -> Sample:
         "exposed_comm": result.exposed_comm,
         "bytes_per_step": result.loopback_bytes / result.num_steps,
         "cpu_s_per_step": result.cpu_s / result.num_steps,
+        **{f"{role}_cpu_s_per_step": cpu_s_per_step(result, role) for role in ROLES},
     }
 
 
+def to_step_sample(result: JobResult) -> Sample:
+    """What one step costs, in microseconds; of a role the CPU of all its tasks."""
+    by_role = {role: cpu_s_per_step(result, role) for role in ROLES}
+    return {
+        "step_us": 1e6 * result.elapsed_s / result.num_steps,
+        "cpu_us": 1e6 * result.cpu_s / result.num_steps,
+        **{f"{role}_cpu_us": None if cpu_s is None else 1e6 * cpu_s for role, cpu_s in by_role.items()},
+    }
+
+
+def cpu_s_per_step(result: JobResult, role: str) -> float | None:
+    """CPU seconds a worker-step of all tasks of a role; None: the system has no such role."""
+    return result.cpu_s_by_role[role] / result.num_steps if role in result.cpu_s_by_role else None
+
+
 def _case(
-    benchmark: str, workload: Workload, system: str, lane: str | None, num_workers: int, num_ps: int, run: Measure
+    benchmark: str,
+    workload: Workload,
+    system: str,
+    lane: str | None,
+    num_workers: int,
+    num_ps: int,
+    run: Measure,
+    sample: Callable[[JobResult], Sample] | None = None,
 ) -> Case:
     def measure() -> tuple[Sample, Mapping[str, str]]:
         result = run()
         result.check(workload.timed_steps)
         own = {} if system == "tensorflow" else machine.library_versions()
-        return to_sample(result, workload), {**own, **result.versions}
+        return sample(result) if sample else to_sample(result, workload), {**own, **result.versions}
 
     return Case.of_one_row(_identity(benchmark, workload, system, lane, num_workers, num_ps), measure)
 

@@ -36,6 +36,8 @@ class JobResult:
     versions: Mapping[str, str]
     num_different_weights: int = 1
     """How many of the replicas that should be equal ended with weights of their own; 1: they are equal."""
+    cpu_s_by_role: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """CPU seconds of our own tasks, by role."""
 
     def check(self, num_steps: int) -> None:
         """Refuses a window that is not ``num_steps`` of real training.

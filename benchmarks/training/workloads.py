@@ -57,6 +57,10 @@ charlm: the GPT of ``examples/charlm.py``, windows of 64 bytes of the standard l
 rows of a table of 1,000,000 rows of 64, dense 10 classes; 4,096 ids a step. All steps are multiples of 8, so that 2, 4
 or 8 workers divide them."""
 
+EMPTY = Workload("empty", (1,), 1, 1024, warmup_steps=200, timed_steps=2000)
+"""One variable of 4 KB whose sum is the loss: a step is what a step costs beside model and bytes."""
+WORKLOADS[EMPTY.name] = EMPTY
+
 CLASSIFIERS = ("cnn", "dense")
 """Workloads whose examples :func:`make_examples` makes of patterns."""
 ON_SERVERS = (*CLASSIFIERS, "sparse")

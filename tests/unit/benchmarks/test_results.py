@@ -12,7 +12,7 @@ from benchmarks import job_files
 from benchmarks.pull import PullResult, WrongPullError
 from benchmarks.pull import to_sample as pull_sample
 from benchmarks.training import result as results
-from benchmarks.training.cases import ps_cases, to_sample, train_cases
+from benchmarks.training.cases import ps_cases, step_cases, to_sample, to_step_sample, train_cases
 from benchmarks.training.result import InvalidResultError, JobResult, mean_of_ends, read_result
 from benchmarks.training.workloads import WORKLOADS
 from benchmarks.window import Window
@@ -49,6 +49,20 @@ def test_metrics_of_a_window() -> None:
         "exposed_comm": 0.25,
         "bytes_per_step": 10.0,
         "cpu_s_per_step": 0.05,
+        "worker_cpu_s_per_step": None,
+        "ps_cpu_s_per_step": None,
+        "chief_cpu_s_per_step": None,
+    }
+
+
+def test_metrics_of_an_empty_step_are_told_by_role() -> None:
+    ours = dataclasses.replace(GOOD, cpu_s_by_role={"worker": 2.0, "ps": 1.0})
+    assert to_step_sample(ours) == {
+        "step_us": 25_000.0,
+        "cpu_us": 50_000.0,
+        "worker_cpu_us": 25_000.0,
+        "ps_cpu_us": 12_500.0,
+        "chief_cpu_us": None,
     }
 
 
@@ -92,6 +106,15 @@ def test_rows_of_ps_under_tls_stand_beside_those_in_the_clear() -> None:
     cases = ps_cases(WORKLOADS["dense"], ["shm", "tcp"], None, tls=True)
     lanes = [case.identities[0]["lane"] for case in cases]
     assert lanes == ["shm", "shm+tls", "tcp", "tcp+tls", None]
+
+
+def test_rows_of_step() -> None:
+    rows = [case.identities[0] for case in step_cases(["shm", "grpc"])]
+    assert [(row["system"], row["lane"], row["workers"], row["ps"]) for row in rows] == [
+        ("stratagem", "shm", 1, 1),
+        ("stratagem", "grpc", 1, 1),
+        ("torch alone", None, 1, 0),
+    ]
 
 
 def test_rows_of_train() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from benchmarks.window import Reading, between, family_cpu_s, loopback_bytes, read_counters
 
 
@@ -22,13 +24,26 @@ def test_only_descendants_count_and_names_may_hold_anything(tmp_path: Path) -> N
     add_process(tmp_path, 13, 1, (7000, 0, 0, 0))
     (tmp_path / "net").mkdir()
     (tmp_path / "14").mkdir()  # ended while we looked
-    assert family_cpu_s(10, tmp_path) == (37 + 100 + 50) / os.sysconf("SC_CLK_TCK")
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    assert family_cpu_s(10, tmp_path) == {10: 37 * tick_s, 11: 100 * tick_s, 12: 50 * tick_s}
+
+
+def test_cpu_of_our_tasks_is_told_by_role(tmp_path: Path) -> None:
+    commands = ["launcher", "stratagem.cli\0ps\0--task=ps:0", "stratagem.cli ps --task=ps:1", "stratagem.cli\0run"]
+    for number, words in enumerate(commands):
+        add_process(tmp_path, 10 + number, 10 if number else 1, (10 * (1 + number), 0, 0, 0))
+        (tmp_path / str(10 + number) / "cmdline").write_text(f"python\0-m\0{words}\0")
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "dev").write_text("")
+    reading = read_counters(10, tmp_path)
+    assert reading.cpu_s_by_role == {"ps": pytest.approx(50 / os.sysconf("SC_CLK_TCK"))}
+    assert reading.cpu_s == pytest.approx(100 / os.sysconf("SC_CLK_TCK"))
 
 
 def test_a_circle_of_parents_ends(tmp_path: Path) -> None:
     add_process(tmp_path, 20, 21, (1, 0, 0, 0))
     add_process(tmp_path, 21, 20, (1, 0, 0, 0))
-    assert family_cpu_s(10, tmp_path) == 0.0
+    assert family_cpu_s(10, tmp_path) == {}
 
 
 def test_the_loopback_is_read_by_name(tmp_path: Path) -> None:
