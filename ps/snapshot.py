@@ -18,12 +18,12 @@ import torch
 
 from stratagem.checkpoint.durable import hash_file, write_durably
 from stratagem.checkpoint.manifest import UNREADABLE, read_content
+from stratagem.checkpoint.tensor_file import write_tensors
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.ps.row_values import InitialRows
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.table_group import new_group
-from stratagem.ps.tensor_file import write_tensors
 from stratagem.ps.units import UnitLedger
 
 FORMAT = 1

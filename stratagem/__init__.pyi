@@ -1,6 +1,7 @@
 """The public API, told once: `__init__.py` loads each name from here when it is first used."""
 
 from . import nn
+from .checkpoint.reading import latest_checkpoint, load_checkpoint
 from .cluster.communication import CollectiveCommunication, CommunicationImplementation, CommunicationOptions
 from .cluster.resolvers import (
     KubernetesClusterResolver,
@@ -51,7 +52,6 @@ from .strategy.tpu import TPUStrategy
 from .strategy.values import PerReplica, ReduceOp, ValueContext
 from .training import callbacks
 from .training.checkpoint import Checkpoint
-from .training.checkpoint_reading import latest_checkpoint, load_checkpoint
 from .training.checkpoint_retention import CheckpointManager
 from .training.estimator.cluster_run import EvalSpec, Evaluated, TrainSpec, train_and_evaluate
 from .training.estimator.estimator import Estimator

@@ -30,7 +30,7 @@ def checkpoint_group() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(path: Path, as_json: bool) -> None:
     """Show what a checkpoint holds: when and how it was made, its objects, files and tensors."""
-    from stratagem.training.checkpoint_summary import summarize
+    from stratagem.checkpoint.summary import summarize
 
     summary = summarize(path)
     if as_json:
@@ -50,8 +50,8 @@ def inspect_command(path: Path, as_json: bool) -> None:
 @_CHECKPOINT
 def verify_command(path: Path) -> int:
     """Compare every file of a checkpoint with its checksum. Exit code 1: damaged; the last good one is named."""
-    from stratagem.training.checkpoint_catalog import find_damage, offer
-    from stratagem.training.checkpoint_reading import find
+    from stratagem.checkpoint.catalog import find_damage, offer
+    from stratagem.checkpoint.reading import find
 
     found = find(path)
     damage = find_damage(found)
@@ -67,7 +67,7 @@ def verify_command(path: Path) -> int:
 @click.option("--object", "name", help="Which object; not needed when there is one model.")
 def consolidate_command(path: Path, out: Path, name: str | None) -> None:
     """Write a model's plain state_dict to OUT (.safetensors, or .pt for torch.load), which must not exist."""
-    from stratagem.training.checkpoint_reading import load_checkpoint
+    from stratagem.checkpoint.reading import load_checkpoint
 
     if out.suffix not in SUFFIXES:
         raise ConfigurationError(f"expected a file name that ends in {', '.join(SUFFIXES)}, got {out}")
@@ -95,7 +95,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _write(path: Path, state: dict[str, Any]) -> None:
     import torch
 
-    from stratagem.ps.tensor_file import write_tensors
+    from stratagem.checkpoint.tensor_file import write_tensors
 
     if path.suffix != ".safetensors":
         torch.save(dict(state), path)

@@ -15,13 +15,9 @@ from typing import Any, overload
 
 import torch
 
-from stratagem.errors import CheckpointError, ConfigurationError
-from stratagem.strategy.base import Strategy, current_strategy
-from stratagem.training.checkpoint_catalog import check, offer, read_step, remove, scan
-from stratagem.training.checkpoint_files import FilesDraft, sweep
-from stratagem.training.checkpoint_members import CheckpointMembers
-from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
-from stratagem.training.checkpoint_reading import (
+from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
+from stratagem.checkpoint.draft import FilesDraft, sweep
+from stratagem.checkpoint.reading import (
     DESCRIPTION,
     FORMAT,
     describe,
@@ -29,9 +25,14 @@ from stratagem.training.checkpoint_reading import (
     kind_and_state,
     read_states,
 )
-from stratagem.training.checkpoint_servers import Servers, ServerState, servers_of
+from stratagem.checkpoint.server_state import ServerState
+from stratagem.checkpoint.tree import EncodedState, encode
+from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.strategy.base import Strategy, current_strategy
+from stratagem.training.checkpoint_members import CheckpointMembers
+from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
+from stratagem.training.checkpoint_servers import Servers, servers_of
 from stratagem.training.checkpoint_state import kind_of, put_back, states_of_variables, take
-from stratagem.training.checkpoint_tree import EncodedState, encode
 from stratagem.worker.runtime import active_runtime
 
 logger = logging.getLogger(__name__)

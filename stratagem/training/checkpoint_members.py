@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import safetensors.torch
 import torch
 
+from stratagem.checkpoint.tree import EncodedState, Json
 from stratagem.errors import CheckpointError
-from stratagem.training.checkpoint_tree import EncodedState, Json
 from stratagem.worker.ring.communicator import Communicator
 
 BEAT_S = 1.0

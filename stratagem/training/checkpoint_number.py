@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stratagem.training.checkpoint_catalog import read_manifest, scan
+from stratagem.checkpoint.catalog import read_manifest, scan
 
 
 def next_number(folder: str | os.PathLike[str], at_least: int) -> int:

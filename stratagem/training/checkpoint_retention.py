@@ -8,9 +8,9 @@ import pathlib
 import re
 from functools import partial
 
+from stratagem.checkpoint.catalog import find_damage, read_manifest, remove, scan
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_catalog import find_damage, read_manifest, remove, scan
 
 logger = logging.getLogger(__name__)
 

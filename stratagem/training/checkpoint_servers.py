@@ -1,20 +1,16 @@
-"""The part of a checkpoint that parameter servers hold: writing it through the chief, reading it as plain states."""
+"""The part of a checkpoint that parameter servers hold: writing it through the chief."""
 
 from __future__ import annotations
 
-import json
 import logging
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from stratagem.errors import CheckpointError
-from stratagem.ps.consolidate import consolidate
+from stratagem.checkpoint.catalog import is_complete
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
-from stratagem.training.checkpoint_catalog import is_complete
 
 logger = logging.getLogger(__name__)
 
@@ -83,78 +79,3 @@ def place_of(tensor: torch.Tensor) -> Place:
 def servers_of(strategy: Strategy) -> Servers | None:
     """The ps that hold the variables; None when this process has them."""
     return Servers(strategy) if isinstance(strategy, ParameterServerStrategy) else None
-
-
-class ServerState:
-    """What parameter servers wrote into a checkpoint; weights and slots are read when first asked for.
-
-    Args:
-        path: of the checkpoint.
-    """
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-        self._slots: dict[str, dict[str, torch.Tensor]] = {}
-
-    @property
-    def variables(self) -> Mapping[str, torch.Tensor]:
-        """Every variable whole, by name.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        return self._slot("")
-
-    def variable(self, name: str) -> torch.Tensor:
-        """One of them.
-
-        Raises:
-            CheckpointError: there is none of that name.
-        """
-        if name not in self.variables:
-            raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is of another model")
-        return self.variables[name]
-
-    def optimizer_state(self, names: Iterable[str]) -> dict[int, dict[str, Any]]:
-        """The part ``state`` of an optimizer's ``state_dict()``.
-
-        Args:
-            names: of its parameters on the ps, in the optimizer's order.
-        """
-        facts = self._facts()
-        state: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(names):
-            group, position = facts.get(name, ({}, 0))
-            if not group or not group["counts"][position]:
-                continue  # no update has touched it
-            entry: dict[str, Any] = {}
-            if group["optimizer"] != "SGD":  # the only one that counts no steps
-                entry["step"] = torch.tensor(float(group["counts"][position]))
-            entry |= {scalar: torch.tensor(values[position]) for scalar, values in group["scalars"].items()}
-            entry |= {slot: self._slot(slot)[name] for slot in group["slots"]}
-            if entry:
-                state[index] = entry
-        return state
-
-    def _slot(self, slot: str) -> dict[str, torch.Tensor]:
-        if slot not in self._slots:
-            self._slots[slot] = consolidate(self._path, slot)
-        return self._slots[slot]
-
-    def _facts(self) -> dict[str, tuple[dict[str, Any], int]]:
-        """The group of each variable that an optimizer changes, and its place in there; of a cut one its first."""
-        facts: dict[str, tuple[dict[str, Any], int]] = {}
-        for part in sorted(self._path.glob("ps-*.json")):
-            try:
-                for group in json.loads(part.read_text())["groups"]:
-                    for position, shard in enumerate(group["shards"]):
-                        if group["optimizer"]:
-                            facts.setdefault(shard["variable"], (group, position))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{part} cannot be read: {error!r}") from None
-        return facts
-
-
-def has_server_state(path: pathlib.Path) -> bool:
-    """Whether parameter servers wrote (a part of) the checkpoint."""
-    return any(path.glob("ps-*.json"))

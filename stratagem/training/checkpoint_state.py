@@ -9,20 +9,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from stratagem.checkpoint.reading import LEASED, MODEL, OBJECT, OPTIMIZER, SERVED_OPTIMIZER, VALUE, VARIABLE
+from stratagem.checkpoint.server_state import ServerState
+from stratagem.checkpoint.tree import EncodedState, StateOnServers, encode
 from stratagem.data.distributed import DistributedDataset
 from stratagem.errors import CheckpointError, ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.variable import Variable
-from stratagem.training.checkpoint_servers import Place, Servers, ServerState, place_of
-from stratagem.training.checkpoint_tree import EncodedState, StateOnServers, encode
+from stratagem.training.checkpoint_servers import Place, Servers, place_of
 
 logger = logging.getLogger(__name__)
-
-MODEL, OPTIMIZER, VARIABLE, VALUE, OBJECT = "model", "optimizer", "variable", "value", "object"
-SERVED_OPTIMIZER = "optimizer on parameter servers"
-"""Parameter servers wrote its slots; the rest is its param_groups and the names of its parameters there."""
-LEASED = "leased dataset"
-"""The chief knows its position."""
 
 
 @runtime_checkable

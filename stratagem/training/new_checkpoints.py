@@ -11,14 +11,14 @@ from typing import cast
 
 import torch
 
+from stratagem.checkpoint.catalog import read_step, was_removed
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.cluster.config import EvaluatorConfig
 from stratagem.cluster.sources import gather
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
-from stratagem.training.checkpoint_catalog import read_step, was_removed
-from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
 
 logger = logging.getLogger(__name__)
 

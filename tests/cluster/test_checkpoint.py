@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem.checkpoint.catalog import find_damage
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
+from stratagem.checkpoint.summary import summarize
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_catalog import find_damage
-from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
-from stratagem.training.checkpoint_summary import summarize
 from tests.cluster.scripts.train_checkpoint import batch_of, make
 
 Start = Callable[..., Any]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from stratagem.checkpoint.catalog import find_damage
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_catalog import find_damage
-from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
 from stratagem.training.checkpoint_retention import CheckpointManager
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
+from stratagem.checkpoint.catalog import scan
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_catalog import scan
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
 from stratagem.worker import interrupts
 from stratagem.worker.preemption_request import preemption

@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stratagem.checkpoint.catalog import was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
 from stratagem.strategy import roles
-from stratagem.training.checkpoint_catalog import was_removed
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.evaluator_schedule import EvaluatorDecision, EvaluatorSchedule
 from stratagem.training.estimator.exporters import Exporter

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.checkpoint.catalog import check
+from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.data.nested import map_leaves, num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States
-from stratagem.training.checkpoint_catalog import check
-from stratagem.training.checkpoint_reading import describe, kind_and_state, read_states
 from stratagem.training.estimator.inputs import Input, sample, split
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving

@@ -6,8 +6,8 @@ import logging
 import re
 from pathlib import Path
 
+from stratagem.checkpoint.catalog import find_damage, read_step, scan
 from stratagem.errors import CheckpointError
-from stratagem.training.checkpoint_catalog import find_damage, read_step, scan
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.checkpoint.catalog import read_step
+from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError
 from stratagem.strategy.base import Strategy
-from stratagem.training.checkpoint_catalog import read_step
-from stratagem.training.checkpoint_reading import describe, kind_and_state, read_states
 from stratagem.training.estimator.model_folder import newest_undamaged
 from stratagem.training.estimator.objects import ModelObjects
 

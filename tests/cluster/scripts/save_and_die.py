@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from stratagem.training import checkpoint_files
+from stratagem.checkpoint import draft
 from stratagem.training.checkpoint import Checkpoint
 
 CALLS = {
-    "tensors": (checkpoint_files, "write_tensors"),
-    "manifest": (checkpoint_files, "_set_aside_if_damaged"),  # it is on the disk, the rename is next
-    "latest": (checkpoint_files, "sync_directory"),  # the second one follows the rename
+    "tensors": (draft, "write_tensors"),
+    "manifest": (draft, "_set_aside_if_damaged"),  # it is on the disk, the rename is next
+    "latest": (draft, "sync_directory"),  # the second one follows the rename
 }
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from stratagem.checkpoint.catalog import remove
+from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.training import new_checkpoints as module
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_catalog import remove
-from stratagem.training.checkpoint_reading import load_checkpoint
 from tests.cluster.test_checkpoint_faults import flip
 from tests.contract.chief.fakes import chief, run
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stratagem.checkpoint.catalog import find_damage, read_manifest, read_step
 from stratagem.chief import checkpoints
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ClusterSpecError, FrameError, ProtocolError, StratagemError
@@ -27,7 +28,6 @@ from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import BytesMeter
 from stratagem.rpc.shm_lane import ShmReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver
-from stratagem.training.checkpoint_catalog import find_damage, read_manifest, read_step
 from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import frames
 

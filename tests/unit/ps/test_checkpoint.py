@@ -13,10 +13,10 @@ import safetensors.torch
 import torch
 
 from stratagem.checkpoint import manifest
+from stratagem.checkpoint.server_state import consolidate
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, ProtocolError, StaleStoreError
 from stratagem.ps.commit_gate import CommitGate
-from stratagem.ps.consolidate import consolidate
 from stratagem.ps.requests import TransferRef
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store

@@ -8,9 +8,9 @@ import pathlib
 import pytest
 import torch
 
+from stratagem.checkpoint.server_state import consolidate
 from stratagem.cluster.units import Unit
 from stratagem.errors import FencedError, FrameError, LimitError, ProtocolError, VariableError
-from stratagem.ps.consolidate import consolidate
 from stratagem.ps.requests import AssignValues, FrameKind, Merge, RequestedSlice, TransferRef
 from stratagem.ps.row_values import InitialRows, fill_rows
 from stratagem.ps.specs import GroupSpec, ShardSpec

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.checkpoint.reading import latest_checkpoint
 from stratagem.errors import ConfigurationError
 from stratagem.training import progress
 from stratagem.training.callbacks import (
@@ -27,7 +28,6 @@ from stratagem.training.callbacks import (
     TensorBoard,
 )
 from stratagem.training.callbacks.monitor import Monitor
-from stratagem.training.checkpoint_reading import latest_checkpoint
 from stratagem.training.metrics import Mean
 from stratagem.training.model import Model
 

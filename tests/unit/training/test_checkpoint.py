@@ -14,11 +14,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.one_device import OneDeviceStrategy
 from stratagem.strategy.replicas.variable import Variable
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
 from stratagem.training.checkpoint_retention import CheckpointManager
 from tests.unit.training.checkpoint_objects import Script, same
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.errors import CheckpointError
 from stratagem.strategy.base import Strategy
 from stratagem.training import checkpoint_members
 from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.checkpoint_members import CheckpointMembers
-from stratagem.training.checkpoint_reading import load_checkpoint
 from stratagem.training.checkpoint_retention import CheckpointManager
 from stratagem.worker.reduction.batch_norm import average_buffers
 from stratagem.worker.ring.communicator import Communicator

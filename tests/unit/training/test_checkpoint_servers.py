@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from stratagem.checkpoint.catalog import check, find_damage
 from stratagem.checkpoint.manifest import MANIFEST, encode, read_content
+from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
+from stratagem.checkpoint.summary import summarize
 from stratagem.errors import CheckpointError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_catalog import check, find_damage
-from stratagem.training.checkpoint_reading import latest_checkpoint, load_checkpoint
 from stratagem.training.checkpoint_servers import Servers
-from stratagem.training.checkpoint_summary import summarize
 from tests.unit.ps.driver import DirectWorker
 from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
 from tests.unit.ps.test_checkpoint import unit

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratagem.checkpoint.tree import StateOnServers, decode, encode
 from stratagem.errors import CheckpointError, ConfigurationError
-from stratagem.training.checkpoint_tree import StateOnServers, decode, encode
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 KEYS = st.text() | st.integers()

@@ -7,10 +7,10 @@ from typing import Any
 
 import safetensors
 
+from stratagem.checkpoint.catalog import HOST, offer, read_manifest
+from stratagem.checkpoint.reading import describe, find
+from stratagem.checkpoint.server_state import ServerState
 from stratagem.errors import CheckpointError
-from stratagem.training.checkpoint_catalog import HOST, offer, read_manifest
-from stratagem.training.checkpoint_reading import describe, find
-from stratagem.training.checkpoint_servers import ServerState
 
 _MADE_BY = (
     "strategy",

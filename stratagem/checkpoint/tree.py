@@ -26,7 +26,7 @@ _FILE_DTYPES = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
-"""What ``stratagem.ps.tensor_file`` writes under its own name."""
+"""What ``stratagem.checkpoint.tensor_file`` writes under its own name."""
 
 
 @dataclasses.dataclass(frozen=True)

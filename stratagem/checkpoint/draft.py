@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from stratagem.checkpoint.catalog import HOST, find_damage, offer_in, read_manifest
 from stratagem.checkpoint.durable import set_aside, sync_directory, write_durably
 from stratagem.checkpoint.manifest import MANIFEST, encode
+from stratagem.checkpoint.tensor_file import write_tensors
 from stratagem.errors import CheckpointError
-from stratagem.ps.tensor_file import write_tensors
-from stratagem.training.checkpoint_catalog import HOST, find_damage, offer_in, read_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,21 @@ from typing import Any
 import safetensors
 import torch
 
+from stratagem.checkpoint.catalog import HOST, check, offer, read_manifest, read_step, scan
 from stratagem.checkpoint.manifest import MANIFEST
+from stratagem.checkpoint.server_state import ServerState, has_server_state
+from stratagem.checkpoint.tree import EncodedState, Json, decode, encode
 from stratagem.errors import CheckpointError
-from stratagem.training.checkpoint_catalog import HOST, check, offer, read_manifest, read_step, scan
-from stratagem.training.checkpoint_servers import ServerState, has_server_state
-from stratagem.training.checkpoint_state import MODEL, OPTIMIZER, SERVED_OPTIMIZER
-from stratagem.training.checkpoint_tree import EncodedState, Json, decode, encode
 
 DESCRIPTION = "host.json"
 FORMAT = 1
+
+MODEL, OPTIMIZER, VARIABLE, VALUE, OBJECT = "model", "optimizer", "variable", "value", "object"
+"""What an object was."""
+SERVED_OPTIMIZER = "optimizer on parameter servers"
+"""Parameter servers wrote its slots; the rest is its param_groups and the names of its parameters there."""
+LEASED = "leased dataset"
+"""The chief knows its position."""
 
 
 @dataclasses.dataclass(frozen=True)

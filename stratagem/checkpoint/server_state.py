@@ -1,0 +1,129 @@
+"""What any number of parameter servers wrote into a checkpoint, as plain states: torch and safetensors alone."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import safetensors
+import torch
+
+from stratagem.errors import CheckpointError
+
+
+def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torch.Tensor]:
+    """Every variable of a checkpoint under its own name, whole.
+
+    Args:
+        directory: a committed checkpoint ("…/step-00000100").
+        slot: name of an optimizer slot ("exp_avg") to read instead of weights; variables without it are left out.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged; names the variable or file.
+    """
+    path = pathlib.Path(directory)
+    parts = sorted(path.glob("ps-*.json"))
+    if not parts or not (path / "manifest.json").exists():
+        raise CheckpointError(f"expected a committed checkpoint (manifest.json and ps-*.json) in {path}")
+    state: dict[str, torch.Tensor] = {}
+    rows: dict[str, int] = {}
+    for part in parts:
+        stem = part.name.removesuffix(".json")
+        source = path / (f"{stem}.slots.safetensors" if slot else f"{stem}.safetensors")
+        try:
+            groups = json.loads(part.read_text())["groups"]
+            wanted = [shard for group in groups if not slot or slot in group["slots"] for shard in group["shards"]]
+            if not wanted:
+                continue
+            with safetensors.safe_open(source, "pt") as tensors:
+                for shard in wanted:
+                    name, shape = shard["variable"], tuple(shard["shape"])
+                    tensor = tensors.get_tensor(f"slot/{slot}/{shard['key']}" if slot else shard["key"])
+                    whole = state.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
+                    target = whole.narrow(0, shard["first_row"], shard["num_rows"]) if shape else whole
+                    target.copy_(tensor)
+                    rows[name] = rows.get(name, 0) + shard["num_rows"]
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{source} cannot be read: {error!r}") from None
+    for name, tensor in state.items():
+        expected = tensor.shape[0] if tensor.dim() else 1
+        if rows[name] != expected:
+            raise CheckpointError(f"checkpoint {path}: expected {expected} rows of variable {name}, found {rows[name]}")
+    return state
+
+
+class ServerState:
+    """What parameter servers wrote into a checkpoint; weights and slots are read when first asked for.
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._slots: dict[str, dict[str, torch.Tensor]] = {}
+
+    @property
+    def variables(self) -> Mapping[str, torch.Tensor]:
+        """Every variable whole, by name.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        return self._slot("")
+
+    def variable(self, name: str) -> torch.Tensor:
+        """One of them.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self.variables:
+            raise CheckpointError(f"the checkpoint {self._path} has no variable {name}: it is of another model")
+        return self.variables[name]
+
+    def optimizer_state(self, names: Iterable[str]) -> dict[int, dict[str, Any]]:
+        """The part ``state`` of an optimizer's ``state_dict()``.
+
+        Args:
+            names: of its parameters on the ps, in the optimizer's order.
+        """
+        facts = self._facts()
+        state: dict[int, dict[str, Any]] = {}
+        for index, name in enumerate(names):
+            group, position = facts.get(name, ({}, 0))
+            if not group or not group["counts"][position]:
+                continue  # no update has touched it
+            entry: dict[str, Any] = {}
+            if group["optimizer"] != "SGD":  # the only one that counts no steps
+                entry["step"] = torch.tensor(float(group["counts"][position]))
+            entry |= {scalar: torch.tensor(values[position]) for scalar, values in group["scalars"].items()}
+            entry |= {slot: self._slot(slot)[name] for slot in group["slots"]}
+            if entry:
+                state[index] = entry
+        return state
+
+    def _slot(self, slot: str) -> dict[str, torch.Tensor]:
+        if slot not in self._slots:
+            self._slots[slot] = consolidate(self._path, slot)
+        return self._slots[slot]
+
+    def _facts(self) -> dict[str, tuple[dict[str, Any], int]]:
+        """The group of each variable that an optimizer changes, and its place in there; of a cut one its first."""
+        facts: dict[str, tuple[dict[str, Any], int]] = {}
+        for part in sorted(self._path.glob("ps-*.json")):
+            try:
+                for group in json.loads(part.read_text())["groups"]:
+                    for position, shard in enumerate(group["shards"]):
+                        if group["optimizer"]:
+                            facts.setdefault(shard["variable"], (group, position))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{part} cannot be read: {error!r}") from None
+        return facts
+
+
+def has_server_state(path: pathlib.Path) -> bool:
+    """Whether parameter servers wrote (a part of) the checkpoint."""
+    return any(path.glob("ps-*.json"))
