@@ -6,7 +6,7 @@ import re
 
 import click
 
-from benchmarks import apply, apply_rows, pull
+from benchmarks import apply, apply_rows, chief, pull
 from benchmarks.collectives.cases import LANES as ALL_LANES
 from benchmarks.collectives.cases import allreduce_cases
 from benchmarks.collectives.sizes import DEFAULT_SIZES
@@ -184,6 +184,19 @@ def rows_command(blocks: int, as_json: bool) -> None:
     report([apply_rows.apply_rows_cases()], blocks, as_json)
 
 
+@click.command("chief")
+@click.option(
+    "--workers", "counts", type=click.IntRange(min=1), multiple=True, default=(10, 100, 1000), show_default=True
+)
+@click.option("--rate", default=20.0, show_default=True, help="Units a second that each worker trains.")
+@click.option("--seconds", default=10.0, show_default=True, help="Length of the window.")
+@blocks_option
+@json_option
+def chief_command(counts: tuple[int, ...], rate: float, seconds: float, blocks: int, as_json: bool) -> None:
+    """One chief and many workers that lease units and train nothing."""
+    report([chief.chief_cases(counts, rate, seconds)], blocks, as_json)
+
+
 def parse_rates(text: str) -> list[int]:
     """Mbit/s of each rate of a list like "100mbit,1gbit"; for an option's callback.
 
@@ -209,4 +222,5 @@ COMMANDS = (
     pull_command,
     apply_command,
     rows_command,
+    chief_command,
 )

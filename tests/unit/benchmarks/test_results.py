@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import job_files
+from benchmarks import chief, job_files
 from benchmarks.pull import PullResult, WrongPullError
 from benchmarks.pull import to_sample as pull_sample
 from benchmarks.training import result as results
@@ -135,3 +135,19 @@ def test_a_pull_that_is_wrong_is_refused() -> None:
         pull_sample(dataclasses.replace(good, weights_equal=False), workload)
     with pytest.raises(WrongPullError, match="nearly none"):
         pull_sample(dataclasses.replace(good, unchanged_bytes=good.cold_bytes), workload)
+
+
+def test_a_chief_is_charged_for_each_unit() -> None:
+    result = chief.ChiefResult(10.0, 2000, 200, 0.5, 0.001, 0.02, is_exact=True)
+    assert chief.to_sample(result) == pytest.approx(
+        {
+            "units_per_s": 200.0,
+            "cpu_ms_per_unit": 0.25,
+            "chief_cpu": 0.05,
+            "calls_per_s": 20.0,
+            "p50_ms": 1.0,
+            "p99_ms": 20.0,
+        }
+    )
+    with pytest.raises(chief.WrongCountError, match="exactly the units that workers trained"):
+        chief.to_sample(dataclasses.replace(result, is_exact=False))
