@@ -8,39 +8,27 @@ A checkpoint is ``<directory>/step-00000100/``: per ps ``ps-<i>.safetensors`` (t
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import logging
 import pathlib
 import re
-import secrets
-import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
-from stratagem.checkpoint.durable import hash_file, set_aside, sync_directory, write_durably
-from stratagem.checkpoint.manifest import MANIFEST, UNREADABLE, encode, read_content
+from stratagem.checkpoint import catalog
+from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.chief.history import decode_positions, encode_positions
-from stratagem.chief.servers import SavedFile
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"\w[\w.-]*")
 """A name that a ps may report: of a file in the checkpoint's own folder."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ServersManifest:
-    """What a checkpoint says about itself."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServersManifest(Manifest):
+    """What the chief needs to know besides, to go on from a checkpoint."""
 
-    step: int
-    """Largest number of updates applied by any ps."""
-    chief_epoch: int
-    """Process incarnation of the chief that committed it."""
-    files: Mapping[str, Sequence[SavedFile]]
-    """Files of each ps."""
     plans: Mapping[int, Plan]
     accepted: Mapping[tuple[int, int], UnitBitmap]
     """Accepted units of each (dataset, epoch): their updates are in the shards."""
@@ -48,23 +36,15 @@ class ServersManifest:
     """Units that were not accepted but had an update in the shards."""
     next_step: int
     """Staleness 0: number of the step that is composed next."""
-    automatic: bool
-    """The chief took it by itself, and may remove it when newer ones are there."""
-    created: str = ""
-    """UTC, ISO 8601."""
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def servers(self) -> set[str]:
+        """The ps that wrote it."""
+        return {file.ps for file in self.files}
+
+    def content(self) -> dict[str, Any]:
         """The content of ``manifest.json``."""
-        return {
-            "step": self.step,
-            "chief_epoch": self.chief_epoch,
-            "created": self.created,
-            "automatic": self.automatic,
-            "files": [
-                {"ps": ps, "name": file.name, "bytes": file.num_bytes, "sha256": file.sha256}
-                for ps, files in sorted(self.files.items())
-                for file in files
-            ],
+        return super().content() | {
             "next_step": self.next_step,
             "plans": [{"dataset": dataset, **_plan_to_json(plan)} for dataset, plan in sorted(self.plans.items())],
             "accepted": encode_positions(self.accepted),
@@ -72,30 +52,19 @@ class ServersManifest:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ServersManifest:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: a value cannot be.
-            KeyError: a field is missing.
-        """
-        files: dict[str, list[SavedFile]] = {}
-        for file in value["files"]:
-            files.setdefault(file["ps"], []).append(SavedFile(file["name"], file["bytes"], file["sha256"]))
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`content`; errors as there."""
+        common = Manifest.of(content)
         plans = {}
-        for plan in value["plans"]:
+        for plan in content["plans"]:
             fields = {key: each for key, each in plan.items() if key != "dataset"}
             plans[plan["dataset"]] = Plan(**{**fields, "staleness": float(fields["staleness"])})
         return cls(
-            step=value["step"],
-            chief_epoch=value["chief_epoch"],
-            files=files,
+            **{name: getattr(common, name) for name in ("step", "files", "chief_epoch", "automatic", "created")},
             plans=plans,
-            accepted=decode_positions(value["accepted"]),
-            applied=decode_positions(value["applied"]),
-            next_step=value["next_step"],
-            automatic=value["automatic"],
-            created=value["created"],
+            accepted=decode_positions(content["accepted"]),
+            applied=decode_positions(content["applied"]),
+            next_step=content["next_step"],
         )
 
 
@@ -104,35 +73,18 @@ def _plan_to_json(plan: Plan) -> dict[str, Any]:
     return {**dataclasses.asdict(plan), "staleness": str(plan.staleness)}
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointDraft:
-    """A checkpoint in the making."""
-
-    directory: pathlib.Path
-    """Where it will be committed."""
-    path: pathlib.Path
-    """Where it is written now."""
-    nonce: str
-
-
-def begin(directory: str, step: int, chief_epoch: int) -> CheckpointDraft:
+def begin(directory: str) -> CheckpointDraft:
     """Makes the directory that the ps write into, with a nonce that proves that they see the same file system.
 
     Raises:
         CheckpointError: the directory cannot be made.
     """
-    parent = pathlib.Path(directory).absolute()
-    nonce = secrets.token_hex(16)
-    path = parent / f".tmp-{step}-{chief_epoch}-{nonce[:8]}"
     try:
-        path.mkdir(parents=True)
-        (path / "nonce").write_text(nonce)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot make a checkpoint in {parent} ({error.strerror}); "
-            "give a directory that the chief and every ps can write"
-        ) from None
-    return CheckpointDraft(parent, path, nonce)
+        draft = CheckpointDraft(pathlib.Path(directory).absolute())
+        (draft.path / "nonce").write_text(draft.nonce)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{error}; give a directory that the chief and every ps can write") from None
+    return draft
 
 
 def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
@@ -143,69 +95,22 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
     Raises:
         CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
     """
-    for files in manifest.files.values():
-        for file in files:
+
+    def is_same(there: pathlib.Path) -> bool:
+        existing = ServersManifest.read(there)
+        return existing is not None and _digests(existing) == _digests(manifest)
+
+    with draft:
+        for file in manifest.files:
             if not _FILE.fullmatch(file.name):
                 raise CheckpointError(f"a ps reported a file of the name {file.name!r}, which is no plain name")
             written = draft.path / file.name
             if not written.is_file() or written.stat().st_size != file.num_bytes:
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
-    manifest = dataclasses.replace(manifest, created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-    write_durably(draft.path / MANIFEST, encode(manifest.to_json()))
-    (draft.path / "nonce").unlink()
-    sync_directory(draft.path)
-    target = draft.directory / f"step-{manifest.step:08d}"
-    try:
-        # A directory that is not empty is never replaced by a rename (POSIX): no complete checkpoint is lost.
-        if target.is_dir() and any(target.iterdir()) and not is_whole(target):
-            logger.warning("%s is damaged and is now %s", target, set_aside(target))
-        draft.path.rename(target)
-    except OSError as error:
-        existing = read(target)
-        if existing is None or _digests(existing) != _digests(manifest):
-            raise CheckpointError(
-                f"cannot commit {target}: {error.strerror}, and it holds other weights than now. Train on, or save "
-                "into another directory; checkpoints are never overwritten."
-            ) from None
-        discard(draft)
-        return target
-    sync_directory(draft.directory)
-    temporary = draft.directory / f".latest-{draft.nonce[:8]}"
-    write_durably(temporary, (target.name + "\n").encode())
-    temporary.replace(draft.directory / "latest")
+        (draft.path / "nonce").unlink()
+        target = draft.path.parent / f"step-{manifest.step:08d}"
+        draft.commit(target, manifest, is_newest=True, is_same=is_same, what="other weights")
     return target
-
-
-def discard(draft: CheckpointDraft) -> None:
-    """Removes a draft that will not be committed."""
-    shutil.rmtree(draft.path, ignore_errors=True)
-
-
-def sweep(directory: str) -> None:
-    """Removes drafts that an earlier incarnation of the chief left behind."""
-    parent = pathlib.Path(directory)
-    for path in parent.glob(".tmp-*-*") if parent.is_dir() else ():
-        logger.info("Removing the unfinished checkpoint %s", path)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def read(path: pathlib.Path) -> ServersManifest | None:
-    """The manifest of a checkpoint; None when it is not complete."""
-    try:
-        return ServersManifest.from_json(read_content(path))
-    except UNREADABLE:
-        return None
-
-
-def is_whole(path: pathlib.Path) -> bool:
-    """Whether every file of a checkpoint has the checksum that its manifest tells."""
-    manifest = read(path)
-    try:
-        return manifest is not None and all(
-            hash_file(path / file.name) == file.sha256 for files in manifest.files.values() for file in files
-        )
-    except OSError:
-        return False
 
 
 def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | None]]:
@@ -213,7 +118,7 @@ def scan_all(directory: str) -> list[tuple[pathlib.Path, int, ServersManifest | 
     found = []
     for path in pathlib.Path(directory).absolute().glob(f"step-*/{MANIFEST}"):
         if named := _NAME.fullmatch(path.parent.name):
-            manifest = read(path.parent)
+            manifest = ServersManifest.read(path.parent)
             key = (manifest.step, manifest.chief_epoch) if manifest is not None else (int(named[1]), 0)
             found.append((key, path.parent, manifest))
     return [(path, key[0], manifest) for key, path, manifest in sorted(found, key=lambda each: each[0], reverse=True)]
@@ -233,12 +138,9 @@ def prune(directory: str, keep: int) -> list[pathlib.Path]:
     """Removes automatic checkpoints beyond the newest ``keep`` complete ones; returns what was removed."""
     removed = [path for path, manifest in scan(directory)[:-keep] if manifest.automatic]
     for path in removed:
-        # Without its manifest it is no checkpoint any more, whatever a crash leaves of the rest.
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path, ignore_errors=True)
+        catalog.remove(path)
     return removed
 
 
 def _digests(manifest: ServersManifest) -> dict[str, str]:
-    files = [file for files in manifest.files.values() for file in files]
-    return {file.name: file.sha256 for file in files if file.name.endswith(".safetensors")}
+    return {file.name: file.sha256 for file in manifest.files if file.name.endswith(".safetensors")}

@@ -11,10 +11,12 @@ import contextlib
 import dataclasses
 import logging
 import os
+import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+from stratagem.checkpoint.draft import sweep
 from stratagem.checkpoint.ended import write_end
 from stratagem.chief import checkpoints, status
 from stratagem.chief.change_event import ChangeEvent
@@ -140,7 +142,7 @@ class ChiefJob:
         if not is_new:
             logger.info("chief epoch %d goes on from the journal in %s", epoch, config.state_dir)
         if config.checkpoint_dir:
-            checkpoints.sweep(config.checkpoint_dir)
+            sweep(pathlib.Path(config.checkpoint_dir))
             if not history.ending:
                 write_end(config.checkpoint_dir, "", ())
 

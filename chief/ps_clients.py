@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc.aio
 
+from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief import wire
-from stratagem.chief.servers import SavedFile, SavedShards, ServerDescription
+from stratagem.chief.servers import SavedShards, ServerDescription
 from stratagem.chief.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import UnitBitmap, Update

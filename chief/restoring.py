@@ -95,9 +95,9 @@ class Restoring:
     async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
             return f"its {MANIFEST} cannot be read or was altered"
-        if manifest.files.keys() != self._tasks:
+        if manifest.servers != self._tasks:
             raise ConfigurationError(
-                f"{path} was made by {len(manifest.files)} parameter servers, and this job has {len(self._tasks)}: "
+                f"{path} was made by {len(manifest.servers)} parameter servers, and this job has {len(self._tasks)}: "
                 "start it with as many, or with another --checkpoint-dir and let the script restore the checkpoint "
                 "(sg.Checkpoint), which works for any number"
             )

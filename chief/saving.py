@@ -67,8 +67,7 @@ class Saving:
 
     async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
-        step = max(each.step for each in described)
-        draft = await asyncio.to_thread(checkpoints.begin, directory, step, self._chief_epoch)
+        draft = await asyncio.to_thread(checkpoints.begin, directory)
         try:
             saved = await asyncio.gather(
                 *(server.save_shards(token, str(draft.path), draft.nonce) for server in servers)
@@ -78,7 +77,11 @@ class Saving:
             manifest = ServersManifest(
                 step=max(each.step for each in saved),
                 chief_epoch=self._chief_epoch,
-                files={server.incarnation.task: each.files for server, each in zip(servers, saved, strict=True)},
+                files=tuple(
+                    dataclasses.replace(file, ps=server.incarnation.task)
+                    for server, each in zip(servers, saved, strict=True)
+                    for file in each.files
+                ),
                 plans=dict(self._lease_book.plans),
                 accepted=accepted,
                 applied=applied_units(described, accepted),
@@ -87,7 +90,7 @@ class Saving:
             )
             path = await asyncio.to_thread(checkpoints.commit, draft, manifest)
         except BaseException:
-            await asyncio.to_thread(checkpoints.discard, draft)
+            await asyncio.to_thread(draft.close)
             raise
         committed = CommittedCheckpoint(str(path), manifest.step)
         self._committed(committed)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
@@ -45,15 +46,6 @@ class ServerDescription:
     def has(self, update: Update) -> bool:
         """Whether the update is applied here."""
         return update in self.open or (bool(update.units) and all(self.has_closed(unit) for unit in update.units))
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedFile:
-    """A file that a ps wrote."""
-
-    name: str
-    num_bytes: int
-    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)

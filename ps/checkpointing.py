@@ -8,6 +8,7 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from stratagem.checkpoint.manifest import SavedFile
 from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.errors import CheckpointError, StaleStoreError
 from stratagem.ps import snapshot
@@ -86,7 +87,7 @@ class Checkpointing:
             state.changed.notify_all()
             return state.wait(applied, sender, call, wait_s)
 
-    def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[snapshot.ShardFile], int]:
+    def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[SavedFile], int]:
         """Writes this ps's shards durably while commits are held. Returns the files and the step.
 
         Raises:

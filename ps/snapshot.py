@@ -17,7 +17,7 @@ import safetensors
 import torch
 
 from stratagem.checkpoint.durable import hash_file, write_durably
-from stratagem.checkpoint.manifest import UNREADABLE, read_content
+from stratagem.checkpoint.manifest import UNREADABLE, SavedFile, read_content
 from stratagem.checkpoint.tensor_file import write_tensors
 from stratagem.errors import CheckpointError, StratagemError
 from stratagem.ps.row_values import InitialRows
@@ -27,15 +27,6 @@ from stratagem.ps.table_group import new_group
 from stratagem.ps.units import UnitLedger
 
 FORMAT = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardFile:
-    """A file of a checkpoint."""
-
-    name: str
-    num_bytes: int
-    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +58,7 @@ def check_nonce(directory: pathlib.Path, nonce: str) -> None:
         )
 
 
-def save(directory: pathlib.Path, index: int, content: Content) -> list[ShardFile]:
+def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFile]:
     """Writes the files of one ps, durably. Nobody may change the groups meanwhile.
 
     Raises:
@@ -82,10 +73,10 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[ShardFil
     }
     stem = f"ps-{index}"
     try:
-        saved = [ShardFile(f"{stem}.safetensors", *write_tensors(directory / f"{stem}.safetensors", weights))]
+        saved = [SavedFile(f"{stem}.safetensors", *write_tensors(directory / f"{stem}.safetensors", weights))]
         if slots:
             name = f"{stem}.slots.safetensors"
-            saved.append(ShardFile(name, *write_tensors(directory / name, slots)))
+            saved.append(SavedFile(name, *write_tensors(directory / name, slots)))
         saved.append(_write_json(directory / f"{stem}.json", _describe(index, content)))
     except OSError as error:
         raise CheckpointError(f"ps:{index} cannot write its shards into {directory}: {error}") from None
@@ -216,7 +207,5 @@ def _group(entry: Mapping[str, Any]) -> ShardGroup:
     return group
 
 
-def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> ShardFile:
-    text = json.dumps(data, separators=(",", ":")).encode()
-    write_durably(path, text)
-    return ShardFile(path.name, len(text), hash_file(path))
+def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> SavedFile:
+    return SavedFile(path.name, *write_durably(path, json.dumps(data, separators=(",", ":")).encode()))

@@ -7,6 +7,7 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 
+from stratagem.checkpoint.manifest import SavedFile
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import FrameError, ProtocolError, VariableError
 from stratagem.ps.checkpointing import StoreDescription
@@ -28,7 +29,6 @@ from stratagem.ps.requests import (
     Version,
 )
 from stratagem.ps.row_values import Distribution, InitialRows
-from stratagem.ps.snapshot import ShardFile
 from stratagem.ps.socket_lanes import Family, Purpose
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import Epoch, UnitClose
@@ -218,7 +218,7 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
     )
 
 
-def saved_to(files: Iterable[ShardFile], step: int) -> ps_pb2.SaveShardsReply:
+def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
     """Files of a snapshot."""
     saved = [ps_pb2.SavedFile(name=file.name, bytes=file.num_bytes, sha256=file.sha256) for file in files]
     return ps_pb2.SaveShardsReply(files=saved, step=step)

@@ -8,57 +8,32 @@ when the manifest and all files are there. The chief commits what parameter serv
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import logging
+import os
 import pathlib
+import re
 import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from stratagem.checkpoint.durable import hash_file
-from stratagem.checkpoint.manifest import MANIFEST, UNREADABLE, read_content
+from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 HOST = "host"
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says about itself."""
-
-    step: int
-    created: str
-    """UTC, ISO 8601."""
-    files: Mapping[str, tuple[int, str]]
-    """Bytes and SHA-256 of each."""
-    facts: Mapping[str, Any]
-    """The other fields of the JSON."""
-
-    @property
-    def automatic(self) -> bool:
-        """Whether the chief took it by itself; it then removes it by itself."""
-        return bool(self.facts.get("automatic"))
-
-
-def read_manifest(path: pathlib.Path) -> Manifest | None:
-    """The manifest of a checkpoint; None when there is none that can be read."""
-    try:
-        content = read_content(path)
-        files = {str(file["name"]): (int(file["bytes"]), str(file["sha256"])) for file in content.pop("files")}
-        return Manifest(int(content["step"]), str(content["created"]), files, content)
-    except UNREADABLE:
-        return None
-
-
 def read_step(path: pathlib.Path) -> int | None:
     """The number of a checkpoint: what its script called it, else what the chief did. None without a manifest."""
-    own = read_manifest(path / HOST) or read_manifest(path)
+    own = Manifest.read(path / HOST) or Manifest.read(path)
     return None if own is None else own.step
 
 
 def is_complete(path: pathlib.Path) -> bool:
     """Whether the manifest can be read and every file has the size that it says."""
-    manifest = read_manifest(path)
-    return manifest is not None and all(_size(path / name) == size for name, (size, _) in manifest.files.items())
+    manifest = Manifest.read(path)
+    return manifest is not None and all(_size(path / file.name) == file.num_bytes for file in manifest.files)
 
 
 def was_removed(path: pathlib.Path) -> bool:
@@ -71,6 +46,42 @@ def scan(directory: pathlib.Path) -> list[pathlib.Path]:
     return [path for _, path in sorted(_scan(directory, depth=1))]
 
 
+def named(directory: pathlib.Path, name: str) -> list[pathlib.Path]:
+    """Complete checkpoints ``<name>-00000012`` in a directory, oldest first; others may keep theirs beside them."""
+    pattern = re.compile(rf"{re.escape(name)}-\d{{8,}}")
+    return [path for path in scan(directory) if path.parent == directory and pattern.fullmatch(path.name)]
+
+
+def newest(directory: pathlib.Path, name: str = "") -> pathlib.Path | None:
+    """The last of :func:`named`, or without a name of :func:`scan`."""
+    return next(reversed(named(directory, name) if name else scan(directory)), None)
+
+
+def newest_undamaged(directory: pathlib.Path, name: str) -> pathlib.Path | None:
+    """The newest of :func:`named` whose checksums are right; damaged ones are named in the log.
+
+    Raises:
+        CheckpointError: there are some, and every one is damaged.
+    """
+    found = named(directory, name)
+    for path in reversed(found):
+        damage = find_damage(path)
+        if not damage:
+            return path
+        if not path.exists():
+            return newest_undamaged(directory, name)  # a job that runs removed it, and has newer ones
+        logger.warning("Left out the checkpoint %s: %s", path, "; ".join(damage))
+    if found:
+        raise CheckpointError(f"every checkpoint in {directory} is damaged; see the log for the files")
+    return None
+
+
+def next_number(directory: str | os.PathLike[str], at_least: int) -> int:
+    """``at_least``, or one more than the highest in a directory: no checkpoint is written over another."""
+    manifests = [Manifest.read(path) for path in scan(pathlib.Path(directory))]
+    return max([at_least, *(manifest.step + 1 for manifest in manifests if manifest is not None)])
+
+
 def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int, str, int], pathlib.Path]]:
     try:
         children = [path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir()]
@@ -78,14 +89,13 @@ def _scan(directory: pathlib.Path, depth: int) -> Iterator[tuple[tuple[int, int,
         return
     for path in children:
         if (path / MANIFEST).exists():
-            manifest = read_manifest(path)
+            manifest = Manifest.read(path)
             if manifest is not None and is_complete(path):
                 try:
                     written = (path / MANIFEST).stat().st_mtime_ns
                 except FileNotFoundError:  # it is being removed
                     continue
-                chief_epoch = int(manifest.facts.get("chief_epoch", 0))
-                yield (read_step(path) or 0, chief_epoch, manifest.created[:19], written), path
+                yield (read_step(path) or 0, manifest.chief_epoch, manifest.created[:19], written), path
         elif depth:
             yield from _scan(path, depth - 1)
 
@@ -96,19 +106,20 @@ def find_damage(path: pathlib.Path) -> list[str]:
     for part in (path, path / HOST):
         if part != path and not part.is_dir():
             continue
-        manifest = read_manifest(part)
+        manifest = Manifest.read(part)
         if manifest is None:
             what = "cannot be read or was altered" if (part / MANIFEST).exists() else "is missing: it is not complete"
             damage.append(f"{part / MANIFEST} {what}")
             continue
-        for name, (size, digest) in manifest.files.items():
-            found = _size(part / name)
+        for file in manifest.files:
+            place = part / file.name
+            found = _size(place)
             if found is None:
-                damage.append(f"{part / name} is missing")
-            elif found != size:
-                damage.append(f"{part / name}: expected {size:,} bytes, found {found:,}")
-            elif _hash(part / name) != digest:
-                damage.append(f"{part / name} was altered: its SHA-256 is not the one in the manifest")
+                damage.append(f"{place} is missing")
+            elif found != file.num_bytes:
+                damage.append(f"{place}: expected {file.num_bytes:,} bytes, found {found:,}")
+            elif _hash(place) != file.sha256:
+                damage.append(f"{place} was altered: its SHA-256 is not the one in the manifest")
     return damage
 
 

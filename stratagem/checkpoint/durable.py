@@ -8,8 +8,8 @@ import pathlib
 import secrets
 
 
-def write_durably(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that does not exist yet.
+def write_durably(path: pathlib.Path, data: bytes) -> tuple[int, str]:
+    """Writes a file that does not exist yet. Returns its size in bytes and its SHA-256 in hex.
 
     Raises:
         OSError: it exists or cannot be written.
@@ -18,6 +18,7 @@ def write_durably(path: pathlib.Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return len(data), hashlib.sha256(data).hexdigest()
 
 
 def sync_directory(path: pathlib.Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import safetensors
 import torch
 
-from stratagem.checkpoint.catalog import HOST, check, offer, read_manifest, read_step, scan
-from stratagem.checkpoint.manifest import MANIFEST
+from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
+from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.checkpoint.server_state import ServerState, has_server_state
 from stratagem.checkpoint.tree import EncodedState, Json, decode, encode
 from stratagem.errors import CheckpointError
@@ -62,11 +62,11 @@ def find(path: str | os.PathLike[str]) -> pathlib.Path:
     folder = pathlib.Path(path)
     if (folder / MANIFEST).exists():
         return folder
-    found = scan(folder)
-    if not found:
+    found = newest(folder)
+    if found is None:
         what = "is not a complete checkpoint" if folder.is_dir() else "does not exist"
         raise CheckpointError(f"{folder} {what}, and there is none in it. {offer(folder)}")
-    return found[-1]
+    return found
 
 
 def describe(path: pathlib.Path) -> SavedCheckpoint:
@@ -75,24 +75,23 @@ def describe(path: pathlib.Path) -> SavedCheckpoint:
     Raises:
         CheckpointError: it is not complete, or its description cannot be read.
     """
-    manifest = read_manifest(path)
-    if manifest is None:
+    if Manifest.read(path) is None:
         raise CheckpointError(f"{path} is not complete: {path / MANIFEST} is missing or damaged. {offer(path)}")
     has_servers = has_server_state(path)
     folder = path / HOST if has_servers else path
     objects: dict[str, SavedObject] = {}
     if (folder / DESCRIPTION).exists() or not has_servers:
-        own = read_manifest(folder)
+        own = Manifest.read(folder)
         try:
             content = json.loads((folder / DESCRIPTION).read_text())
             if content["format"] != FORMAT:
                 raise CheckpointError(f"{folder / DESCRIPTION}: expected format {FORMAT}, got {content['format']}")
-            listed = {} if own is None else own.files
+            listed = set() if own is None else {file.name for file in own.files}
             objects = {
                 name: SavedObject(entry["state"]["kind"], entry["state"]["state"], tuple(entry["files"]))
                 for name, entry in content["objects"].items()
             }
-            if strange := {file for entry in objects.values() for file in entry.files} - listed.keys():
+            if strange := {file for entry in objects.values() for file in entry.files} - listed:
                 raise ValueError(f"it names {', '.join(sorted(strange))}, which the manifest does not")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / DESCRIPTION} cannot be read: {error!r}. {offer(path)}") from None
@@ -183,5 +182,5 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     Incomplete ones (a save that was interrupted, a file missing or cut short) are left out. Checksums are compared when
     a checkpoint is restored, or by ``stratagem checkpoint verify``.
     """
-    found = scan(pathlib.Path(directory))
-    return str(found[-1]) if found else None
+    found = newest(pathlib.Path(directory))
+    return None if found is None else str(found)

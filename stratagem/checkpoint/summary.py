@@ -7,7 +7,8 @@ from typing import Any
 
 import safetensors
 
-from stratagem.checkpoint.catalog import HOST, offer, read_manifest
+from stratagem.checkpoint.catalog import HOST, offer
+from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import describe, find
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.errors import CheckpointError
@@ -34,12 +35,12 @@ def summarize(path: pathlib.Path) -> dict[str, Any]:
         CheckpointError: it is not complete, or a file cannot be read.
     """
     saved = describe(find(path))
-    manifest = read_manifest(saved.path)
+    manifest = Manifest.read(saved.path)
     assert manifest is not None, "describe() read it"
-    files: list[dict[str, Any]] = [{"name": name, "bytes": size} for name, (size, _) in manifest.files.items()]
-    facts = dict(manifest.facts)
-    if saved.folder != saved.path and (host := read_manifest(saved.folder)) is not None:
-        files += [{"name": f"{HOST}/{name}", "bytes": size} for name, (size, _) in host.files.items()]
+    files: list[dict[str, Any]] = [{"name": file.name, "bytes": file.num_bytes} for file in manifest.files]
+    facts = {**manifest.facts, "automatic": manifest.automatic}
+    if saved.folder != saved.path and (host := Manifest.read(saved.folder)) is not None:
+        files += [{"name": f"{HOST}/{file.name}", "bytes": file.num_bytes} for file in host.files]
         facts |= {key: value for key, value in host.facts.items() if key in _MADE_BY[:-1]}
     tensors = [entry for file in files if file["name"].endswith(".safetensors") for entry in _tensors(saved.path, file)]
     if saved.has_servers:

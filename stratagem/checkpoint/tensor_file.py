@@ -11,9 +11,12 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
+
+from stratagem.checkpoint.draft import CheckpointDraft
 
 _WRITE_BYTES = 1 << 22
 _NAMES = {
@@ -58,6 +61,28 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tu
         file.flush()
         os.fsync(file.fileno())
         return file.tell(), digest.hexdigest()
+
+
+def add_tensors(
+    draft: CheckpointDraft, stem: str, tensors: Mapping[str, torch.Tensor], max_file_bytes: int
+) -> list[str]:
+    """Writes tensors into a file of a draft, or several of at most that size (or of one tensor). Returns their names.
+
+    Raises:
+        CheckpointError: the disk is full, for example.
+    """
+    parts: list[dict[str, torch.Tensor]] = []
+    room = 0
+    for key, tensor in tensors.items():
+        if not parts or tensor.nbytes > room:
+            parts.append({})
+            room = max_file_bytes
+        parts[-1][key] = tensor
+        room -= tensor.nbytes
+    names = [f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{i:05d}.safetensors" for i in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        draft.add(name, partial(write_tensors, tensors=part))
+    return names
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:

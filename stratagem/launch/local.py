@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.task import TaskId
 from stratagem.launch.cluster import LaunchFor, LocalCluster
 from stratagem.launch.display import Display, make_display
 from stratagem.launch.output import OutputRouter, wants_colour
 from stratagem.launch.plan import Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
-from stratagem.launch.summary import build_summary, failure_words, newest_checkpoint, read_report, write_summary
+from stratagem.launch.summary import build_summary, failure_words, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.launch.tls import AUTO, make_throw_away
 from stratagem.rpc.security import OPEN, operator_security
@@ -106,7 +107,7 @@ def _run(
     display.close()
     reports = {task: report for task in job.workers if (report := read_report(folders.report(task)))}
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
-    checkpoint = newest_checkpoint(stays) if stays is not None else ""
+    checkpoint = str(newest(stays) or "") if stays is not None else ""
     tail = cluster.failure_tail
     summary = build_summary(job, supervisor, cluster.status, reports, exit_code, duration_s, tail, checkpoint)
     if job.summary is not None:

@@ -25,12 +25,6 @@ def read_report(path: Path) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
-def newest_checkpoint(directory: Path) -> str:
-    """Path of the newest complete checkpoint in a directory; empty when there is none."""
-    complete = [path.parent for path in directory.glob("step-*/manifest.json")]
-    return str(max(complete, key=lambda path: path.name)) if complete else ""
-
-
 def build_summary(
     job: LocalJob,
     supervisor: Supervisor,

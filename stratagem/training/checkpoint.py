@@ -16,7 +16,8 @@ from typing import Any, overload
 import torch
 
 from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
-from stratagem.checkpoint.draft import FilesDraft, sweep
+from stratagem.checkpoint.draft import CheckpointDraft, sweep
+from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import (
     DESCRIPTION,
     FORMAT,
@@ -26,6 +27,7 @@ from stratagem.checkpoint.reading import (
     read_states,
 )
 from stratagem.checkpoint.server_state import ServerState
+from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy
@@ -268,7 +270,7 @@ class Checkpoint:
 
             def write() -> None:
                 sweep(folder)
-                with served or FilesDraft(folder) as draft:
+                with served or CheckpointDraft(folder) as draft:
                     self._write(draft, target, number, states)
                 then(target)
 
@@ -279,9 +281,9 @@ class Checkpoint:
         self._stall_s = time.monotonic() - started
         return str(target)
 
-    def _write(self, draft: FilesDraft, target: pathlib.Path, step: int, states: dict[str, EncodedState]) -> None:
+    def _write(self, draft: CheckpointDraft, target: pathlib.Path, step: int, states: dict[str, EncodedState]) -> None:
         objects = {
-            name: {"state": state.tree, "files": draft.add_tensors(name, state.tensors, self._max_file_bytes)}
+            name: {"state": state.tree, "files": add_tensors(draft, name, state.tensors, self._max_file_bytes)}
             for name, state in states.items()
         }
         draft.add_json(DESCRIPTION, {"format": FORMAT, "objects": objects})
@@ -295,7 +297,9 @@ class Checkpoint:
             **self._strategy.wire,
         }
         is_newest = step >= max(_steps(target.parent), default=0)
-        draft.commit(target, step, facts, is_newest=is_newest, first_wins=self._servers is not None)
+        manifest = Manifest(step=step, files=tuple(draft.files), facts=facts)
+        first_wins = self._servers is not None
+        draft.commit(target, manifest, is_newest=is_newest, is_same=lambda at: first_wins or draft.has_files_of(at))
 
 
 def _check_name(name: str, item: Any) -> None:
@@ -351,13 +355,13 @@ def _number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _served_draft(folder: pathlib.Path, servers: Servers) -> FilesDraft:
+def _served_draft(folder: pathlib.Path, servers: Servers) -> CheckpointDraft:
     """A draft with the parameter servers' part in it; commits are held while they write it."""
-    draft = FilesDraft(folder)
+    draft = CheckpointDraft(folder)
     try:
         draft.build_on(servers.save(draft.path))
     except BaseException:
-        draft.__exit__()
+        draft.close()
         raise
     return draft
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pathlib
-import re
-from functools import partial
 
-from stratagem.checkpoint.catalog import find_damage, read_manifest, remove, scan
-from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.checkpoint.catalog import named, newest_undamaged, remove
+from stratagem.checkpoint.manifest import Manifest
+from stratagem.errors import ConfigurationError
 from stratagem.training.checkpoint import Checkpoint
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -45,7 +41,7 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """Complete checkpoints in the directory, oldest first. In this process's eyes; nobody else is asked."""
-        return [str(path) for path in self._complete()]
+        return [str(path) for path in named(self.directory, self._name)]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -64,24 +60,18 @@ class CheckpointManager:
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
         """
-        candidates: list[str] = self.checkpoint._members.from_first(lambda: self.checkpoints)
-        for path in reversed(candidates):
-            damage = self.checkpoint._members.from_first(partial(find_damage, pathlib.Path(path)))
-            if not damage:
-                return self.checkpoint.restore(path).path
-            logger.warning("Left out the checkpoint %s: %s", path, "; ".join(damage))
-        if candidates:
-            raise CheckpointError(f"every checkpoint in {self.directory} is damaged; see the log for the files")
-        return None
 
-    def _complete(self) -> list[pathlib.Path]:
-        name = re.compile(rf"{re.escape(self._name)}-\d{{8,}}")
-        return [path for path in scan(self.directory) if path.parent == self.directory and name.fullmatch(path.name)]
+        def find() -> str:
+            return str(newest_undamaged(self.directory, self._name) or "")
+
+        path: str = self.checkpoint._members.from_first(find)
+        return self.checkpoint.restore(path).path if path else None
 
     def _prune(self, newest: pathlib.Path) -> None:
         if self._max_to_keep is None:
             return
-        mine = [path for path in self._complete() if (found := read_manifest(path)) and not found.automatic]
+        complete = named(self.directory, self._name)
+        mine = [path for path in complete if (found := Manifest.read(path)) and not found.automatic]
         for path in mine[: -self._max_to_keep]:
             if path.name != newest.name:
                 remove(path)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from stratagem.checkpoint.catalog import next_number
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy, get_strategy
@@ -23,7 +24,6 @@ from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
 from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_number import next_number
 from stratagem.training.compiled import Compiled
 from stratagem.training.evaluation import Evaluation
 from stratagem.training.export import export_model

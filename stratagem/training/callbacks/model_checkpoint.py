@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_number import next_number
 
 logger = logging.getLogger(__name__)
 

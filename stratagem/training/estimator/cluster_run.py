@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratagem.checkpoint.catalog import was_removed
+from stratagem.checkpoint.catalog import newest, read_step, was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
 from stratagem.strategy import roles
@@ -17,7 +17,7 @@ from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.evaluator_schedule import EvaluatorDecision, EvaluatorSchedule
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
-from stratagem.training.estimator.model_folder import newest
+from stratagem.training.estimator.run_config import CHECKPOINT_NAME
 from stratagem.training.estimator.training import SavedStep
 from stratagem.training.estimator.untouched_random import random_untouched
 from stratagem.training.new_checkpoints import JobWatch
@@ -162,13 +162,13 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
         while True:
             # Asked before the look: a checkpoint saved before the end is seen by the look after it.
             reason = job.over(POLL_S)
-            found, started = newest(model_dir), time.monotonic()
-            decision = schedule.decide(started, None if found is None else found[1], reason is not None)
+            path, started = newest(model_dir, CHECKPOINT_NAME), time.monotonic()
+            step = 0 if path is None else read_step(path) or 0
+            decision = schedule.decide(started, None if path is None else step, reason is not None)
             if decision is EvaluatorDecision.STOP:
                 break
-            if found is None or decision is EvaluatorDecision.WAIT:
+            if path is None or decision is EvaluatorDecision.WAIT:
                 continue
-            path, step = found
             try:
                 evaluation.evaluate(str(path), schedule.is_last(step, reason is not None))
             except CheckpointError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -19,10 +20,9 @@ from stratagem.strategy.environment import strategy_from_environment
 from stratagem.training.estimator import evaluation
 from stratagem.training.estimator.evaluation import RestoredObjects
 from stratagem.training.estimator.inputs import Input, InputFunction
-from stratagem.training.estimator.model_folder import newest
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.predictor import Predictor
-from stratagem.training.estimator.run_config import RunConfig, StrategyOrFactory
+from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig, StrategyOrFactory
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries
 from stratagem.training.estimator.training import EstimatorTraining, SavingListener
@@ -171,8 +171,8 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """The newest complete checkpoint of the model; None: there is none."""
-        found = newest(self.model_dir)
-        return None if found is None else str(found[0])
+        found = newest(self.model_dir, CHECKPOINT_NAME)
+        return None if found is None else str(found)
 
     def export_model(
         self,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 
+CHECKPOINT_NAME = "model.ckpt"
+"""Beginning of the names in the folder of a model; a chief may keep checkpoints of its own in there."""
 DEFAULT_SAVE_S = 600.0
 
 StrategyOrFactory = Strategy | Callable[[], Strategy]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.checkpoint.catalog import read_step
+from stratagem.checkpoint.catalog import newest_undamaged, read_step
 from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.errors import CheckpointError
 from stratagem.strategy.base import Strategy
-from stratagem.training.estimator.model_folder import newest_undamaged
 from stratagem.training.estimator.objects import ModelObjects
+from stratagem.training.estimator.run_config import CHECKPOINT_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def prepare(strategy: Strategy, objects: ModelObjects, model_dir: Path, argument
 
 def _read_newest(model_dir: Path, names: list[str]) -> tuple[Path | None, int, dict[str, Any]]:
     """The newest checkpoint, its step and the states in it; None, 0 and none where there is none."""
-    while (path := newest_undamaged(model_dir)) is not None:
+    while (path := newest_undamaged(model_dir, CHECKPOINT_NAME)) is not None:
         try:
             states = read_states(describe(path), names)
             return path, read_step(path) or 0, {name: kind_and_state(state)[1] for name, state in states.items()}

@@ -21,10 +21,9 @@ from stratagem.training.estimator import served_start
 from stratagem.training.estimator.feeds import Feed, batch_in, open_feed
 from stratagem.training.estimator.input_position import InputPosition
 from stratagem.training.estimator.inputs import Input, split
-from stratagem.training.estimator.model_folder import CHECKPOINT_NAME
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving
-from stratagem.training.estimator.run_config import RunConfig
+from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig
 from stratagem.training.estimator.save_schedule import SaveSchedule
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from stratagem.checkpoint import draft
+from stratagem.checkpoint import draft, tensor_file
 from stratagem.training.checkpoint import Checkpoint
 
 CALLS = {
-    "tensors": (draft, "write_tensors"),
+    "tensors": (tensor_file, "write_tensors"),
     "manifest": (draft, "_set_aside_if_damaged"),  # it is on the disk, the rename is next
     "latest": (draft, "sync_directory"),  # the second one follows the rename
 }
@@ -27,12 +27,12 @@ def die_in(point: str) -> None:
     original: Callable[..., Any] = getattr(owner, name)
     calls = []
 
-    def die(*arguments: Any) -> Any:
+    def die(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if point == "latest" and len(calls) < 2:
-            return original(*arguments)
+            return original(*arguments, **options)
         if point == "tensors":
-            original(*arguments)
+            original(*arguments, **options)
             os.truncate(arguments[0], arguments[0].stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -47,7 +47,7 @@ def test_a_checkpoint_is_taken_with_commits_held_and_says_where_the_data_stands(
             assert (reply.path, reply.step) == (str(tmp_path / "step-00000002"), 2)
             for server in servers:
                 assert server.calls == ["hold", "save", "release"]
-            manifest = checkpoints.read(Path(reply.path))
+            manifest = checkpoints.ServersManifest.read(Path(reply.path))
             assert manifest is not None
             assert manifest.accepted == {(1, 0): UnitBitmap.of([0])}
             assert manifest.applied == {(1, 0): UnitBitmap.of([1])}

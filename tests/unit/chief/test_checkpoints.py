@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 from pathlib import Path
 
 import pytest
 
+from stratagem.checkpoint.draft import sweep
+from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief import checkpoints
 from stratagem.chief.checkpoints import ServersManifest
-from stratagem.chief.servers import SavedFile
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 
@@ -21,7 +23,7 @@ def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automati
     return ServersManifest(
         step=step,
         chief_epoch=epoch,
-        files={"ps:0": (SavedFile(name, len(content), hashlib.sha256(content).hexdigest()),)},
+        files=(SavedFile(name, len(content), hashlib.sha256(content).hexdigest(), "ps:0"),),
         plans={1: Plan(10, 2, staleness=math.inf), 2: Plan(10, 2, staleness=0, num_slices=2)},
         accepted={(1, 0): UnitBitmap.of([0, 2]), (1, 1): UnitBitmap.of([9])},
         applied={(2, 0): UnitBitmap.of([1])},
@@ -31,7 +33,7 @@ def manifest_of(step: int, content: bytes = b"weights", epoch: int = 1, automati
 
 
 def commit(directory: Path, manifest: ServersManifest, content: bytes = b"weights") -> Path:
-    draft = checkpoints.begin(str(directory), manifest.step, manifest.chief_epoch)
+    draft = checkpoints.begin(str(directory))
     assert (draft.path / "nonce").read_text() == draft.nonce
     (draft.path / "ps-0.safetensors").write_bytes(content)
     return checkpoints.commit(draft, manifest)
@@ -42,10 +44,9 @@ def test_a_committed_checkpoint_reads_back(tmp_path: Path) -> None:
     assert path == tmp_path / "new" / "step-00000100"
     assert (tmp_path / "new" / "latest").read_text() == "step-00000100\n"
     assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "ps-0.safetensors"]
-    found = checkpoints.read(path)
+    found = ServersManifest.read(path)
     assert found is not None and found.created
-    files = {ps: tuple(each) for ps, each in found.files.items()}
-    assert dataclasses.replace(found, created="", files=files) == manifest_of(100)
+    assert dataclasses.replace(found, created="") == manifest_of(100)
 
 
 def test_readers_take_the_highest_complete_one(tmp_path: Path) -> None:
@@ -63,8 +64,8 @@ def test_readers_take_the_highest_complete_one(tmp_path: Path) -> None:
 def test_the_same_weights_again_are_the_checkpoint_that_is_there(tmp_path: Path) -> None:
     first = commit(tmp_path, manifest_of(5))
     assert commit(tmp_path, manifest_of(5, epoch=2)) == first
-    assert [each.name for each in tmp_path.glob(".tmp-*")] == []
-    found = checkpoints.read(first)
+    assert [each.name for each in tmp_path.glob(".draft-*")] == []
+    found = ServersManifest.read(first)
     assert found is not None and found.chief_epoch == 1
 
 
@@ -84,7 +85,7 @@ def test_a_short_file_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="give a directory that the chief and every ps can write"):
-        checkpoints.begin(str(tmp_path / "file" / "below"), 1, 1)
+        checkpoints.begin(str(tmp_path / "file" / "below"))
 
 
 def test_only_automatic_ones_are_pruned_and_never_the_newest(tmp_path: Path) -> None:
@@ -97,7 +98,9 @@ def test_only_automatic_ones_are_pruned_and_never_the_newest(tmp_path: Path) -> 
 
 
 def test_drafts_of_an_earlier_life_are_swept(tmp_path: Path) -> None:
-    checkpoints.begin(str(tmp_path), 7, 1)
+    os.close(checkpoints.begin(str(tmp_path))._lock)  # its process died
+    under_way = checkpoints.begin(str(tmp_path))
     commit(tmp_path, manifest_of(5))
-    checkpoints.sweep(str(tmp_path))
+    assert len(sweep(tmp_path)) == 1 and under_way.path.is_dir()
+    under_way.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "step-00000005"]

@@ -17,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stratagem.checkpoint.catalog import find_damage, read_manifest, read_step
+from stratagem.checkpoint.catalog import find_damage, read_step
+from stratagem.checkpoint.manifest import Manifest
 from stratagem.chief import checkpoints
+from stratagem.chief.checkpoints import ServersManifest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ClusterSpecError, FrameError, ProtocolError, StratagemError
 from stratagem.ps import snapshot
@@ -203,11 +205,11 @@ def test_manifests_are_read_or_passed_by(text: str) -> None:
         folder.mkdir()
         (folder / "manifest.json").write_text(text)
         (folder / "ps-0.json").write_text("{}")
-        checkpoints.read(folder)
+        ServersManifest.read(folder)
         checkpoints.newest(name)
         with contextlib.suppress(CheckpointError):
             snapshot.check(folder, 0)
-        read_manifest(folder)
+        Manifest.read(folder)
         read_step(folder)
         find_damage(folder)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from stratagem.checkpoint.catalog import newest
+from stratagem.checkpoint.manifest import Manifest, encode
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
@@ -20,7 +22,7 @@ from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
 from stratagem.launch.processes import Stream
 from stratagem.launch.progress import JobPace, progress_words
 from stratagem.launch.status import StatusView, TaskState
-from stratagem.launch.summary import build_summary, failure_words, newest_checkpoint
+from stratagem.launch.summary import build_summary, failure_words
 from stratagem.launch.supervisor import Failure, Supervisor
 
 W0, W1, PS = TaskId("worker", 0), TaskId("worker", 1), TaskId("ps", 0)
@@ -252,9 +254,10 @@ def test_failure_in_words() -> None:
 
 
 def test_newest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "nowhere") == ""
+    assert newest(tmp_path / "nowhere") is None
     for name, complete in [("step-00000002", True), ("step-00000010", True), ("step-00000011", False)]:
         (tmp_path / name).mkdir()
         if complete:
-            (tmp_path / name / "manifest.json").touch()
-    assert newest_checkpoint(tmp_path) == str(tmp_path / "step-00000010")
+            manifest = Manifest(step=int(name[5:]), files=())
+            (tmp_path / name / "manifest.json").write_bytes(encode(manifest.content()))
+    assert newest(tmp_path) == tmp_path / "step-00000010"
