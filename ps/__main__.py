@@ -79,7 +79,14 @@ def _run(config: PsConfig) -> int:
     torch.set_num_threads(config.num_threads)
     keep_freed_memory()
     free = config.max_store_bytes or free_bytes() or Limits.max_store_bytes
-    limits = Limits(config.max_variables, free, config.max_peer_bytes, config.max_peers)
+    limits = Limits(
+        config.max_variables,
+        free,
+        config.max_peer_bytes,
+        config.max_peers,
+        config.max_message_bytes,
+        config.max_ids_per_request,
+    )
     folders = AllowedFolders.of(config.checkpoint_dir, config.checkpoint_roots)
     store = Store(config.task, TaskId.parse(config.task).index, limits, folders=folders)
     lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"), security, config.max_lanes_per_peer)

@@ -23,6 +23,11 @@ def weights_message(transfer: int, group: int, offset: int, piece: torch.Tensor)
     return encode_frame(WEIGHTS, transfer, group, offset, piece)
 
 
+def reply_message(kind: int, transfer: int, message: bytes) -> bytes:
+    """A message with a frame of a reply."""
+    return encode_frame(kind, transfer, 0, 0, torch.frombuffer(message, dtype=torch.uint8))
+
+
 def payload_of(message: bytes) -> torch.Tensor:
     """The elements in a message: a view on it."""
     return decode_frame(message).tensor

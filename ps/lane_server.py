@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -11,10 +12,12 @@ from typing import Protocol
 import torch
 
 from stratagem.errors import FencedError, LimitError, StratagemError
-from stratagem.ps.frames import payload_of, read_message, weights_message
+from stratagem.ps.frames import payload_of, reply_message, weights_message
+from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
+from stratagem.rpc.codec import decode_frame
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 class WorkerStream(Protocol):
     """The stream that carries a grpc lane."""
+
+    def is_active(self) -> bool:
+        """False once the worker is gone."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Has ``callback`` called when the stream ends; False when it has ended already."""
@@ -37,7 +43,7 @@ class QueueLane:
     def __init__(self, max_pinned_bytes: Callable[[], int]) -> None:
         self._max_pinned_bytes = max_pinned_bytes
         self._changed = threading.Condition()
-        self._waiting: collections.deque[tuple[int, HeldFrame]] = collections.deque()
+        self._waiting: collections.deque[tuple[int, HeldFrame | bytes]] = collections.deque()
         self._pinned_bytes = 0
         self._closed = False
         self._error: StratagemError | None = None
@@ -58,6 +64,17 @@ class QueueLane:
             self.close(
                 LimitError(f"expected frames to be read, {self._pinned_bytes} bytes wait (max_peer_bytes {limit})")
             )
+
+    def answer(self, kind: int, transfer: int, message: bytes) -> None:
+        with self._changed:
+            if not self._closed:
+                self._waiting.append((transfer, reply_message(kind, transfer, message)))
+                self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed
 
     def close(self, error: StratagemError | None = None) -> None:
         """Ends the lane; frames that wait are dropped. ``error`` is what the worker gets, None for an orderly end."""
@@ -81,8 +98,11 @@ class QueueLane:
                 if not self._waiting:
                     break
                 transfer, frame = self._waiting.popleft()
-                self._pinned_bytes -= frame.tensor.nbytes
-            if isinstance(frame.origin, tuple) and frame.origin[0] == transfer:
+                if not isinstance(frame, bytes):
+                    self._pinned_bytes -= frame.tensor.nbytes
+            if isinstance(frame, bytes):
+                yield frame
+            elif isinstance(frame.origin, tuple) and frame.origin[0] == transfer:
                 yield frame.origin[1]
             else:
                 yield weights_message(transfer, frame.group, frame.offset, frame.tensor)
@@ -100,8 +120,9 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
     """
     lane = QueueLane(lambda: store.state.peer_bytes)
     store.open_lane(sender, lane)
+    requests = LaneRequests(store, sender, lane, _StreamCall(stream, lane))
     reader = threading.Thread(
-        target=_read, args=(store, sender, messages, lane), name=f"lane-{sender.task}", daemon=True
+        target=_read, args=(requests, sender, messages, lane), name=f"lane-{sender.task}", daemon=True
     )
     reader.start()
     if not stream.add_callback(lane.close):
@@ -113,12 +134,22 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
         store.close_lane(sender, lane)
 
 
-def _read(store: Store, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:
+@dataclasses.dataclass(frozen=True)
+class _StreamCall:
+    """Implements :class:`stratagem.ps.state.Call`."""
+
+    stream: WorkerStream
+    lane: QueueLane
+
+    def is_active(self) -> bool:
+        return not self.lane.closed and self.stream.is_active()
+
+
+def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:
     try:
         for message in messages:
-            kind, frame = read_message(message)
-            store.variables.stage(sender, kind, frame)
-            del message, frame  # staging holds what is needed; nothing else keeps the last message alive
+            requests.take(decode_frame(message))
+            del message  # staging holds what is needed; nothing else keeps the last message alive
     except FencedError as error:
         lane.close(error)
     except StratagemError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.ps.units import UnitClose
@@ -18,6 +18,12 @@ class Version(NamedTuple):
     """Changes with every restore."""
     counter: int
     """Grows with every change of the weights."""
+
+
+Family = Literal["tcp", "shm"]
+"""Of a lane over a socket."""
+Purpose = Literal["up", "down"]
+"""Direction of a socket of a lane."""
 
 
 class FrameKind(enum.Enum):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from stratagem.ps import wire
+from stratagem.ps import lane_requests, wire
 from stratagem.ps.lane_server import serve_lane
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
@@ -65,12 +65,12 @@ class ParameterServerServicer:
     def PrepareUpdate(
         self, request: ps_pb2.PrepareUpdateRequest, context: grpc.ServicerContext
     ) -> ps_pb2.PrepareUpdateReply:
-        return wire.facts_to(self._store.commits.prepare_update(wire.prepare_from(request), context))
+        return lane_requests.prepare_update(self._store, request, context)
 
     def CommitUpdate(
         self, request: ps_pb2.CommitUpdateRequest, context: grpc.ServicerContext
     ) -> ps_pb2.CommitUpdateReply:
-        return wire.commit_to(self._store.commits.commit_update(wire.commit_from(request), context))
+        return lane_requests.commit_update(self._store, request, context)
 
     def CloseUnits(self, request: ps_pb2.CloseUnitsRequest, context: grpc.ServicerContext) -> ps_pb2.CloseUnitsReply:
         sender = wire.sender_from(request.sender)
@@ -78,7 +78,7 @@ class ParameterServerServicer:
         return ps_pb2.CloseUnitsReply()
 
     def PullWeights(self, request: ps_pb2.PullWeightsRequest, context: grpc.ServicerContext) -> ps_pb2.PullWeightsReply:
-        return wire.pull_to(self._store.variables.pull_weights(wire.pull_from(request), context))
+        return lane_requests.pull_weights(self._store, request, context)
 
     def Fence(self, request: ps_pb2.FenceRequest, context: grpc.ServicerContext) -> ps_pb2.FenceReply:
         sender = wire.sender_from(request.sender)

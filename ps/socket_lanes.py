@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import math
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
 from stratagem.errors import FencedError, LimitError, PeerUnavailableError, StratagemError
-from stratagem.ps.frames import WEIGHTS, kind_of
+from stratagem.ps.frames import WEIGHTS
+from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
-from stratagem.ps.requests import Sender
+from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
 from stratagem.rpc.lane import BytesMeter, ReceivingLane
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
@@ -26,8 +30,6 @@ from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
 
-Family = Literal["tcp", "shm"]
-Purpose = Literal["up", "down"]
 CONNECT_S = 10.0
 """Seconds that a worker has to come in after it asked for the second ticket."""
 
@@ -41,6 +43,7 @@ class TcpReplies:
         self._max_unread_bytes = max_unread_bytes
         self._guard = threading.Lock()
         self._unread_bytes = 0
+        self.closed = False
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         return HeldFrame(group, offset, piece.clone())
@@ -57,7 +60,13 @@ class TcpReplies:
         except PeerUnavailableError:
             return  # closed: the worker comes back by itself, or is dead
 
+    def answer(self, kind: int, transfer: int, message: bytes) -> None:
+        payload = torch.frombuffer(message, dtype=torch.uint8)
+        with contextlib.suppress(PeerUnavailableError):
+            self._sender.send(kind, transfer, 0, 0, lambda: (payload,), len(payload))
+
     def close(self, error: StratagemError) -> None:
+        self.closed = True
         self._sender.close(str(error))
         self._receiver.close(str(error))
 
@@ -73,6 +82,7 @@ class ShmReplies:
     def __init__(self, sender: ShmSender, receiver: ReceivingLane) -> None:
         self._sender = sender
         self._receiver = receiver
+        self.closed = False
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         try:
@@ -90,9 +100,31 @@ class ShmReplies:
         except StratagemError:
             return  # closed: the worker comes back by itself, or is dead
 
+    def answer(self, kind: int, transfer: int, message: bytes) -> None:
+        payload = torch.frombuffer(message, dtype=torch.uint8)
+        with contextlib.suppress(StratagemError):
+            self._sender.send(kind, transfer, 0, 0, lambda: (payload,), len(payload))
+
     def close(self, error: StratagemError) -> None:
+        self.closed = True
         self._sender.close(str(error))
         self._receiver.close(str(error))
+
+
+@dataclasses.dataclass(frozen=True)
+class SocketCall:
+    """Implements :class:`stratagem.ps.state.Call`: while a request is served nobody reads, so the kernel is asked."""
+
+    sock: socket.socket
+    replies: TcpReplies | ShmReplies
+
+    def is_active(self) -> bool:
+        """Whether the worker is at the other end, and the lane is its newest."""
+        if self.replies.closed:
+            return False
+        poll = select.poll()
+        poll.register(self.sock, select.POLLRDHUP)
+        return not poll.poll(0)
 
 
 class SocketLanes:
@@ -184,10 +216,9 @@ class SocketLanes:
             replies = ShmReplies(outward, receiver)
         try:
             store.open_lane(sender, replies)
+            requests = LaneRequests(store, sender, replies, SocketCall(up, replies))
             while True:
-                frame = receiver.receive(0, math.inf)
-                store.variables.stage(sender, kind_of(frame), frame)
-                del frame  # staging holds what is needed
+                requests.take(receiver.receive(0, math.inf))
         except (PeerUnavailableError, FencedError):
             pass
         except StratagemError as error:

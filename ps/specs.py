@@ -118,6 +118,10 @@ class Limits:
     """Bytes staged by one process life, and as many that wait for it unread; 0: see :meth:`peer_bytes`."""
     max_peers: int = 4096
     """Process lives remembered."""
+    max_request_bytes: int = 64 << 20
+    """A request that comes over a lane."""
+    max_ids_per_request: int = 1 << 20
+    """Entries of all its lists."""
 
     def peer_bytes(self, held_bytes: int) -> int:
         """``max_peer_bytes``, or what several copies of all that is held take.

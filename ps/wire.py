@@ -16,12 +16,14 @@ from stratagem.ps.requests import (
     CommitResult,
     CommitUpdate,
     Facts,
+    Family,
     GroupCommit,
     GroupVersion,
     Merge,
     PrepareUpdate,
     PullResult,
     PullWeights,
+    Purpose,
     RequestedSlice,
     Sender,
     TransferRef,
@@ -29,7 +31,6 @@ from stratagem.ps.requests import (
     Version,
 )
 from stratagem.ps.row_values import Distribution, InitialRows
-from stratagem.ps.socket_lanes import Family, Purpose
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import Epoch, UnitClose
 from stratagem.rpc.codec import from_wire_dtype

@@ -214,7 +214,7 @@ class GradientPush:
             )
 
         replies: list[ps_pb2.PrepareUpdateReply] = []
-        self._on_all("PrepareUpdate", request, references, step_slice, lambda _, reply: replies.append(reply))
+        self._on_all("PrepareUpdate", request, references, step_slice, lambda _, call: replies.append(call.result()))
         if not want_facts:
             return scale, action
         if not all(reply.finite for reply in replies):
@@ -232,11 +232,9 @@ class GradientPush:
         scale: float,
         action: int,
     ) -> None:
-        reply_transfers: dict[int, int] = {}
         num_closes: dict[int, int] = {}
 
         def request(ps: int) -> Any:
-            reply_transfers[ps] = self._clients[ps].new_transfer()
             closes = self._closes.for_ps(ps)
             num_closes[ps] = len(closes)
             return ps_pb2.CommitUpdateRequest(
@@ -247,14 +245,14 @@ class GradientPush:
                 action=action,  # type: ignore[arg-type]  # an enum is an int on the wire
                 scale=scale,
                 closes=closes,
-                reply_transfer=reply_transfers[ps],
+                reply_transfer=self._clients[ps].new_transfer(),
                 num_servers=len(self._servers),
             )
 
-        def finish(ps: int, reply: ps_pb2.CommitUpdateReply) -> None:
+        def finish(ps: int, call: PendingCall) -> None:
+            reply: ps_pb2.CommitUpdateReply = self._variables.take(self._clients[ps], call)
             if reply.left_out:
                 raise RolledBack
-            self._variables.take(self._clients[ps], reply_transfers[ps], reply.versions)
             self._count(ps, max((version.num_updates for version in reply.versions), default=0))
             self._closes.acknowledged(ps, num_closes[ps])
 
@@ -271,7 +269,7 @@ class GradientPush:
         build: Callable[[int], Any],
         references: dict[int, ps_pb2.TransferRef],
         step_slice: StepSlice | None,
-        finish: Callable[[int, Any], None],
+        finish: Callable[[int, PendingCall], None],
     ) -> None:
         """One sequenced call on every ps at once; a ps that goes away is waited for and asked again."""
         requests: dict[int, Any] = {}
@@ -288,7 +286,7 @@ class GradientPush:
                 try:
                     if call is None:
                         raise PeerUnavailableError("not connected")
-                    finish(ps, call.result())
+                    finish(ps, call)
                     break
                 except StaleStoreError:
                     raise RolledBack from None

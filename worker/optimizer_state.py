@@ -72,17 +72,15 @@ class OptimizerState:
                     whole.view(-1)[rows] = tensors[name][shard.variable].view(-1)[rows]
 
     def _pull(self, client: PsClient, group: int, slot: str, targets: WeightTargets | None) -> ps_pb2.PullWeightsReply:
-        transfer = client.new_transfer()
         request = ps_pb2.PullWeightsRequest(
-            groups=[ps_pb2.PullWeightsRequest.Want(group=group)], reply_transfer=transfer, slot=slot
+            groups=[ps_pb2.PullWeightsRequest.Want(group=group)], reply_transfer=client.new_transfer(), slot=slot
         )
-        reply: ps_pb2.PullWeightsReply = client.call("PullWeights", request)
 
         def write(frame: Frame) -> None:
             if targets is not None:
                 targets.write(client.index, frame)
 
-        client.receive(transfer, sum(version.num_frames for version in reply.versions), write)
+        reply: ps_pb2.PullWeightsReply = client.start("PullWeights", request).result(write)
         return reply
 
     def _empty(self) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import torch
+from google.rpc import status_pb2
 
 from stratagem.cluster.communication import Transport
-from stratagem.errors import ConfigurationError, PeerUnavailableError
+from stratagem.errors import ConfigurationError, FrameError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.errors import error_from_rpc
-from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
+from stratagem.rpc.errors import error_from_rpc, error_from_status
+from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.handshake import explain_refusal
 from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import BytesMeter, Lane
@@ -29,25 +33,77 @@ FRAME_OVERHEAD_BYTES = 4096  # header of a frame, generously
 POLL_S = 1.0  # how often a waiting call looks whether the job has ended
 
 
-class PendingCall:
-    """A control call on its way; :meth:`result` waits for it."""
+_ON_LANE: dict[str, tuple[int, Any]] = {
+    "CommitUpdate": (int(frame_pb2.COMMIT_UPDATE), ps_pb2.CommitUpdateReply),
+    "PrepareUpdate": (int(frame_pb2.PREPARE_UPDATE), ps_pb2.PrepareUpdateReply),
+    "PullWeights": (int(frame_pb2.PULL_WEIGHTS), ps_pb2.PullWeightsReply),
+}
+"""What goes over the lane, in the order of its frames: kind of its frame, and the reply."""
+Write = Callable[[Frame], None]
 
-    def __init__(self, client: PsClient, future: Any) -> None:
+
+class PendingCall:
+    """A request that went over the lane; its reply comes the same way, behind the frames that it announces."""
+
+    def __init__(self, client: PsClient, kind: int, reply: Any, transfer: int) -> None:
         self._client = client
-        self._future = future
+        self._lane = client.lane
+        self._kind = kind
+        self._cls = reply
+        self._transfer = transfer
+        self._kept: list[Frame] = []
+        self._reply: Any = None
 
     @property
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
-        return bool(self._future.done())
+        return self._reply is not None
 
-    def result(self) -> Any:
-        """The reply.
+    def result(self, write: Write | None = None) -> Any:
+        """The reply, waited for as long as there is a ps.
+
+        Args:
+            write: takes the frames of weights that the reply brings, as they come; None: they are kept for whoever
+                asks for the result again.
 
         Raises:
             PeerUnavailableError: the ps is gone; see :meth:`PsClient.connect`.
             StratagemError: what the ps raised.
         """
+        if write is None:
+            write = self._kept.append
+        else:
+            for frame in self._kept:
+                write(frame)
+            self._kept.clear()
+        while self._reply is None:
+            try:
+                frame = self._lane.receive(self._transfer, math.inf)
+            except PeerUnavailableError:
+                self._client.session.raise_if_stopped()
+                raise
+            if frame.kind == frame_pb2.WEIGHTS:
+                write(frame)
+                continue
+            self._lane.forget(self._transfer)
+            message = frame.tensor.numpy().tobytes()
+            if frame.kind == frame_pb2.REFUSED:
+                raise error_from_status(status_pb2.Status.FromString(message), self._client.task)
+            if frame.kind != self._kind:
+                raise FrameError(f"expected the reply to a request of kind {self._kind}, got a frame of {frame.kind}")
+            self._reply = self._cls.FromString(message)
+        return self._reply
+
+
+class ControlCall:
+    """An ordinary RPC on its way."""
+
+    def __init__(self, client: PsClient, future: Any) -> None:
+        self._client = client
+        self._future = future
+
+    def result(self) -> Any:
+        """The reply; errors as :meth:`PendingCall.result`."""
         while True:
             try:
                 return self._future.result(timeout=POLL_S)
@@ -148,14 +204,19 @@ class PsClient:
                 self.session.wait_stopped(min(left, RETRY_S))
 
     def call(self, method: str, request: Any, *, sequenced: bool = False) -> Any:
-        """One control call, from start to reply."""
-        return self.start(method, request, sequenced=sequenced).result()
+        """An RPC, from start to reply; for what is not asked once a step."""
+        self._sign(request, sequenced)
+        if self._control is None:
+            raise PeerUnavailableError(f"there is no connection to {self.task}")
+        return ControlCall(self, getattr(self._stub, method).future(request)).result()
 
     def start(self, method: str, request: Any, *, sequenced: bool = False) -> PendingCall:
-        """Starts a control call. A sequenced one takes the next number; to repeat it, use :meth:`restart`."""
-        request.sender.CopyFrom(self._sender(self._next_sequence if sequenced else 0))
-        if sequenced:
-            self._next_sequence += 1
+        """Sends a request over the lane. A sequenced one takes the next number; to repeat it, use :meth:`restart`.
+
+        Raises:
+            PeerUnavailableError: the lane is broken.
+        """
+        self._sign(request, sequenced)
         return self._send(method, request)
 
     def restart(self, method: str, request: Any) -> PendingCall:
@@ -164,12 +225,6 @@ class PsClient:
             request.sender.sequence = self._next_sequence
             self._next_sequence += 1
         return self._send(method, request)
-
-    def receive(self, transfer: int, num_frames: int, write: Callable[[Frame], None]) -> None:
-        """Takes the frames of a reply as they come."""
-        for _ in range(num_frames):
-            write(self.lane.receive(transfer, time.monotonic() + self._timeout_s))
-        self.lane.forget(transfer)
 
     def close(self, reason: str) -> None:
         """Ends the connections."""
@@ -205,14 +260,31 @@ class PsClient:
             self._meter,
             self.session.security,
             self._max_inbox_bytes,
+            functools.partial(self._look, info.incarnation),
         )
         self._lane = opener.open(self._transport, reply.place)
 
     def _send(self, method: str, request: Any) -> PendingCall:
-        if self._control is None:
-            raise PeerUnavailableError(f"there is no connection to {self.task}")
-        future = getattr(self._stub, method).future(request)
-        return PendingCall(self, future)
+        kind, reply = _ON_LANE[method]
+        transfer = getattr(request, "reply_transfer", 0) or self.new_transfer()
+        call = PendingCall(self, kind, reply, transfer)
+        payload = torch.frombuffer(request.SerializeToString(), dtype=torch.uint8)
+        self.lane.send(kind, transfer, 0, 0, lambda: (payload,), len(payload))
+        return call
+
+    def _sign(self, request: Any, sequenced: bool) -> None:
+        sender = request.sender
+        sender.task, sender.incarnation = self.session.task, self.session.incarnation
+        if sequenced:
+            sender.sequence = self._next_sequence
+            self._next_sequence += 1
+
+    def _look(self, incarnation: int) -> None:
+        """While a read from the lane waits: a ps that the chief has given up will not answer."""
+        self.session.raise_if_stopped()
+        info = self._info()
+        if info is None or not info.live or info.incarnation != incarnation:
+            raise PeerUnavailableError(f"the chief has lost {self.task}")
 
     def _sender(self, sequence: int) -> common_pb2.Sender:
         return common_pb2.Sender(task=self.session.task, incarnation=self.session.incarnation, sequence=sequence)

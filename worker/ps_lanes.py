@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import grpc
@@ -17,7 +18,7 @@ from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2_grpc
 from stratagem.rpc.grpc_lane import TRANSFER_METHOD, GrpcLane
 from stratagem.rpc.host_id import place_of_this_process
 from stratagem.rpc.inbox import INBOX_BYTES
-from stratagem.rpc.lane import BytesMeter, Lane
+from stratagem.rpc.lane import BytesMeter, Lane, nothing
 from stratagem.rpc.lane_listener import LaneTicket, connect_lane
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmLane
@@ -43,6 +44,7 @@ class PsLaneOpener:
         meter: counts bytes.
         security: of this worker.
         max_inbox_bytes: of a lane, see ``WorkerConfig``.
+        on_wait: called now and then while a read from the lane waits; what it raises ends the wait.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class PsLaneOpener:
         meter: BytesMeter,
         security: Security = OPEN,
         max_inbox_bytes: int = INBOX_BYTES,
+        on_wait: Callable[[], None] = nothing,
     ) -> None:
+        self._on_wait = on_wait
         self._stub = stub
         self._sender = sender
         self._ps = ps
@@ -97,7 +101,7 @@ class PsLaneOpener:
                 ("stratagem-incarnation", str(self._sender.incarnation)),
             )
             channel = channels.connect(self._address, self._ps, self._security)
-            return OwningGrpcLane(channel, self._ps, metadata, self._meter, self._max_inbox_bytes)
+            return OwningGrpcLane(channel, self._ps, metadata, self._meter, self._max_inbox_bytes, self._on_wait)
         wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
         host = self._address.rpartition(":")[0].strip("[]")
         deadline = time.monotonic() + OPEN_S
@@ -107,9 +111,9 @@ class PsLaneOpener:
             inward = undo.enter_context(connect_lane(tickets[1], host, deadline, self._ps, self._security))
             lane: Lane
             if kind == "shm":
-                lane = ShmLane(outward, inward, self._ps, self._meter, lambda: UNREAD_BYTES)
+                lane = ShmLane(outward, inward, self._ps, self._meter, lambda: UNREAD_BYTES, self._on_wait)
             else:
-                lane = TcpLane(outward, inward, self._ps, self._meter, self._max_inbox_bytes)
+                lane = TcpLane(outward, inward, self._ps, self._meter, self._max_inbox_bytes, self._on_wait)
             undo.pop_all()
         return lane
 
@@ -132,8 +136,9 @@ class OwningGrpcLane(GrpcLane):
         metadata: tuple[tuple[str, str], ...],
         meter: BytesMeter,
         max_inbox_bytes: int,
+        on_wait: Callable[[], None],
     ) -> None:
-        super().__init__(channel, TRANSFER_METHOD, metadata, ps, meter, max_inbox_bytes)
+        super().__init__(channel, TRANSFER_METHOD, metadata, ps, meter, max_inbox_bytes, on_wait)
         self._channel = channel
 
     def close(self, reason: str) -> None:

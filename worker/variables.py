@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from stratagem.errors import ClusterTimeoutError
-from stratagem.rpc.codec import Frame, to_wire_dtype
+from stratagem.rpc.codec import to_wire_dtype
 from stratagem.rpc.generated import frame_pb2, ps_pb2
 from stratagem.worker.host_tensors import WeightTargets
 from stratagem.worker.layout import Layout
@@ -142,37 +142,33 @@ class RemoteVariables:
         Returns:
             False when a ps has no initial values yet.
         """
-        calls: list[tuple[PsClient, int, PendingCall]] = []
+        calls: list[tuple[PsClient, PendingCall]] = []
         for client in self.clients if clients is None else clients:
             groups = [group for group, ps in self.layout.shards if ps == client.index]
             if not groups:
                 continue
-            transfer = client.new_transfer()
             request = ps_pb2.PullWeightsRequest(
                 groups=[
                     ps_pb2.PullWeightsRequest.Want(group=group, have=self._have.get((group, client.index)))
                     for group in groups
                 ],
-                reply_transfer=transfer,
+                reply_transfer=client.new_transfer(),
                 wait_s=wait_s,
             )
-            calls.append((client, transfer, client.start("PullWeights", request)))
+            calls.append((client, client.start("PullWeights", request)))
         complete = True
-        for client, transfer, call in calls:
-            reply: ps_pb2.PullWeightsReply = call.result()
+        for client, call in calls:
+            reply: ps_pb2.PullWeightsReply = self.take(client, call)
             complete = complete and bool(reply.versions)
-            self.take(client, transfer, reply.versions)
         self.targets.finish()
         return complete
 
-    def take(self, client: PsClient, transfer: int, versions: Sequence[ps_pb2.GroupVersion]) -> None:
-        """Writes the weights that a reply announced into the tensors; call ``targets.finish()`` after the last ps."""
-
-        def write(frame: Frame) -> None:
-            self.targets.write(client.index, frame)
-
-        client.receive(transfer, sum(version.num_frames for version in versions), write)
-        self._remember(client, versions)
+    def take(self, client: PsClient, call: PendingCall) -> Any:
+        """Waits for a reply with versions, and writes the weights that it brings into the tensors; call
+        ``targets.finish()`` after the last ps."""
+        reply = call.result(lambda frame: self.targets.write(client.index, frame))
+        self._remember(client, reply.versions)
+        return reply
 
     def have(self, group: int, ps: int) -> ps_pb2.Version | None:
         """Version of the copies here."""

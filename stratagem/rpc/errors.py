@@ -55,13 +55,23 @@ _BY_REASON = {cls.reason: cls for cls in _subclasses(errors.StratagemError)}
 
 def status_of(error: errors.StratagemError) -> grpc.Status:
     """The gRPC status that carries ``error``."""
+    return rpc_status.to_status(status_message(error))
+
+
+def status_message(error: errors.StratagemError) -> status_pb2.Status:
+    """``error`` as a message."""
     code = next((_CODES[cls] for cls in type(error).__mro__ if cls in _CODES), code_pb2.INTERNAL)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, errors.JobStoppedError):
         info.metadata["exit_code"] = str(error.exit_code)
     detail = any_pb2.Any()
     detail.Pack(info)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=str(error), details=[detail]))
+    return status_pb2.Status(code=code, message=str(error), details=[detail])
+
+
+def failure_message(error: Exception) -> status_pb2.Status:
+    """What nobody thought of, as gRPC tells the caller."""
+    return status_pb2.Status(code=code_pb2.UNKNOWN, message=f"Exception calling application: {error}")
 
 
 def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
@@ -71,13 +81,10 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         error: what a call raised.
         peer: task id of the callee, for the message.
     """
-    info = _error_info(error)
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # what a call raises is the call
+    if status is not None and (known := _known_error(status)) is not None:
+        return known
     call: Any = error
-    if info is not None:
-        cls = _BY_REASON.get(info.reason, errors.StratagemError)
-        if cls is errors.JobStoppedError:
-            return errors.JobStoppedError(call.details(), int(info.metadata["exit_code"]))
-        return cls(call.details())
     code = call.code()
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         which = "message over its max_message_bytes" if "larger than max" in call.details() else "call over max_calls"
@@ -87,12 +94,19 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
     return errors.StratagemError(f"{peer} failed ({code.name}): {call.details()}")
 
 
-def _error_info(call: Any) -> error_details_pb2.ErrorInfo | None:
-    status = rpc_status.from_call(call)
+def error_from_status(status: status_pb2.Status, peer: str) -> errors.StratagemError:
+    """The error that :func:`status_message` or :func:`failure_message` made a message of."""
+    return _known_error(status) or errors.StratagemError(f"{peer} failed ({status.message})")
+
+
+def _known_error(status: status_pb2.Status) -> errors.StratagemError | None:
     info = error_details_pb2.ErrorInfo()
-    for detail in status.details if status is not None else ():
+    for detail in status.details:
         if detail.Unpack(info) and info.domain == DOMAIN:
-            return info
+            cls = _BY_REASON.get(info.reason, errors.StratagemError)
+            if cls is errors.JobStoppedError:
+                return errors.JobStoppedError(status.message, int(info.metadata["exit_code"]))
+            return cls(status.message)
     return None
 
 
@@ -104,13 +118,19 @@ else:
     _AioInterceptor = grpc.aio.ServerInterceptor
 
 
-def _log(method: str, error: errors.StratagemError) -> None:
+def log_refusal(method: str, error: errors.StratagemError) -> None:
+    """A line about a request that was refused.
+
+    Args:
+        method: full name, or its last part.
+        error: why.
+    """
     name = method.rpartition("/")[2]
     THROTTLE.log(logger, logging.WARNING, f"{name} {error.reason}", "%s refused: %s", name, error)
 
 
-def _log_failure(method: str, error: Exception) -> None:
-    """What nobody thought of: gRPC tells the caller alone."""
+def log_failure(method: str, error: Exception) -> None:
+    """A line about what nobody thought of: gRPC tells the caller alone."""
     name = method.rpartition("/")[2]
     THROTTLE.log(logger, logging.ERROR, f"{name} failed", "%s failed", name, exc_info=error)
 
@@ -132,22 +152,22 @@ class ErrorInterceptor(_Interceptor):
             try:
                 return inner(request, context)
             except errors.StratagemError as error:
-                _log(method, error)
+                log_refusal(method, error)
                 context.abort_with_status(status_of(error))
             except Exception as error:
                 if context.is_active():
-                    _log_failure(method, error)
+                    log_failure(method, error)
                 raise
 
         def streaming(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
                 yield from inner(request, context)
             except errors.StratagemError as error:
-                _log(method, error)
+                log_refusal(method, error)
                 context.abort_with_status(status_of(error))
             except Exception as error:
                 if context.is_active():
-                    _log_failure(method, error)
+                    log_failure(method, error)
                 raise
 
         inner = behaviour_of(handler)
@@ -171,11 +191,11 @@ class AioErrorInterceptor(_AioInterceptor):
             try:
                 return await inner(request, context)
             except errors.StratagemError as error:
-                _log(method, error)
+                log_refusal(method, error)
                 status = status_of(error)
             except Exception as error:
                 if not context.done():
-                    _log_failure(method, error)
+                    log_failure(method, error)
                 raise
             await _abort(context, status)
 
@@ -185,11 +205,11 @@ class AioErrorInterceptor(_AioInterceptor):
                     yield response
                 return
             except errors.StratagemError as error:
-                _log(method, error)
+                log_refusal(method, error)
                 status = status_of(error)
             except Exception as error:
                 if not context.done():
-                    _log_failure(method, error)
+                    log_failure(method, error)
                 raise
             await _abort(context, status)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -15,7 +15,7 @@ from stratagem.errors import FencedError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, decode_frame, encode_pieces
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.inbox import INBOX_BYTES, Inbox
-from stratagem.rpc.lane import BytesMeter, Pieces
+from stratagem.rpc.lane import BytesMeter, Pieces, nothing
 
 TRANSFER_METHOD = "/stratagem.ParameterServer/Transfer"
 EXCHANGE_METHOD = "/stratagem.Worker/Exchange"
@@ -34,6 +34,7 @@ class GrpcLane:
         peer: task id at the other end, for messages.
         meter: counts bytes.
         max_inbox_bytes: frames that came before they were asked for may not take more.
+        on_wait: called now and then while a read waits; what it raises ends the wait.
     """
 
     name = "grpc"
@@ -46,11 +47,12 @@ class GrpcLane:
         peer: str,
         meter: BytesMeter,
         max_inbox_bytes: int = INBOX_BYTES,
+        on_wait: Callable[[], None] = nothing,
     ) -> None:
         self._peer = peer
         self._meter = meter
         self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._inbox = Inbox(peer, max_bytes=max_inbox_bytes)
+        self._inbox = Inbox(peer, max_bytes=max_inbox_bytes, on_wait=on_wait)
         self._taken = threading.Condition()
         self._num_queued = 0
         self._num_taken = 0

@@ -5,12 +5,17 @@ from __future__ import annotations
 import collections
 import threading
 import time
+from collections.abc import Callable
 
 from stratagem.errors import LimitError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame
+from stratagem.rpc.lane import nothing
 
 INBOX_BYTES = 4 << 30
 """Bytes of frames that came before they were asked for, in one lane."""
+
+
+POLL_S = 0.5
 
 
 class Inbox:
@@ -20,9 +25,17 @@ class Inbox:
         peer: task id at the other end, for messages.
         max_frames: the reader waits while so many frames lie here; 0: no bound.
         max_bytes: more than that may not lie here.
+        on_wait: called now and then while :meth:`take` waits; what it raises ends the wait.
     """
 
-    def __init__(self, peer: str, max_frames: int = 0, max_bytes: int = INBOX_BYTES) -> None:
+    def __init__(
+        self,
+        peer: str,
+        max_frames: int = 0,
+        max_bytes: int = INBOX_BYTES,
+        on_wait: Callable[[], None] = nothing,
+    ) -> None:
+        self._on_wait = on_wait
         self._peer = peer
         self._max_frames = max_frames
         self._max_bytes = max_bytes
@@ -70,7 +83,8 @@ class Inbox:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
-                self._changed.wait(left)
+                if not self._changed.wait(min(left, POLL_S)):
+                    self._on_wait()
 
     def forget(self, transfer: int) -> None:
         """Drops what has come and may still come for this and earlier transfers."""

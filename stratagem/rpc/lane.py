@@ -70,6 +70,10 @@ class Lane(SendingLane, ReceivingLane, Protocol):
     """Both directions."""
 
 
+def nothing() -> None:
+    """What a read that waits does now and then, unless it is told otherwise."""
+
+
 class BytesMeter:
     """Bytes that went over lanes, both directions."""
 

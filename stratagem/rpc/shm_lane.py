@@ -20,7 +20,7 @@ import torch
 from stratagem.errors import FrameError, LimitError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.codec import Frame, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
-from stratagem.rpc.lane import BytesMeter, Pieces
+from stratagem.rpc.lane import BytesMeter, Pieces, nothing
 from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.rpc.slots import ShmBlock, SlotPool
 
@@ -189,11 +189,15 @@ class ShmReceiver:
         sock: a connected Unix socket; the lane owns it.
         peer: task id at the other end, for messages.
         meter: counts bytes.
+        on_wait: called now and then while a read waits; what it raises ends the wait.
     """
 
     name = "shm"
 
-    def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, meter: BytesMeter, on_wait: Callable[[], None] = nothing
+    ) -> None:
+        self._on_wait = on_wait
         close_in_children(sock)
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(POLL_S * 1e6)))
@@ -271,6 +275,7 @@ class ShmReceiver:
                 if time.monotonic() > deadline:
                     self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
                     raise self._error from None
+                self._on_wait()
                 continue
             except OSError as error:
                 raise self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}") from None
@@ -298,10 +303,16 @@ class ShmLane(ShmSender):
     """Implements :class:`stratagem.rpc.lane.Lane` with a socket for each direction."""
 
     def __init__(
-        self, outward: socket.socket, inward: socket.socket, peer: str, meter: BytesMeter, max_bytes: Callable[[], int]
+        self,
+        outward: socket.socket,
+        inward: socket.socket,
+        peer: str,
+        meter: BytesMeter,
+        max_bytes: Callable[[], int],
+        on_wait: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(outward, peer, meter, max_bytes)
-        self._receiver = ShmReceiver(inward, peer, meter)
+        self._receiver = ShmReceiver(inward, peer, meter, on_wait)
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
         """See :class:`stratagem.rpc.lane.ReceivingLane`."""

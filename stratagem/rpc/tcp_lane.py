@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, byte_view, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
-from stratagem.rpc.lane import BytesMeter, Pieces
+from stratagem.rpc.lane import BytesMeter, Pieces, nothing
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
 _MAGIC = b"SGF1"
@@ -172,13 +172,22 @@ class TcpReceiver:
         peer: task id at the other end, for messages.
         meter: counts bytes.
         max_inbox_bytes: frames that came before they were asked for may not take more.
+        on_wait: called now and then while a read waits; what it raises ends the wait.
     """
 
     name = "tcp"
 
-    def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter, max_inbox_bytes: int = INBOX_BYTES) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        meter: BytesMeter,
+        max_inbox_bytes: int = INBOX_BYTES,
+        on_wait: Callable[[], None] = nothing,
+    ) -> None:
         close_in_children(sock)
         self._max_inbox_bytes = max_inbox_bytes
+        self._on_wait = on_wait
         self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
         if self._secure:
@@ -255,6 +264,7 @@ class TcpReceiver:
                 if time.monotonic() > deadline:  # a frame may be half read: nothing after it can be understood
                     self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
                     raise self._error from None
+                self._on_wait()
                 continue
             except OSError as error:
                 raise self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}") from None
@@ -273,9 +283,10 @@ class TcpLane(TcpSender):
         peer: str,
         meter: BytesMeter,
         max_inbox_bytes: int = INBOX_BYTES,
+        on_wait: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(outward, peer, meter)
-        self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes)
+        self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes, on_wait)
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
         """See :class:`stratagem.rpc.lane.ReceivingLane`."""

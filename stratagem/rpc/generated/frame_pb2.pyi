@@ -82,6 +82,18 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """Rows of a table that the worker wants, as row numbers (int64), worker to ps. The answer is one frame of WEIGHTS with
     the same transfer, group and offset: those rows, one after the other.
     """
+    COMMIT_UPDATE: _FrameKind.ValueType  # 7
+    """What is asked once a step or oftener goes over the lane as the message itself, as bytes (UINT8), with the meaning of
+    the RPC of its name: the request from a worker, the reply from the ps under the same transfer and kind, behind the
+    frames of WEIGHTS that it announces.
+    A CommitUpdateRequest; transfer is its reply_transfer. A CommitUpdateReply.
+    """
+    PREPARE_UPDATE: _FrameKind.ValueType  # 8
+    """A PrepareUpdateRequest. A PrepareUpdateReply."""
+    PULL_WEIGHTS: _FrameKind.ValueType  # 9
+    """A PullWeightsRequest; transfer is its reply_transfer. A PullWeightsReply."""
+    REFUSED: _FrameKind.ValueType  # 10
+    """In the place of a reply: a google.rpc.Status with the ErrorInfo that the RPC would have ended with."""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
     """What a frame carries."""
@@ -105,6 +117,18 @@ WANTED_ROWS: FrameKind.ValueType  # 6
 """Rows of a table that the worker wants, as row numbers (int64), worker to ps. The answer is one frame of WEIGHTS with
 the same transfer, group and offset: those rows, one after the other.
 """
+COMMIT_UPDATE: FrameKind.ValueType  # 7
+"""What is asked once a step or oftener goes over the lane as the message itself, as bytes (UINT8), with the meaning of
+the RPC of its name: the request from a worker, the reply from the ps under the same transfer and kind, behind the
+frames of WEIGHTS that it announces.
+A CommitUpdateRequest; transfer is its reply_transfer. A CommitUpdateReply.
+"""
+PREPARE_UPDATE: FrameKind.ValueType  # 8
+"""A PrepareUpdateRequest. A PrepareUpdateReply."""
+PULL_WEIGHTS: FrameKind.ValueType  # 9
+"""A PullWeightsRequest; transfer is its reply_transfer. A PullWeightsReply."""
+REFUSED: FrameKind.ValueType  # 10
+"""In the place of a reply: a google.rpc.Status with the ErrorInfo that the RPC would have ended with."""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 @_typing.final
