@@ -83,7 +83,7 @@ class Communicator:
         """Memory in which :meth:`all_reduce` copies nothing, kept until the end of the job; where there is not enough
         shared memory, memory of this process, and reducing it costs copies."""
         try:
-            return self._collective(f"arena of {num_bytes:,} bytes", lambda tag: self.group.arena(num_bytes, tag))
+            return self.collective(f"arena of {num_bytes:,} bytes", lambda tag: self.group.arena(num_bytes, tag))
         except SegmentError as error:  # on every rank alike
             logger.warning("reducing with copies: %s", error)
             return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
@@ -108,7 +108,7 @@ class Communicator:
         target = result if _is_flat(result) else torch.empty_like(flat)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         what = f"all_reduce {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
-        self._collective(what, lambda tag: self.group.all_reduce(flat, target.view(-1), group_op, tag))
+        self.collective(what, lambda tag: self.group.all_reduce(flat, target.view(-1), group_op, tag))
         if op is ReduceOp.MEAN:
             target.div_(self.size)
         if target is not result:
@@ -122,7 +122,7 @@ class Communicator:
         out = torch.empty(stop - start, dtype=flat.dtype)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         what = f"reduce_scatter {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
-        self._collective(what, lambda tag: self.group.reduce_scatter(flat, out, group_op, tag))
+        self.collective(what, lambda tag: self.group.reduce_scatter(flat, out, group_op, tag))
         return (out.div_(self.size) if op is ReduceOp.MEAN else out).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -132,10 +132,10 @@ class Communicator:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         rest = tensor.shape[1:]
         what = f"all_gather of {_name(tensor.dtype)} rows of {list(rest)}"
-        self._collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
+        self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
         lengths = [int(count) for count in rows]
         outs = [torch.empty(count * math.prod(rest), dtype=flat.dtype) for count in lengths]
-        self._collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
+        self.collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
         shapes = [(count, *rest) if tensor.dim() else () for count in lengths]
         return [out.view(shape).to(tensor.device) for out, shape in zip(outs, shapes, strict=True)]
 
@@ -144,7 +144,7 @@ class Communicator:
         flat = _flat(tensor)
         buffer = flat if flat.data_ptr() != tensor.data_ptr() or tensor.requires_grad else tensor.view(-1)
         what = f"broadcast of {tensor.numel():,} {_name(tensor.dtype)} from rank {root}"
-        self._collective(what, lambda tag: self.group.broadcast(buffer, root, tag))
+        self.collective(what, lambda tag: self.group.broadcast(buffer, root, tag))
         if buffer.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(buffer.view(tensor.shape))
@@ -163,15 +163,38 @@ class Communicator:
         counts = torch.tensor([tensor.shape[0] for tensor in tensors], dtype=torch.int64)
         every = [torch.empty_like(counts) for _ in range(self.size)]
         what = f"all_to_all of {_name(dtype)} rows of {list(rest)}"
-        self._collective(f"lengths for {what}", lambda tag: self.group.all_gather(counts, every, tag))
+        self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(counts, every, tag))
         lengths = [int(row[self.rank]) for row in every]
         outs = [torch.empty(count * math.prod(rest), dtype=dtype) for count in lengths]
-        self._collective(what, lambda tag: self.group.all_to_all(sources, outs, tag))
+        self.collective(what, lambda tag: self.group.all_to_all(sources, outs, tag))
         return [out.view((count, *rest)).to(device) for out, count in zip(outs, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self._collective("barrier", self.group.barrier)
+        self.collective("barrier", self.group.barrier)
+
+    def collective(self, what: str, run: Callable[[Tag], T]) -> T:
+        """Runs ``run``, one operation of the group, as the next collective.
+
+        Args:
+            what: says the same on every rank that means the same collective; in errors.
+            run: gets what travels with every message.
+
+        Raises:
+            CollectiveError: see :meth:`all_reduce`.
+        """
+        if not getattr(self._in_queue, "here", False) and self._num_queued:
+            return self.submit(lambda: self.collective(what, run)).result()
+        with self._turn:
+            if self._error is not None:
+                raise self._error
+            self.position = Position(self.position.ordinal + 1, self.step, what)
+            self._since = time.monotonic()
+            try:
+                return run(self.position.tag)
+            except CollectiveError as error:
+                self._error = self._explain(error, self.position)
+                raise self._error from None
 
     def waiting(self) -> tuple[int, str, float] | None:
         """The rank that this one waits for at this moment, in which collective, and for how many seconds it goes on."""
@@ -199,20 +222,6 @@ class Communicator:
         finally:
             with self._counting:
                 self._num_queued -= 1
-
-    def _collective(self, what: str, run: Callable[[Tag], T]) -> T:
-        if not getattr(self._in_queue, "here", False) and self._num_queued:
-            return self.submit(lambda: self._collective(what, run)).result()
-        with self._turn:
-            if self._error is not None:
-                raise self._error
-            self.position = Position(self.position.ordinal + 1, self.step, what)
-            self._since = time.monotonic()
-            try:
-                return run(self.position.tag)
-            except CollectiveError as error:
-                self._error = self._explain(error, self.position)
-                raise self._error from None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from stratagem.errors import CollectiveError, PeerUnavailableError
 from stratagem.rpc.generated import chief_pb2
-from stratagem.rpc.session import SessionClient
 from stratagem.worker.ring.communicator import Position
+from stratagem.worker.ring.members import MembershipSource
 from stratagem.worker.ring.peers import Peers
 
 BLAME_S = 6.0
@@ -33,7 +33,7 @@ class FailureDiagnosis:
         close_group: breaks this rank's lanes, so that a call that waits there ends.
     """
 
-    def __init__(self, session: SessionClient, peers: Peers, close_group: Callable[[str], None]) -> None:
+    def __init__(self, session: MembershipSource, peers: Peers, close_group: Callable[[str], None]) -> None:
         self._session = session
         self._peers = peers
         self._close_group = close_group

@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Protocol
 
 from stratagem.cluster.task import TaskId
+from stratagem.errors import StratagemError
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.security import Security
+
+
+class MembershipSource(Protocol):
+    """Who takes part, as a rank hears of it: from the chief (:class:`stratagem.rpc.session.SessionClient`), or from a
+    store (:class:`stratagem.distributed.store_members.StoreMembers`)."""
+
+    task: str
+    """Task id of this process."""
+    incarnation: int
+    membership: chief_pb2.Membership
+    """What is known now."""
+
+    @property
+    def security(self) -> Security:
+        """Whom this process trusts."""
+
+    def on_membership(self, callback: Callable[[chief_pb2.Membership], None]) -> None:
+        """Calls ``callback`` at every change."""
+
+    def wait_ready(self, timeout_s: float) -> chief_pb2.Membership:
+        """Waits until everybody has come.
+
+        Raises:
+            ClusterTimeoutError: not within ``timeout_s`` seconds; names who is missing.
+        """
+
+    def wait_membership(self, accept: Callable[[chief_pb2.Membership], bool], timeout_s: float) -> bool:
+        """Waits until ``accept(membership)`` holds; False when it does not within ``timeout_s`` seconds."""
+
+    def raise_if_stopped(self) -> None:
+        """Raises the reason when this process is to end."""
+
+    def wait_stopped(self, timeout_s: float | None) -> StratagemError | None:
+        """Waits for the end; None when it goes on after ``timeout_s`` seconds."""
 
 
 @dataclasses.dataclass(frozen=True)

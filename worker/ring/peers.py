@@ -16,8 +16,7 @@ from stratagem.rpc import channels
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2_grpc
 from stratagem.rpc.lane_listener import LaneTicket, connect_lane
-from stratagem.rpc.session import SessionClient
-from stratagem.worker.ring.members import Members
+from stratagem.worker.ring.members import Members, MembershipSource
 
 PATIENCE_S = 5.0  # a meeting that waits for others is asked for again this often, to see changes of the cluster
 _Reply = TypeVar("_Reply")
@@ -35,7 +34,7 @@ class Peers:
         members: the generation.
     """
 
-    def __init__(self, session: SessionClient, members: Members) -> None:
+    def __init__(self, session: MembershipSource, members: Members) -> None:
         self.members = members
         self.rank = members.rank_of(session.task)
         self._session = session

@@ -22,14 +22,13 @@ from stratagem.errors import (
 from stratagem.rpc.generated import chief_pb2, worker_pb2
 from stratagem.rpc.host_id import place_of_this_process
 from stratagem.rpc.lane import BytesMeter
-from stratagem.rpc.session import SessionClient
 from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
-from stratagem.worker.ring.members import members_of
+from stratagem.worker.ring.members import MembershipSource, members_of
 from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_group import RingGroup
@@ -61,7 +60,7 @@ class RingMember:
         meter: counts payload bytes.
     """
 
-    def __init__(self, entrance: RingService, session: SessionClient, meter: BytesMeter) -> None:
+    def __init__(self, entrance: RingService, session: MembershipSource, meter: BytesMeter) -> None:
         self.entrance = entrance
         self._session = session
         self._meter = meter

@@ -48,9 +48,9 @@ class ReplicaCommunicator(Communicator):
         self._error = None
         self.position = Position(ordinal, self.step, "started again after an error")
 
-    def _collective(self, what: str, run: Callable[[Tag], T]) -> T:
+    def collective(self, what: str, run: Callable[[Tag], T]) -> T:
         with self._meeting.replica_threads.waiting():
-            return super()._collective(what, run)
+            return super().collective(what, run)
 
 
 def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
