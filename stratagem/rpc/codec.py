@@ -48,6 +48,11 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
+def can_travel(dtype: torch.dtype) -> bool:
+    """Whether frames can carry tensors of this dtype."""
+    return dtype in _TO_WIRE
+
+
 def to_wire_dtype(dtype: torch.dtype) -> int:
     """The ``DType`` number of a torch dtype.
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Sequence
+from typing import Literal
 
 from stratagem.rpc.generated import lane_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
 from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from stratagem.worker.ring.lane_plan import RingLane
 from stratagem.worker.ring.peers import Peers
 from stratagem.worker.ring.ring_service import RingService, Visitor
+
+PairLane = Literal["grpc", "tcp", "shm"]
+"""What two ranks may have between them; whoever receives takes shm for tcp and the other way round."""
 
 
 class Opener:
@@ -72,32 +77,48 @@ class Opener:
         receivers: list[ReceivingLane] = []
         with contextlib.ExitStack() as undo:
             for name in names:
-                senders.append(self._sender(right, lane, name))
+                senders.append(self.sender(right, lane, name))
                 undo.callback(senders[-1].close, "the ring did not form")
             for name in names:
-                receivers.append(self._receiver(left, lane, name))
+                receivers.append(self.receiver(left, lane, name))
                 undo.callback(receivers[-1].close, "the ring did not form")
             undo.pop_all()
         if stripes == 1:
             return senders[0], receivers[0]
         return StripedSender(senders), StripedReceiver(receivers)
 
-    def _sender(self, rank: int, lane: RingLane, purpose: str) -> SendingLane:
-        peer = self._peers.members.ranks[rank]
-        if lane == "tcp":
-            ticket = self._peers.open_lane(rank, lane_pb2.TCP, purpose)
-            return TcpSender(self._peers.connect_lane(rank, ticket, self._deadline), peer.task, self._meter)
-        ticket = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
-        channel = self._peers.connect(rank)
-        self.undo.callback(channel.close)
-        return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", ticket.token),), peer.task, self._meter)
+    def sender(self, rank: int, lane: PairLane, purpose: str) -> SendingLane:
+        """A lane to one rank, which need not do anything for it.
 
-    def _receiver(self, rank: int, lane: RingLane, purpose: str) -> ReceivingLane:
-        visitor = self._visitor(rank, purpose)
+        Raises:
+            PeerUnavailableError: it cannot be reached.
+            SegmentError: there is no memory to share.
+        """
+        peer = self._peers.members.ranks[rank]
+        if lane == "grpc":
+            ticket = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
+            channel = self._peers.connect(rank)
+            self.undo.callback(channel.close)
+            return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", ticket.token),), peer.task, self._meter)
+        ticket = self._peers.open_lane(rank, lane_pb2.TCP if lane == "tcp" else lane_pb2.SHM, purpose)
+        sock = self._peers.connect_lane(rank, ticket, self._deadline)
         if lane == "tcp":
-            sock = self._entrance.listener.wait(visitor, self._deadline)
-            return TcpReceiver(sock, visitor[0], self._meter, self._entrance.max_inbox_bytes)
-        return self._entrance.wait_grpc(visitor, self._deadline)
+            return TcpSender(sock, peer.task, self._meter)
+        return ShmSender(sock, peer.task, self._meter, lambda: self._entrance.max_inbox_bytes)
+
+    def receiver(self, rank: int, lane: PairLane, purpose: str) -> ReceivingLane:
+        """The lane that another rank's :meth:`sender` of the same purpose opens.
+
+        Raises:
+            PeerUnavailableError: it does not come in time.
+        """
+        visitor = self._visitor(rank, purpose)
+        if lane == "grpc":
+            return self._entrance.wait_grpc(visitor, self._deadline)
+        sock = self._entrance.listener.wait(visitor, self._deadline)
+        if sock.family == socket.AF_UNIX:
+            return ShmReceiver(sock, visitor[0], self._meter)
+        return TcpReceiver(sock, visitor[0], self._meter, self._entrance.max_inbox_bytes)
 
     def _visitor(self, rank: int, purpose: str) -> Visitor:
         peer = self._peers.members.ranks[rank]

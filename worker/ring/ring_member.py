@@ -108,6 +108,23 @@ class RingMember:
         rank, what, seconds = found
         return f"{peers.members.ranks[rank].task} in {what}", seconds
 
+    def opener(self, timeout_s: float) -> Opener:
+        """Opens further lanes between ranks of the ring, within ``timeout_s`` seconds.
+
+        Raises:
+            PeerUnavailableError: there is no ring.
+        """
+        if self._peers is None:
+            raise PeerUnavailableError("there is no ring to open lanes in")
+        return Opener(self.entrance, self._peers, self._meter, time.monotonic() + timeout_s)
+
+    def answers(self, rank: int, timeout_s: float) -> bool:
+        """Whether a rank says within ``timeout_s`` seconds where it stands."""
+        try:
+            return self._peers is not None and bool(self._peers.position(rank, timeout_s).position)
+        except PeerUnavailableError:
+            return False
+
     def leave(self) -> None:
         """Waits for the others at the end of the script, so that nobody's last collective breaks."""
         communicator = self.entrance.communicator

@@ -1,0 +1,20 @@
+"""``torch.distributed`` over the ring's lanes: importing this registers the backend "stratagem".
+
+    import stratagem.distributed
+    torch.distributed.init_process_group("stratagem")
+
+Everything else of the script stays as it is: DDP, FSDP, device meshes and plain collectives.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from stratagem.distributed.forming import make_process_group
+from stratagem.distributed.process_group import LaneProcessGroup
+
+__all__ = ["LaneProcessGroup"]
+
+BACKEND = "stratagem"
+
+dist.Backend.register_backend(BACKEND, make_process_group, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,158 @@
+"""How the ranks of a process group find each other and open their lanes: a store instead of a chief."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.sources import Layer, environment_layer, resolve
+from stratagem.cluster.spec import split_address
+from stratagem.distributed.messages import Messages
+from stratagem.distributed.process_group import LaneProcessGroup
+from stratagem.distributed.store_members import Rendezvous, StoreMembers
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.binding import is_loopback
+from stratagem.rpc.host_id import place_of_this_process
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.security import Security, make_security
+from stratagem.rpc.server import add_servicer, serve
+from stratagem.rpc.token import Token
+from stratagem.worker.ring.opening import PairLane
+from stratagem.worker.ring.ring_member import DEFAULT_TIMEOUT_S, RingMember
+from stratagem.worker.ring.ring_service import RingService
+from stratagem.worker.servicer import SERVICE, WorkerServicer
+
+ANSWER_S = 5.0
+"""Seconds that a rank may take to say where it stands."""
+
+
+def make_process_group(given: Any, options: CommunicationOptions | None = None) -> LaneProcessGroup:
+    """What ``init_process_group`` and ``new_group`` call.
+
+    Args:
+        given: torch's ``_DistributedBackendOptions``.
+        options: what the script gave as ``pg_options``; None: as the variables ``STRATAGEM_…`` of a worker say.
+
+    Raises:
+        ConfigurationError: ranks want different things, or cannot reach each other.
+        ClusterTimeoutError: a rank does not come.
+    """
+    ranks = given.global_ranks_in_group or list(range(given.group_size))
+    return form(given.store, given.group_rank, ranks, given.timeout.total_seconds(), options)
+
+
+def form(
+    store: Store, rank: int, ranks: list[int], timeout_s: float, options: CommunicationOptions | None = None
+) -> LaneProcessGroup:
+    """A process group of ``ranks`` (of the default group), of which this is the ``rank``-th."""
+    tasks = [f"worker:{each}" for each in ranks]
+    config = _config(tasks[rank])
+    options = options or CommunicationOptions(
+        transport=config.transport,
+        wire_dtype=config.wire_dtype,
+        chunk_bytes=config.chunk_bytes,
+        stripes=config.stripes,
+        timeout_seconds=timeout_s,
+    )
+    meeting = Rendezvous(store, rank, tasks, timeout_s)
+    token = Token(meeting.hear("the token", lambda: secrets.token_hex(32)))
+    security = _security(config, token)
+    host = own_host(config, os.environ)
+    meter = BytesMeter()
+    with ExitStack() as undo:
+        entrance = RingService(
+            host,
+            lambda: members.membership,
+            meter,
+            security,
+            max_lanes_per_peer=config.max_lanes_per_peer,
+            max_inbox_bytes=config.max_inbox_bytes,
+        )
+        undo.callback(entrance.close)
+        server = serve(
+            f"[{host}]:0" if ":" in host else f"{host}:0",
+            lambda server: add_servicer(SERVICE, WorkerServicer(entrance), server),
+            services=[SERVICE.full_name],
+            limits=ServerLimits.of(config),
+            insecure=True,
+            security=security,
+        )
+        undo.callback(server.stop, 0.2)
+        words = meeting.exchange("the address", f"{server.address} {place_of_this_process()}")
+        addresses = [word.partition(" ")[0] for word in words]
+        _check_reachable(tasks, addresses, [word.partition(" ")[2] for word in words])
+        members = StoreMembers(rank, tasks, addresses, security)
+        member = RingMember(entrance, members, meter)
+        undo.callback(member.close, "the process group did not form")
+        communicator = member.form(options, torch.device("cpu"), timeout_s)
+        undo.pop_all()
+    places = [word.partition(" ")[2] for word in words]
+    messages = Messages(
+        rank,
+        len(ranks),
+        member.opener,
+        lambda other: _lane_between(options, places[rank] == places[other]),
+        lambda other: member.answers(other, ANSWER_S),
+        options.timeout_seconds or DEFAULT_TIMEOUT_S,
+    )
+
+    def close(reason: str) -> None:
+        messages.close(reason)
+        member.close(reason)
+        server.stop(0.2)
+
+    return LaneProcessGroup(communicator, messages, store, options.timeout_seconds or DEFAULT_TIMEOUT_S, close)
+
+
+def _lane_between(options: CommunicationOptions, is_same_place: bool) -> PairLane:
+    if options.transport in ("grpc", "tcp"):
+        return "grpc" if options.transport == "grpc" else "tcp"
+    return "shm" if is_same_place else "tcp"
+
+
+def own_host(config: WorkerConfig, environ: Mapping[str, str]) -> str:
+    """The address at which the other ranks reach this process: that of ``bind`` if it was given, else the one from
+    which this host reaches MASTER_ADDR."""
+    host, _ = split_address(config.bind)
+    master = environ.get("MASTER_ADDR", "")
+    if not master or not is_loopback(host):
+        return host
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(address)  # sends nothing
+            return str(way.getsockname()[0])
+    except OSError:
+        return host
+
+
+def _config(task: str) -> WorkerConfig:
+    layers = [environment_layer(WorkerConfig, os.environ), Layer("default", {"task": task})]
+    return resolve(WorkerConfig, layers).config
+
+
+def _security(config: WorkerConfig, token: Token) -> Security:
+    """As the variables of a worker say; without certificates whoever could read the store is let in."""
+    if config.tls:
+        return make_security(config.task, config.tls, config.token_file, config.insecure)
+    return Security(config.task, token=token, insecure=True)
+
+
+def _check_reachable(tasks: list[str], addresses: list[str], places: list[str]) -> None:
+    for task, address, place in zip(tasks, addresses, places, strict=True):
+        host = split_address(address)[0]
+        if is_loopback(host) and any(place != other for other in places):
+            raise ConfigurationError(
+                f"{task} listens on {host}, where ranks on other hosts cannot reach it. Give it STRATAGEM_BIND="
+                "ADDRESS:0, or as MASTER_ADDR a name that is not of loopback on its own host either"
+            )

@@ -1,0 +1,129 @@
+"""Messages between two ranks on their way in: those that came before they were asked for, and those asked for."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import threading
+
+import torch
+
+from stratagem.distributed.tensors import told
+from stratagem.errors import CollectiveError
+
+UNREAD_BYTES = 64 << 20
+"""Bytes of messages from one rank that nobody has asked for, beyond which no more is read unless somebody waits."""
+
+
+@dataclasses.dataclass(eq=False)
+class PostedReceive:
+    """A receive that waits for its message."""
+
+    source: int | None
+    """None: any rank."""
+    tag: int
+    into: torch.Tensor
+    """Flat, and of a dtype that travels."""
+    done: concurrent.futures.Future[int] = dataclasses.field(default_factory=concurrent.futures.Future)
+    """Ends with the rank that sent."""
+
+
+class Mailbox:
+    """Of one rank.
+
+    Args:
+        rank: this rank.
+        sources: the others.
+    """
+
+    def __init__(self, rank: int, sources: list[int]) -> None:
+        self._rank = rank
+        self._changed = threading.Condition()
+        self._posted: list[PostedReceive] = []
+        self._early: dict[int, collections.deque[tuple[int, torch.Tensor]]] = {
+            source: collections.deque() for source in sources
+        }
+        self._broken: dict[int, CollectiveError] = {}
+
+    def post(self, receive: PostedReceive) -> None:
+        """Takes a message that is here already, or waits for it in turn behind those posted before."""
+        with self._changed:
+            for source in self._early if receive.source is None else [receive.source]:
+                for place, (tag, values) in enumerate(self._early[source]):
+                    if tag == receive.tag:
+                        del self._early[source][place]
+                        self._changed.notify_all()
+                        self._deliver(receive, source, values)
+                        return
+            error = self._failure(receive.source)
+            if error is None:
+                self._posted.append(receive)
+                self._changed.notify_all()
+        if error is not None:
+            receive.done.set_exception(error)
+
+    def withdraw(self, receive: PostedReceive) -> bool:
+        """Waits no longer; False when its message has come meanwhile."""
+        with self._changed:
+            if receive not in self._posted:
+                return False
+            self._posted.remove(receive)
+            return True
+
+    def expected(self, source: int, tag: int, num_elements: int, dtype: torch.dtype) -> PostedReceive | None:
+        """The receive whose memory a message may go into straight away."""
+        with self._changed:
+            for receive in self._posted:
+                if receive.source in (None, source) and receive.tag == tag:
+                    if receive.into.numel() != num_elements or receive.into.dtype != dtype:
+                        return None
+                    self._posted.remove(receive)
+                    return receive
+        return None
+
+    def put(self, source: int, tag: int, values: torch.Tensor) -> None:
+        """A message that came without being expected."""
+        with self._changed:
+            for receive in self._posted:
+                if receive.source in (None, source) and receive.tag == tag:
+                    self._posted.remove(receive)
+                    break
+            else:
+                self._early[source].append((tag, values))
+                return
+        self._deliver(receive, source, values)
+
+    def wait_for_room(self, source: int) -> None:
+        """Returns when the next message of a rank may be read."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    bool(self._broken)
+                    or any(receive.source in (None, source) for receive in self._posted)
+                    or sum(values.nbytes for _, values in self._early[source]) < UNREAD_BYTES
+                )
+            )
+
+    def broke(self, source: int, error: CollectiveError) -> None:
+        """Nothing more comes from a rank."""
+        with self._changed:
+            self._broken.setdefault(source, error)
+            failed = [receive for receive in self._posted if self._failure(receive.source) is not None]
+            self._posted = [receive for receive in self._posted if receive not in failed]
+            self._changed.notify_all()
+        for receive in failed:
+            receive.done.set_exception(error)
+
+    def _failure(self, source: int | None) -> CollectiveError | None:
+        if source is None:
+            return next(iter(self._broken.values())) if len(self._broken) == len(self._early) else None
+        return self._broken.get(source)
+
+    def _deliver(self, receive: PostedReceive, source: int, values: torch.Tensor) -> None:
+        if values.numel() != receive.into.numel() or (values.numel() and values.dtype != receive.into.dtype):
+            text = f"rank {source} sent {told(values)} with tag {receive.tag}, rank {self._rank} expects "
+            receive.done.set_exception(CollectiveError(text + told(receive.into), source))
+            return
+        receive.into.copy_(values)
+        receive.done.set_result(source)

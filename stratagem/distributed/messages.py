@@ -1,0 +1,209 @@
+"""send and recv: a lane for each pair of ranks and direction, opened when it is first needed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from stratagem.distributed.mailbox import Mailbox, PostedReceive
+from stratagem.errors import CollectiveError, PeerUnavailableError, SegmentError, StratagemError
+from stratagem.rpc.generated import frame_pb2
+from stratagem.rpc.lane import ReceivingLane, SendingLane
+from stratagem.worker.ring.opening import Opener, PairLane
+from stratagem.worker.ring.schedule import chunks
+
+_PURPOSE = "messages"
+_FRAME_BYTES = 64 << 20
+_SMALL_BYTES = 64 << 10
+"""A message up to this size is copied and is on its way when send returns."""
+_LOOK_S = 2.0
+"""How often a receive looks whether a rank lives that has never sent."""
+_NUM_LOOKS = 3
+"""So often in a row it must not answer."""
+
+
+class Messages:
+    """Messages of one rank.
+
+    Args:
+        rank: this rank.
+        size: ranks in the group.
+        opener: opens lanes within so many seconds.
+        lane: what is tried first; shm gives way to tcp where there is no memory to share.
+        answers: whether a rank says where it stands.
+        timeout_s: seconds a message may take to leave.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        opener: Callable[[float], Opener],
+        lane: Callable[[int], PairLane],
+        answers: Callable[[int], bool],
+        timeout_s: float,
+    ) -> None:
+        others = [other for other in range(size) if other != rank]
+        self._opener = opener
+        self._lane = lane
+        self._answers = answers
+        self._timeout_s = timeout_s
+        self._mailbox = Mailbox(rank, others)
+        self._others = others
+        self._guard = threading.Lock()
+        self._senders: dict[int, SendingLane] = {}
+        self._executors: dict[int, concurrent.futures.ThreadPoolExecutor] = {}
+        self._num_queued = dict.fromkeys(others, 0)
+        self._readers: dict[int, threading.Thread] = {}
+        self._receivers: dict[int, ReceivingLane] = {}
+        self._closed: str = ""
+
+    def send(self, values: torch.Tensor, rank: int, tag: int) -> concurrent.futures.Future[None]:
+        """Sends flat values; the result says when their memory may be changed."""
+        if values.nbytes <= _SMALL_BYTES and not self._num_queued[rank]:
+            self._send(values.clone(), rank, tag)
+            done: concurrent.futures.Future[None] = concurrent.futures.Future()
+            done.set_result(None)
+            return done
+        with self._guard:
+            self._num_queued[rank] += 1
+            if rank not in self._executors:
+                self._executors[rank] = concurrent.futures.ThreadPoolExecutor(1, f"send-to-{rank}")
+        return self._executors[rank].submit(self._send_queued, values, rank, tag)
+
+    def receive(self, into: torch.Tensor, rank: int | None, tag: int) -> PostedReceive:
+        """Waits, in the background, for the next message with this tag from a rank, or from any."""
+        for source in self._others if rank is None else [rank]:
+            self._read_from(source)
+        receive = PostedReceive(rank, tag, into)
+        self._mailbox.post(receive)
+        return receive
+
+    def withdraw(self, receive: PostedReceive) -> bool:
+        """See :meth:`Mailbox.withdraw`."""
+        return self._mailbox.withdraw(receive)
+
+    def close(self, reason: str) -> None:
+        """Ends lanes and threads; whoever waits gets ``CollectiveError``."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = reason
+            lanes: list[SendingLane | ReceivingLane] = [*self._senders.values(), *self._receivers.values()]
+        for source in self._others:
+            self._mailbox.broke(source, CollectiveError(reason, source))
+        for lane in lanes:
+            lane.close(reason)
+        for executor in self._executors.values():
+            executor.shutdown(cancel_futures=True)
+        for reader in self._readers.values():
+            if reader is not threading.current_thread():
+                reader.join(5.0)
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    def _send_queued(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        try:
+            self._send(values, rank, tag)
+            self._senders[rank].flush(time.monotonic() + self._timeout_s)
+        except StratagemError as error:
+            raise CollectiveError(f"rank {rank} did not take a message: {error}", rank) from None
+        finally:
+            self._num_queued[rank] -= 1
+
+    def _send(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        try:
+            lane = self._sender(rank)
+            num_elements = values.numel()
+            parts = chunks(0, num_elements, max(1, _FRAME_BYTES // values.itemsize)) or ((0, 0),)
+            for start, stop in parts:
+                part = values[start:stop]
+                lane.send(frame_pb2.COLLECTIVE, tag + 1, 0, num_elements, lambda part=part: (part,), stop - start)  # type: ignore[misc]
+        except StratagemError as error:
+            raise CollectiveError(f"sending to rank {rank} failed: {error}", rank) from None
+
+    def _sender(self, rank: int) -> SendingLane:
+        with self._guard:
+            if self._closed:
+                raise CollectiveError(self._closed)
+            if rank not in self._senders:
+                opener, lane = self._opener(self._timeout_s), self._lane(rank)
+                try:
+                    self._senders[rank] = opener.sender(rank, lane, _PURPOSE)
+                except SegmentError:
+                    self._senders[rank] = opener.sender(rank, "tcp", _PURPOSE)
+            return self._senders[rank]
+
+    # -- in -----------------------------------------------------------------------------------------------------
+
+    def _read_from(self, rank: int) -> None:
+        with self._guard:
+            if rank not in self._readers and not self._closed:
+                thread = threading.Thread(target=self._read, args=(rank,), name=f"messages-from-{rank}", daemon=True)
+                self._readers[rank] = thread
+                thread.start()
+
+    def _read(self, rank: int) -> None:
+        try:
+            lane = self._await_lane(rank)
+            while not self._closed:
+                self._mailbox.wait_for_room(rank)
+                self._read_message(lane, rank)
+        except StratagemError as error:
+            self._mailbox.broke(
+                rank, CollectiveError(self._closed or f"nothing more comes from rank {rank}: {error}", rank)
+            )
+
+    def _await_lane(self, rank: int) -> ReceivingLane:
+        num_silent = 0
+        while True:
+            try:
+                lane = self._opener(_LOOK_S).receiver(rank, self._lane(rank), _PURPOSE)
+                break
+            except PeerUnavailableError as error:
+                if self._closed:
+                    raise
+                num_silent = 0 if self._answers(rank) else num_silent + 1
+                if num_silent == _NUM_LOOKS:
+                    raise PeerUnavailableError(f"it does not answer ({error})") from None
+        with self._guard:
+            if self._closed:
+                lane.close(self._closed)
+            self._receivers[rank] = lane
+        return lane
+
+    def _read_message(self, lane: ReceivingLane, rank: int) -> None:
+        """Reads the frames of one message."""
+        frame = lane.receive(0, _deadline())
+        total, tag, dtype = frame.offset, frame.transfer - 1, frame.tensor.dtype
+        if frame.tensor.numel() == total:
+            self._mailbox.put(rank, tag, frame.tensor)
+            return
+        receive = self._mailbox.expected(rank, tag, total, dtype)
+        values = receive.into if receive is not None else torch.empty(total, dtype=dtype)
+        try:
+            filled = frame.tensor.numel()
+            values[:filled].copy_(frame.tensor)
+            del frame
+            while filled < total:
+                part = lane.receive(0, _deadline(), values[filled:]).tensor
+                if part.data_ptr() != values[filled:].data_ptr():
+                    values[filled : filled + part.numel()].copy_(part)
+                filled += part.numel()
+        except StratagemError as error:
+            if receive is not None:
+                receive.done.set_exception(CollectiveError(f"rank {rank} broke off in a message: {error}", rank))
+            raise
+        if receive is not None:
+            receive.done.set_result(rank)
+        else:
+            self._mailbox.put(rank, tag, values)
+
+
+def _deadline() -> float:
+    """None: a rank may have nothing to say for as long as it likes."""
+    return time.monotonic() + 1e6

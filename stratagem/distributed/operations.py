@@ -1,0 +1,249 @@
+"""The collectives of ``torch.distributed``, told as steps of a group (:class:`stratagem.worker.ring.group.Group`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stratagem.distributed.reductions import Run, reducing
+from stratagem.distributed.tensors import flat, movable, name_of, put, room_for, told
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.worker.ring.group import Group, Tag
+
+Step = tuple[str, Run]
+"""One collective of a group, and what it is in words that are the same on every rank."""
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclasses.dataclass
+class Operation:
+    """What one call of a process group does, after the arguments were checked."""
+
+    what: str
+    outputs: list[torch.Tensor]
+    """Tensors of the caller that it fills."""
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    values: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """The flat elements of ``outputs``."""
+
+    def finish(self) -> None:
+        """Puts the values where they belong, if they are not there already."""
+        put(self.outputs, self.values)
+
+
+class Operations:
+    """Makes operations.
+
+    Args:
+        rank: this rank.
+        size: ranks in the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def barrier(self) -> Operation:
+        """Nothing but waiting."""
+        return Operation("barrier", [], [("barrier", lambda group, tag: group.barrier(tag))])
+
+    def broadcast(self, tensors: Tensors, root: int) -> Operation:
+        """``tensors`` of the root to all."""
+        made = Operation("broadcast", list(tensors))
+        for tensor in tensors:
+            values = flat(tensor)
+            made.values.append(values)
+            made.steps.append((f"broadcast of {told(tensor)} from rank {root}", _broadcasting(values, root)))
+        return made
+
+    def all_reduce(self, tensors: Tensors, op: Any) -> Operation:
+        """Reduces each in place."""
+        made = Operation("all_reduce", list(tensors))
+        for tensor in tensors:
+            reduction, values = reducing(op, tensor.dtype), flat(tensor)
+            made.values.append(values)
+            made.steps.append((f"all_reduce {reduction.name} of {told(tensor)}", reduction.all_reduce(values, values)))
+        return made
+
+    def reduce(self, tensors: Tensors, op: Any, root: int) -> Operation:
+        """The same for one rank; the others keep what they have."""
+        made = Operation("reduce", list(tensors) if self.rank == root else [])
+        for tensor in tensors:
+            reduction, values = reducing(op, tensor.dtype), flat(tensor)
+            out = values if self.rank == root else torch.empty_like(values)
+            if self.rank == root:
+                made.values.append(out)
+            what = f"reduce {reduction.name} of {told(tensor)} to rank {root}"
+            made.steps.append((what, reduction.all_reduce(values, out)))
+        return made
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], op: Any) -> Operation:
+        """``outputs[i]`` = the reduction of what every rank holds at ``inputs[i][this rank]``."""
+        made = Operation("reduce_scatter", list(outputs))
+        for out, tensors in zip(outputs, inputs, strict=True):
+            self._check_list(tensors, out, "input")
+            lengths = [tensor.numel() for tensor in tensors]
+            # Shorter ones are filled up: the groups scatter equal parts.
+            joined = torch.zeros(self.size, max(lengths), dtype=out.dtype)
+            for row, tensor in zip(joined, tensors, strict=True):
+                row[: tensor.numel()].copy_(flat(tensor))
+            reduction, reduced = reducing(op, out.dtype), torch.empty(max(lengths), dtype=out.dtype)
+            made.values.append(reduced[: out.numel()])
+            what = f"reduce_scatter {reduction.name} of {lengths} {name_of(out.dtype)}"
+            made.steps.append((what, reduction.reduce_scatter(joined.view(-1), reduced)))
+        return made
+
+    def reduce_scatter_single(self, outputs: Tensors, inputs: Tensors, op: Any) -> Operation:
+        """The same with the ranks' equal parts one after the other in ``inputs[i]``."""
+        made = Operation("reduce_scatter", list(outputs))
+        for out, tensor in zip(outputs, inputs, strict=True):
+            self._check_parts(tensor, out, "reduce_scatter")
+            reduction, room = reducing(op, out.dtype), room_for(out)
+            made.values.append(room)
+            what = f"reduce_scatter {reduction.name} of {self.size} × {told(out)}"
+            made.steps.append((what, reduction.reduce_scatter(flat(tensor), room)))
+        return made
+
+    def all_gather(self, outputs: Sequence[Tensors], inputs: Tensors) -> Operation:
+        """``outputs[i][r]`` = rank r's ``inputs[i]``."""
+        made = Operation("all_gather", [tensor for tensors in outputs for tensor in tensors])
+        for outs, tensor in zip(outputs, inputs, strict=True):
+            self._check_list(outs, tensor, "output")
+            rooms = [room_for(out) for out in outs]
+            made.values += rooms
+            what = f"all_gather of {[out.numel() for out in outs]} {name_of(tensor.dtype)}"
+            made.steps.append((what, _gathering(flat(tensor), rooms)))
+        return made
+
+    def all_gather_single(self, outputs: Tensors, inputs: Tensors) -> Operation:
+        """``outputs[i]`` = every rank's ``inputs[i]``, one after the other."""
+        made = Operation("all_gather", list(outputs))
+        for out, tensor in zip(outputs, inputs, strict=True):
+            self._check_parts(out, tensor, "all_gather")
+            room = room_for(out)
+            made.values.append(room)
+            what = f"all_gather of {self.size} × {told(tensor)}"
+            made.steps.append((what, _gathering(flat(tensor), room.view(self.size, -1).unbind())))
+        return made
+
+    def gather(self, outputs: Sequence[Tensors], tensor: torch.Tensor, root: int) -> Operation:
+        """``outputs[0][r]`` of the root = rank r's ``tensor``; the other ranks give none."""
+        outs = list(outputs[0]) if self.rank == root else []
+        nothing = torch.empty(0, dtype=tensor.dtype)
+        if self.rank == root:
+            self._check_list(outs, tensor, "output")
+            for out in outs:
+                _check_like(out, tensor)
+        rooms = [room_for(out) for out in outs]
+        sources = [flat(tensor) if rank == root else nothing for rank in range(self.size)]
+        step = _exchanging(sources, rooms or [nothing] * self.size)
+        return Operation("gather", outs, [(f"gather of {told(tensor)} to rank {root}", step)], rooms)
+
+    def scatter(self, out: torch.Tensor, inputs: Sequence[Tensors], root: int) -> Operation:
+        """``out`` = what the root holds at ``inputs[0][this rank]``; the other ranks give none."""
+        nothing = torch.empty(0, dtype=out.dtype)
+        sources = [nothing] * self.size
+        if self.rank == root:
+            self._check_list(inputs[0], out, "input")
+            for tensor in inputs[0]:
+                _check_like(tensor, out)
+            sources = [flat(tensor) for tensor in inputs[0]]
+        room = room_for(out)
+        step = _exchanging(sources, [room if rank == root else nothing for rank in range(self.size)])
+        return Operation("scatter", [out], [(f"scatter of {told(out)} from rank {root}", step)], [room])
+
+    def all_to_all(self, outputs: Tensors, inputs: Tensors) -> Operation:
+        """``outputs[r]`` = what rank r holds at ``inputs[this rank]``."""
+        self._check_count(outputs, "output")
+        self._check_count(inputs, "input")
+        rooms = [room_for(out) for out in outputs]
+        return self._all_to_all(list(outputs), rooms, rooms, [flat(tensor) for tensor in inputs])
+
+    def all_to_all_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_rows: Sequence[int], rows: Sequence[int]
+    ) -> Operation:
+        """The same with the parts one after the other.
+
+        Args:
+            out_rows: rows of ``out`` from each rank; none: equal parts.
+            rows: rows of ``tensor`` for each rank; none: equal parts.
+        """
+        room, values = room_for(out), flat(tensor)
+        rooms, sources = self._split(room, out, out_rows), self._split(values, tensor, rows)
+        if out_rows or rows:
+            return self._all_to_all([out], [room], rooms, sources)
+        what = f"all_to_all of {told(tensor)} in equal parts"
+        return Operation("all_to_all", [out], [(what, _exchanging(sources, rooms))], [room])
+
+    def _all_to_all(
+        self, outputs: list[torch.Tensor], values: list[torch.Tensor], rooms: Tensors, sources: Tensors
+    ) -> Operation:
+        """With lengths that only the two ranks concerned know: they are compared first."""
+        sent = torch.tensor([source.numel() for source in sources])
+        every = [torch.empty_like(sent) for _ in range(self.size)]
+
+        def exchange(group: Group, tag: Tag) -> None:
+            for rank, (room, theirs) in enumerate(zip(rooms, every, strict=True)):
+                if room.numel() != int(theirs[self.rank]):
+                    raise CollectiveError(
+                        f"rank {rank} sends {int(theirs[self.rank]):,} elements to rank {self.rank}, which expects "
+                        f"{room.numel():,}: split sizes of an all_to_all have to fit together",
+                        rank,
+                    )
+            _exchanging(sources, rooms)(group, tag)
+
+        name = name_of(sources[0].dtype)
+        steps: list[Step] = [(f"lengths of an all_to_all of {name}", _gathering(sent, every))]
+        return Operation("all_to_all", outputs, [*steps, (f"all_to_all of {name}", exchange)], values)
+
+    def _split(self, values: torch.Tensor, tensor: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
+        """The ranks' parts of the flat values of a tensor."""
+        num_rows = tensor.shape[0] if tensor.dim() else 1
+        if not rows:
+            if num_rows % self.size:
+                raise ConfigurationError(
+                    f"{num_rows:,} rows cannot be split evenly over {self.size} ranks; give split sizes"
+                )
+            rows = [num_rows // self.size] * self.size
+        self._check_count(rows, "split size")
+        if sum(rows) != num_rows:
+            raise ConfigurationError(f"expected split sizes that add up to {num_rows:,} rows, got {list(rows)}")
+        each = tensor.numel() // num_rows if num_rows else 0
+        parts: Sequence[torch.Tensor] = values.split([count * each for count in rows])
+        return parts
+
+    def _check_count(self, given: Sequence[Any], what: str) -> None:
+        if len(given) != self.size:
+            raise ConfigurationError(f"expected {self.size} {what}s, one for each rank, got {len(given)}")
+
+    def _check_list(self, tensors: Tensors, own: torch.Tensor, what: str) -> None:
+        """One for each rank, this rank's like its counterpart."""
+        self._check_count(tensors, what)
+        _check_like(tensors[self.rank], own)
+
+    def _check_parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> None:
+        if whole.numel() != part.numel() * self.size or whole.dtype != part.dtype:
+            raise ConfigurationError(
+                f"expected {self.size} × {told(part)} in a {what} of {self.size} ranks, got {told(whole)}"
+            )
+
+
+def _check_like(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.numel() != other.numel() or tensor.dtype != other.dtype:
+        raise ConfigurationError(f"expected tensors of {told(other)}, got one of {told(tensor)}")
+
+
+def _broadcasting(values: torch.Tensor, root: int) -> Run:
+    return lambda group, tag: group.broadcast(movable(values), root, tag)
+
+
+def _gathering(values: torch.Tensor, rooms: Tensors) -> Run:
+    return lambda group, tag: group.all_gather(movable(values), [movable(room) for room in rooms], tag)
+
+
+def _exchanging(sources: Tensors, rooms: Tensors) -> Run:
+    moved, places = [movable(source) for source in sources], [movable(room) for room in rooms]
+    return lambda group, tag: group.all_to_all(moved, places, tag)

@@ -1,0 +1,246 @@
+"""A process group of ``torch.distributed`` whose bytes move by the ring's groups."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from stratagem.distributed.messages import Messages
+from stratagem.distributed.operations import Operation, Operations
+from stratagem.distributed.tensors import flat, movable, put, room_for, told
+from stratagem.distributed.work import LaneWork, ReceiveWork
+from stratagem.worker.ring.communicator import Communicator
+
+Tensors = list[torch.Tensor]
+_open: weakref.WeakSet[LaneProcessGroup] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """A script has ended, well or not, and destroyed no group: a thread that waits for another rank would keep the
+    process, and the other ranks would wait for it."""
+    for group in list(_open):
+        group.shutdown()
+
+
+# Before Python waits for its threads; atexit's functions come after that.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+class LaneProcessGroup(dist.ProcessGroup):
+    """Implements ``torch.distributed.ProcessGroup``. Collectives run one after the other in the order of the calls, in
+    a thread of the group, or in the caller's when it waits for the result anyway.
+
+    All ranks have to make the same calls in the same order, with equal numbers of elements and equal dtypes; what does
+    not fit is an error on every rank that says who was where. After an error the group is of no use any more.
+
+    Args:
+        communicator: of the ranks.
+        messages: for send and recv.
+        store: of this group.
+        timeout_s: seconds a receive waits.
+        close: frees what the group stands on, with a reason.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        messages: Messages,
+        store: Store,
+        timeout_s: float,
+        close: Callable[[str], None],
+    ) -> None:
+        super().__init__(communicator.rank, communicator.size)
+        self.communicator = communicator
+        self._messages = messages
+        self._timeout_s = timeout_s
+        self._operations = Operations(communicator.rank, communicator.size)
+        self._store = store
+        self._close = close
+        self._name = self._description = ""
+        _open.add(self)
+
+    def getBackendName(self) -> str:
+        """The name that ``init_process_group`` was given."""
+        return "stratagem"
+
+    # torch keeps name and description in a group's backends, and this one has none.
+
+    def setGroupName(self, name: str) -> None:
+        """Called by ``new_group``: torch finds the group by this name."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name; empty before it was given."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """What the group is for."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def get_group_store(self) -> Store:
+        """Where the ranks met."""
+        return self._store
+
+    # -- collectives: torch's names and arguments ---------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> LaneWork:
+        """Reduces in place."""
+        return self._run(self._operations.all_reduce(_listed(tensors), _op(opts)), opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> LaneWork:
+        """Reduces each in place."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, root: int = 0) -> LaneWork:
+        """Gives every rank the root's values."""
+        root = root if opts is None else opts if isinstance(opts, int) else opts.rootRank
+        return self._run(self._operations.broadcast(_listed(tensors), root), opts)
+
+    def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
+        """Reduces to one rank."""
+        return self._run(self._operations.reduce(_listed(tensors), _op(opts), opts.rootRank), opts)
+
+    def allgather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
+        """Every rank's tensor to every rank; lengths may differ, and are those of the outputs."""
+        lists = [outputs] if isinstance(inputs, torch.Tensor) else outputs
+        return self._run(self._operations.all_gather(lists, _listed(inputs)), opts)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
+        """The same for several tensors: ``outputs[rank][i]`` is rank's ``inputs[i]``."""
+        return self._run(self._operations.all_gather([list(each) for each in zip(*outputs, strict=True)], inputs), opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LaneWork:
+        """Every rank's tensor, one after the other in ``output``."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
+        """The same for several tensors."""
+        return self._run(self._operations.all_gather_single(outputs, inputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LaneWork:
+        """Rank r gets the reduction of what every rank holds at ``inputs[r]``; lengths may differ between ranks."""
+        lists = [inputs] if isinstance(outputs, torch.Tensor) else inputs
+        return self._run(self._operations.reduce_scatter(_listed(outputs), lists, _op(opts)), opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> LaneWork:
+        """The same with the ranks' parts one after the other in ``input``."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
+        """The same for several tensors."""
+        return self._run(self._operations.reduce_scatter_single(outputs, inputs, _op(opts)), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> LaneWork:
+        """Rank r gets this rank's r-th part of the rows; no sizes: equal parts."""
+        operation = self._operations.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
+        return self._run(operation, opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> LaneWork:
+        """Rank r gets ``inputs[r]``; shapes may differ."""
+        return self._run(self._operations.all_to_all(outputs, inputs), opts)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
+        """Every rank's tensor to one rank."""
+        return self._run(self._operations.gather(outputs, inputs[0], opts.rootRank), opts)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> LaneWork:
+        """A tensor of one rank to every rank."""
+        return self._run(self._operations.scatter(outputs[0], inputs, opts.rootRank), opts)
+
+    def barrier(self, opts: Any = None) -> LaneWork:
+        """Is done when every rank has called it."""
+        return self._run(self._operations.barrier(), opts)
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
+        """Sends a tensor to one rank; is done when the tensor may be changed."""
+        done = self._messages.send(movable(flat(tensors[0])), dstRank, tag)
+        return LaneWork(f"send to rank {dstRank}", [], done)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
+        """Receives a tensor from one rank; those with the same tag come in the order in which they were sent."""
+        return self._receive(tensors[0], srcRank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> LaneWork:
+        """The same from whichever rank sends first."""
+        return self._receive(tensors[0], None, tag)
+
+    def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> LaneWork:
+        room = room_for(tensor)
+        receive = self._messages.receive(movable(room), source, tag)
+        what = f"recv of {told(tensor)} from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
+        finish = functools.partial(put, [tensor], [room])
+        return ReceiveWork(what, tensor, receive, finish, self._messages.withdraw, self._timeout_s)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Ends what runs, here and at the other ranks: they raise ``CollectiveError``."""
+        self._close("the process group was aborted")
+
+    def shutdown(self) -> None:
+        """Frees lanes, threads and memory; what is queued fails."""
+        self._close(f"rank {self.communicator.rank} has destroyed its process group, or ended")
+
+    def _run(self, operation: Operation, opts: Any) -> LaneWork:
+        communicator = self.communicator
+
+        def run() -> None:
+            for what, step in operation.steps:
+                communicator.collective(what, lambda tag, step=step: step(communicator.group, tag))  # type: ignore[misc]
+            operation.finish()
+
+        done: concurrent.futures.Future[None]
+        if getattr(opts, "asyncOp", True):
+            done = communicator.submit(run)
+        else:  # the caller waits: here and now is one change of threads less
+            done = concurrent.futures.Future()
+            try:
+                run()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+        return LaneWork(operation.what, operation.outputs, done)
+
+
+def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _op(opts: Any) -> Any:
+    """The reduction that options name, or are."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)

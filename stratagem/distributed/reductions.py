@@ -1,0 +1,113 @@
+"""What ``torch.distributed.ReduceOp`` asks for, in the words of our groups: scale, reduce, scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stratagem.cluster.communication import ReduceOp
+from stratagem.distributed.tensors import name_of
+from stratagem.errors import ConfigurationError
+from stratagem.rpc.codec import can_travel
+from stratagem.worker.ring.group import Group, Tag
+
+_OPS: Mapping[str, ReduceOp] = {
+    "SUM": ReduceOp.SUM,
+    "AVG": ReduceOp.SUM,
+    "PREMUL_SUM": ReduceOp.SUM,
+    "MIN": ReduceOp.MIN,
+    "MAX": ReduceOp.MAX,
+    "PRODUCT": ReduceOp.PRODUCT,
+}
+_SUMS = ("SUM", "AVG", "PREMUL_SUM")
+_BITWISE: Mapping[str, Callable[..., torch.Tensor]] = {
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+"""Those that no group knows: every rank gets all values and combines them."""
+
+
+Run = Callable[[Group, Tag], None]
+"""One operation of a group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReduction:
+    """One reduction over the ranks of a group, of flat tensors."""
+
+    name: str
+    """As torch calls it."""
+    op: ReduceOp | None
+    """Of the group; None: bitwise."""
+    factor: Any = None
+    """PREMUL_SUM: what this rank's values are multiplied with, a number or a tensor of one element."""
+
+    def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> Run:
+        """``out`` = the reduction of every rank's ``source``; it may be the same memory."""
+
+        def run(group: Group, tag: Tag) -> None:
+            if self.op is None:
+                out.copy_(self._combined(source, group, tag))
+            else:
+                group.all_reduce(self._scaled(source), _real(out), self.op, tag)
+            self._finish(out, group.size)
+
+        return run
+
+    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor) -> Run:
+        """``out`` = this rank's one of as many equal parts of the reduction as there are ranks."""
+
+        def run(group: Group, tag: Tag) -> None:
+            if self.op is None:
+                out.copy_(self._combined(source, group, tag).view(group.size, -1)[group.rank])
+            else:
+                group.reduce_scatter(self._scaled(source), _real(out), self.op, tag)
+            self._finish(out, group.size)
+
+        return run
+
+    def _scaled(self, source: torch.Tensor) -> torch.Tensor:
+        return _real(source if self.factor is None else source * self.factor)
+
+    def _combined(self, source: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
+        every = [torch.empty_like(source) for _ in range(group.size)]
+        group.all_gather(source, every, tag)
+        return functools.reduce(_BITWISE[self.name], every)
+
+    def _finish(self, out: torch.Tensor, size: int) -> None:
+        if self.name == "AVG":
+            out.div_(size) if out.is_floating_point() or out.is_complex() else out.div_(size, rounding_mode="trunc")
+
+
+def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
+    """Reads an operation.
+
+    Args:
+        op: a ``torch.distributed.ReduceOp`` or one of its members.
+        dtype: of the tensors.
+
+    Raises:
+        ConfigurationError: there is no such reduction for the dtype.
+    """
+    # Not isinstance: torch says of its enum's members, too, that they are ReduceOps.
+    state: Any = (op if type(op) is dist.ReduceOp else dist.ReduceOp(op)).__getstate__()
+    kind, supplement = state
+    name = str(kind).rpartition(".")[2]
+    if name in _BITWISE and not (dtype.is_floating_point or dtype.is_complex):
+        return RankReduction(name, None)
+    if (name in _SUMS and dtype.is_complex) or (name in _OPS and can_travel(dtype)):
+        return RankReduction(name, _OPS[name], supplement if name == "PREMUL_SUM" else None)
+    raise ConfigurationError(
+        f"there is no {name} of {name_of(dtype)}: convert the tensor to float32, or gather it and reduce it yourself"
+    )
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    """Complex numbers are summed as pairs."""
+    return torch.view_as_real(values).view(-1) if values.is_complex() else values

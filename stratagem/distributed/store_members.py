@@ -1,0 +1,113 @@
+"""The ranks of a process group, found in the store that ``torch.distributed`` gives."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from stratagem.errors import ClusterTimeoutError, StratagemError
+from stratagem.rpc.generated import chief_pb2, common_pb2
+from stratagem.rpc.security import Security
+
+
+class Rendezvous:
+    """Ranks that tell each other words through a store. A store may serve several lives of one group, one after the
+    other: each has keys of its own.
+
+    Args:
+        store: of this group alone.
+        rank: this rank.
+        tasks: task id of every rank.
+        timeout_s: seconds for all of it.
+    """
+
+    def __init__(self, store: Store, rank: int, tasks: Sequence[str], timeout_s: float) -> None:
+        life = (store.add("arrivals", 1) - 1) // len(tasks)
+        self._store = store
+        self._prefix = f"{life}/"
+        self._rank = rank
+        self._tasks = tasks
+        self._deadline = time.monotonic() + timeout_s
+
+    def exchange(self, what: str, word: str) -> list[str]:
+        """Every rank's word, in rank order.
+
+        Raises:
+            ClusterTimeoutError: a rank does not come; names those missing.
+        """
+        self._store.set(f"{self._prefix}{what}/{self._rank}", word)
+        return [self._wait(f"{self._prefix}{what}/{rank}", what) for rank in range(len(self._tasks))]
+
+    def hear(self, what: str, make: Callable[[], str]) -> str:
+        """The word of rank 0, which makes it."""
+        if self._rank == 0:
+            self._store.set(f"{self._prefix}{what}/0", make())
+        return self._wait(f"{self._prefix}{what}/0", what)
+
+    def _wait(self, key: str, what: str) -> str:
+        left = datetime.timedelta(seconds=max(0.01, self._deadline - time.monotonic()))
+        try:
+            self._store.wait([key], left)
+            return self._store.get(key).decode()
+        except RuntimeError as error:  # DistStoreError is one
+            prefix = key.rpartition("/")[0]
+            raise ClusterTimeoutError(
+                f"{self._tasks[self._rank]} did not find {', '.join(self._missing(prefix)) or 'the store'} in time "
+                f"(waiting for {what}): {str(error).splitlines()[0]}. Did every rank call init_process_group or "
+                "new_group with the same ranks?"
+            ) from None
+
+    def _missing(self, prefix: str) -> list[str]:
+        try:
+            return [task for rank, task in enumerate(self._tasks) if not self._store.check([f"{prefix}/{rank}"])]
+        except RuntimeError:
+            return []
+
+
+class StoreMembers:
+    """Implements :class:`stratagem.worker.ring.members.MembershipSource`. Who has come once is a member to the end:
+    that a rank is lost is seen at its lanes.
+
+    Args:
+        rank: this rank.
+        tasks: task id of every rank, in rank order.
+        addresses: host:port of every rank's server, in rank order.
+        security: of this process.
+    """
+
+    def __init__(self, rank: int, tasks: Sequence[str], addresses: Sequence[str], security: Security) -> None:
+        self.task = tasks[rank]
+        self.incarnation = 1
+        self.membership = chief_pb2.Membership(
+            ready=True,
+            lead=tasks[0],
+            tasks=[
+                common_pb2.TaskInfo(task=task, address=address, incarnation=1, live=True)
+                for task, address in zip(tasks, addresses, strict=True)
+            ],
+        )
+        self.security = security
+        self._ended = threading.Event()
+
+    def on_membership(self, callback: Callable[[chief_pb2.Membership], None]) -> None:
+        """Nothing ever changes."""
+
+    def wait_ready(self, timeout_s: float) -> chief_pb2.Membership:
+        """Everybody is there."""
+        return self.membership
+
+    def wait_membership(self, accept: Callable[[chief_pb2.Membership], bool], timeout_s: float) -> bool:
+        """Does not wait: nothing ever changes."""
+        return accept(self.membership)
+
+    def raise_if_stopped(self) -> None:
+        """Nobody stops a process group from outside."""
+
+    def wait_stopped(self, timeout_s: float | None) -> StratagemError | None:
+        """Waits."""
+        self._ended.wait(timeout_s)
+        return None

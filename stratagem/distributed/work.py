@@ -1,0 +1,143 @@
+"""The handle of an operation of a process group."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stratagem.distributed.mailbox import PostedReceive
+from stratagem.errors import ClusterTimeoutError, CollectiveError
+
+_NO_TIMEOUT = datetime.timedelta()
+
+
+class LaneWork(dist.Work):
+    """Implements ``torch.distributed.Work``. Waiting blocks the calling thread; nothing is left on a stream.
+
+    Args:
+        what: the operation, for errors.
+        outputs: tensors that it fills.
+        done: ends with it, or with its error.
+    """
+
+    def __init__(self, what: str, outputs: Sequence[torch.Tensor], done: concurrent.futures.Future[Any]) -> None:
+        super().__init__()
+        self._what = what
+        self._outputs = list(outputs)
+        self._done = done
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+        """Returns True when the outputs are complete.
+
+        Args:
+            timeout: how long to wait at most; 0: as long as the group's own timeout allows.
+
+        Raises:
+            CollectiveError: the operation failed on this or another rank.
+            ClusterTimeoutError: it goes on after ``timeout``.
+        """
+        seconds = timeout.total_seconds()
+        try:
+            self._done.result(seconds if seconds > 0 else None)
+        except TimeoutError:
+            raise ClusterTimeoutError(f"{self._what} is not done after {seconds:g} s") from None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Why it failed."""
+        return self._done.exception() if self._done.done() else None
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs, once they are complete."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Who sent, after a receive from any rank."""
+        self.wait()
+        return int(self._done.result())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs. What is chained to it runs in the thread that completes it."""
+        if self._future is None:
+            begun: torch.futures.Future[None] = torch.futures.Future()
+            # C++ takes an error of Future.set_exception for a value; only one that a callback raises is one to it.
+            self._future = begun.then(lambda _: self._finished())
+            self._done.add_done_callback(lambda _: begun.set_result(None))
+        return self._future
+
+    def _finished(self) -> list[torch.Tensor]:
+        self._done.result()
+        return self._outputs
+
+
+class ReceiveWork(LaneWork):
+    """A receive: fails where no message comes.
+
+    Args:
+        what: the receive, for errors.
+        output: tensor that is filled.
+        receive: what waits in the mailbox.
+        finish: puts what came into ``output``.
+        withdraw: takes it back out of the mailbox; False: its message has come.
+        patience_s: seconds after which nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        output: torch.Tensor,
+        receive: PostedReceive,
+        finish: Callable[[], None],
+        withdraw: Callable[[PostedReceive], bool],
+        patience_s: float,
+    ) -> None:
+        done: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def conclude(came: concurrent.futures.Future[int]) -> None:
+            if (error := came.exception()) is not None:
+                done.set_exception(error)
+            else:
+                finish()
+                done.set_result(came.result())
+
+        super().__init__(what, [output], done)
+        self._receive = receive
+        self._withdraw = withdraw
+        self._patience_s = patience_s
+        receive.done.add_done_callback(conclude)
+
+    def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
+        """See :meth:`LaneWork.wait`."""
+        if timeout > _NO_TIMEOUT:
+            return super().wait(timeout)
+        try:
+            self._done.result(self._patience_s)
+        except TimeoutError:
+            if self._withdraw(self._receive):
+                error = CollectiveError(
+                    f"no message for {self._what} came within {self._patience_s:g} s", self._receive.source
+                )
+                self._receive.done.set_exception(error)
+            self._done.result()
+        return True

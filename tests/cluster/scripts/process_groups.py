@@ -1,0 +1,209 @@
+"""Under torchrun, four ranks: what trains over ``torch.distributed`` ends as in one process. Says "ok NAME" of each."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import stratagem.distributed  # noqa: F401
+
+STEPS, BATCH = 5, 8
+
+
+def model() -> nn.Sequential:
+    """The same on every rank."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 12, generator=generator), torch.randn(BATCH, 4, generator=generator)
+
+
+def own(step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's part of it."""
+    inputs, targets = batch(step)
+    return inputs.chunk(size)[rank], targets.chunk(size)[rank]
+
+
+def train(trained: nn.Module, examples: Callable[[int], tuple[torch.Tensor, torch.Tensor]], steps: int = STEPS) -> None:
+    """A few steps of Adam."""
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
+    for step in range(steps):
+        inputs, targets = examples(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(trained(inputs), targets).backward()
+        optimizer.step()
+
+
+def reference() -> nn.Sequential:
+    """What one process makes of the global batches."""
+    alone = model()
+    train(alone, batch)
+    return alone
+
+
+def same(trained: nn.Module) -> None:
+    """Compares with one process. Sums in another order differ in the last places, which Adam makes larger."""
+    for (name, value), expected in zip(trained.named_parameters(), reference().parameters(), strict=True):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def ddp() -> None:
+    """Buckets of all sizes, parameters that get no gradient, buffers."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for options in ({}, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}, {"static_graph": True}):
+        trained = DistributedDataParallel(model(), **options)
+        train(trained, lambda step: own(step, rank, size))
+        same(trained.module)
+
+
+def fsdp2() -> None:
+    """Every layer sharded over all ranks; also with a gradient that is reduced in bfloat16."""
+    trained = model()
+    for layer in trained:
+        fully_shard(layer)
+    fully_shard(trained)
+    train(trained, lambda step: own(step, dist.get_rank(), dist.get_world_size()))
+    same(trained)
+
+
+def hsdp() -> None:
+    """Sharded over pairs, replicated between them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    trained = model()
+    for layer in trained:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trained, mesh=mesh)
+    train(trained, lambda step: own(step, dist.get_rank(), dist.get_world_size()))
+    same(trained)
+
+
+def tensor_parallel() -> None:
+    """The first layers cut over all ranks; every rank sees the whole batch."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    trained = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    train(trained, batch)
+    same(trained)
+
+
+def pipeline() -> None:
+    """A layer a rank; activations forth and gradients back by send and recv."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layers = list(reference_layers())
+    inputs, _ = batch(0)
+    values = inputs
+    if rank:
+        values = torch.empty(BATCH, 32)
+        dist.recv(values, rank - 1)
+    values.requires_grad_()
+    out = layers[rank](values)
+    if rank < size - 1:
+        dist.send(out.detach(), rank + 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, rank + 1)
+        out.backward(gradient)
+    else:
+        out.square().sum().backward()
+    if rank:
+        assert values.grad is not None
+        dist.send(values.grad, rank - 1)
+    alone = nn.Sequential(*reference_layers())
+    alone(inputs).square().sum().backward()
+    expected = [value.grad for value in alone[rank].parameters()]
+    for value, grad in zip(layers[rank].parameters(), expected, strict=True):
+        torch.testing.assert_close(value.grad, grad)
+
+
+def reference_layers() -> list[nn.Module]:
+    """Four stages of one width."""
+    torch.manual_seed(3)
+    return [nn.Sequential(nn.Linear(12 if stage == 0 else 32, 32), nn.Tanh()) for stage in range(4)]
+
+
+def checkpoint() -> None:
+    """Saved sharded, loaded into another model, also in the background."""
+    folders: list[str | None] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    trained = model()
+    fully_shard(trained)
+    train(trained, lambda step: own(step, dist.get_rank(), dist.get_world_size()))
+    save(trained.state_dict(), checkpoint_id=str(Path(str(folders[0]), "sync")))
+    saving = async_save(trained.state_dict(), checkpoint_id=str(Path(str(folders[0]), "async")))
+    assert isinstance(saving, Future)
+    saving.result()
+    for name in ("sync", "async"):
+        loaded = model()
+        fully_shard(loaded)
+        state = loaded.state_dict()
+        load(state, checkpoint_id=str(Path(str(folders[0]), name)))
+        loaded.load_state_dict(state)
+        same(loaded)
+
+
+def objects_and_batches() -> None:
+    """What is not one tensor: Python objects, lists of messages, coalesced collectives, subgroups."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": each} for each in range(size)]
+    got = torch.zeros(3)
+    operations = [
+        dist.P2POp(dist.isend, torch.full((3,), float(rank)), (rank + 1) % size),
+        dist.P2POp(dist.irecv, got, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert got.tolist() == [(rank - 1) % size] * 3
+    tensors = [torch.full((length,), float(rank)) for length in (1, 4)]
+    with _coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    assert all(float(tensor[0]) == sum(range(size)) for tensor in tensors)
+    odd = dist.new_group([1, 3])
+    if rank in (1, 3):
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total, group=odd)
+        assert float(total) == 4.0
+        dist.destroy_process_group(odd)
+    dist.barrier()
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    ddp,
+    fsdp2,
+    hsdp,
+    tensor_parallel,
+    pipeline,
+    checkpoint,
+    objects_and_batches,
+)
+
+if __name__ == "__main__":
+    dist.init_process_group("stratagem")
+    wanted = sys.argv[1:]
+    for check in CHECKS:
+        if not wanted or check.__name__ in wanted:
+            check()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print("ok", check.__name__, flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,364 @@
+"""Every collective of a process group, on every kind of lane, against what torch says it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _make_nccl_premul_sum,
+)
+
+from stratagem.distributed.process_group import LaneProcessGroup
+from stratagem.errors import CollectiveError, ConfigurationError
+from tests.contract.distributed.ranks import on_every_rank, process_groups
+
+Groups = Sequence[LaneProcessGroup]
+CASES = [("shm", 1), ("shm", 2), ("shm", 3), ("tcp", 2), ("tcp", 3), ("grpc", 2)]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}, {case[1]}", scope="module")
+def groups(request: pytest.FixtureRequest) -> Iterator[Groups]:
+    """The ranks of one group."""
+    transport, size = request.param
+    with process_groups(size, transport) as made:
+        on_every_rank(made, use_everything)  # threads and lanes are made when they are first needed
+        yield made
+
+
+def use_everything(group: LaneProcessGroup) -> None:
+    """A collective in the group's thread, and a message between any two ranks."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    sent = [group.send([torch.zeros(100_000)], rank, 0) for rank in others]
+    for work in [group.recv([torch.zeros(100_000)], rank, 0) for rank in others] + sent:
+        work.wait()
+    group.barrier().wait()
+
+
+def values(rank: int, length: int = 1000, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Small whole numbers, other ones for each rank: sums are exact in every dtype."""
+    return ((torch.arange(length) * 7 + rank * 3) % 5 - 2).to(dtype)
+
+
+def reducing(op: object, is_async: bool = True) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = is_async
+    return options
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 200_000])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_all_reduce(groups: Groups, length: int, is_async: bool) -> None:
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = values(group.rank(), length)
+        work = group.allreduce([tensor], reducing(dist.ReduceOp.SUM, is_async))
+        assert work.wait() and work.is_completed() and work.is_success()
+        assert work.result()[0] is tensor
+        return tensor
+
+    expected = torch.stack([values(rank, length) for rank in range(len(groups))]).sum(0)
+    for result in on_every_rank(groups, run):
+        assert torch.equal(result, expected)
+
+
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SUM": lambda stacked: stacked.sum(0),
+    "MIN": lambda stacked: stacked.amin(0),
+    "MAX": lambda stacked: stacked.amax(0),
+    "PRODUCT": lambda stacked: stacked.prod(0),
+    "AVG": lambda stacked: stacked.sum(0).div(
+        len(stacked), rounding_mode=None if stacked.is_floating_point() else "trunc"
+    ),
+}
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_reduction_of_every_dtype(groups: Groups, dtype: torch.dtype) -> None:
+    def run(group: LaneProcessGroup) -> dict[str, torch.Tensor]:
+        results = {}
+        for name in OPS:
+            results[name] = values(group.rank(), 40_000, dtype)
+            group.allreduce([results[name]], reducing(getattr(dist.ReduceOp, name))).wait()
+        return results
+
+    stacked = torch.stack([values(rank, 40_000, dtype) for rank in range(len(groups))])
+    wide = stacked.to(torch.float32) if dtype.is_floating_point else stacked.to(torch.int64)
+    for results in on_every_rank(groups, run):
+        for name, reduce in OPS.items():
+            assert torch.allclose(results[name], reduce(wide).to(dtype), rtol=1e-3 if dtype.itemsize > 2 else 8e-3), (
+                name
+            )
+
+
+def test_bfloat16_is_summed_in_float32(groups: Groups) -> None:
+    """1 and many halves of its last place: added in bfloat16 one after the other they would all be lost."""
+
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = torch.full((64,), 256.0 if group.rank() == 0 else 1.0, dtype=torch.bfloat16)
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    if groups[0].communicator.group.name == "shm":
+        expected = torch.tensor(256.0 + len(groups) - 1).to(torch.bfloat16)
+        for result in on_every_rank(groups, run):
+            assert torch.equal(result, expected.expand(64))
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+def test_bitwise_reductions(groups: Groups, op: str) -> None:
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = torch.tensor([0b1100 + group.rank(), 0b1010, group.rank()])
+        group.allreduce([tensor], reducing(getattr(dist.ReduceOp, op))).wait()
+        return tensor
+
+    function = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+    expected = torch.tensor([0b1100, 0b1010, 0])
+    for rank in range(1, len(groups)):
+        expected = function(expected, torch.tensor([0b1100 + rank, 0b1010, rank]))
+    assert all(torch.equal(result, expected) for result in on_every_rank(groups, run))
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_sum_of_scaled_values(groups: Groups, factor: float | torch.Tensor) -> None:
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = torch.full((5,), float(group.rank()))
+        group.allreduce([tensor], reducing(_make_nccl_premul_sum(factor))).wait()
+        return tensor
+
+    expected = torch.full((5,), 0.5 * sum(range(len(groups))))
+    assert all(torch.equal(result, expected) for result in on_every_rank(groups, run))
+
+
+def test_complex_numbers_are_summed(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = torch.full((3,), complex(1, group.rank()))
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    expected = torch.full((3,), complex(len(groups), sum(range(len(groups)))))
+    assert all(torch.equal(result, expected) for result in on_every_rank(groups, run))
+
+
+def test_what_cannot_be_reduced_says_so(groups: Groups) -> None:
+    with pytest.raises(ConfigurationError, match="there is no BAND of float32: convert the tensor"):
+        groups[0].allreduce([torch.ones(1)], reducing(dist.ReduceOp.BAND))
+    with pytest.raises(ConfigurationError, match="there is no SUM of float8_e4m3fn"):
+        groups[0].allreduce([torch.ones(1).to(torch.float8_e4m3fn)])
+
+
+def test_tensors_that_are_not_contiguous(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = values(group.rank(), 12).view(3, 4).t()
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    expected = torch.stack([values(rank, 12).view(3, 4).t() for rank in range(len(groups))]).sum(0)
+    assert all(torch.equal(result, expected) for result in on_every_rank(groups, run))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bool, torch.complex64, torch.uint16, torch.float8_e5m2], ids=str
+)
+def test_what_is_only_moved_may_have_any_dtype(groups: Groups, dtype: torch.dtype) -> None:
+    size = len(groups)
+
+    def run(group: LaneProcessGroup) -> None:
+        def own(rank: int) -> torch.Tensor:
+            return values(rank, 6).abs().to(dtype)
+
+        def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+            return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+        outs = [torch.zeros(6, dtype=dtype) for _ in range(size)]
+        group.allgather([outs], [own(group.rank())]).wait()
+        assert all(same(out, own(rank)) for rank, out in enumerate(outs))
+        joined = torch.zeros(6 * size, dtype=dtype)
+        group._allgather_base(joined, own(group.rank())).wait()
+        assert same(joined, torch.cat([own(rank) for rank in range(size)]))
+        tensor, options = own(group.rank()), BroadcastOptions()
+        options.rootRank = size - 1
+        group.broadcast([tensor], options).wait()
+        assert same(tensor, own(size - 1))
+
+    on_every_rank(groups, run)
+
+
+def test_gathers_of_other_lengths(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        outs = [torch.zeros(rank, 2) for rank in range(len(groups))]
+        group.allgather([outs], [torch.full((group.rank(), 2), float(group.rank()))]).wait()
+        assert all(torch.equal(out, torch.full((rank, 2), float(rank))) for rank, out in enumerate(outs))
+
+    on_every_rank(groups, run)
+
+
+@pytest.mark.parametrize("name", ["SUM", "AVG", "MAX"])
+def test_reduce_scatter(groups: Groups, name: str) -> None:
+    size = len(groups)
+    options = ReduceScatterOptions()
+    options.reduceOp = getattr(dist.ReduceOp, name)
+
+    def run(group: LaneProcessGroup) -> None:
+        rank = group.rank()
+        reduced = OPS[name](torch.stack([values(each, 30_000 * size) for each in range(size)]))
+        out = torch.zeros(30_000)
+        group._reduce_scatter_base(out, values(rank, 30_000 * size), options).wait()
+        assert torch.allclose(out, reduced[rank * 30_000 : (rank + 1) * 30_000])
+        starts = [each * (each + 1) // 2 for each in range(size + 1)]  # rank r gets r + 1 elements
+        parts = [values(rank, starts[-1])[start : start + each + 1] for each, start in enumerate(starts[:-1])]
+        out = torch.zeros(rank + 1)
+        group.reduce_scatter([out], [parts], options).wait()
+        reduced = OPS[name](torch.stack([values(each, starts[-1]) for each in range(size)]))
+        assert torch.allclose(out, reduced[starts[rank] : starts[rank + 1]])
+
+    on_every_rank(groups, run)
+
+
+def test_reduce_gather_and_scatter_have_a_root(groups: Groups) -> None:
+    size = len(groups)
+    root = size - 1
+
+    def run(group: LaneProcessGroup) -> None:
+        rank = group.rank()
+        tensor, reduce = torch.full((4,), float(rank)), ReduceOptions()
+        reduce.rootRank = root
+        group.reduce([tensor], reduce).wait()
+        assert torch.equal(tensor, torch.full((4,), float(sum(range(size)) if rank == root else rank)))
+        outs, gather = [torch.zeros(3) for _ in range(size)], GatherOptions()
+        gather.rootRank = root
+        group.gather([outs] if rank == root else [], [torch.full((3,), float(rank))], gather).wait()
+        assert [float(out[2]) for out in outs] == (
+            [float(each) for each in range(size)] if rank == root else [0.0] * size
+        )
+        out, scatter = torch.zeros(2), ScatterOptions()
+        scatter.rootRank = root
+        parts = [torch.full((2,), float(each * 10)) for each in range(size)]
+        group.scatter([out], [parts] if rank == root else [], scatter).wait()
+        assert out.tolist() == [rank * 10.0] * 2
+
+    on_every_rank(groups, run)
+
+
+def test_all_to_all(groups: Groups) -> None:
+    size = len(groups)
+
+    def run(group: LaneProcessGroup) -> None:
+        rank = group.rank()
+        out = torch.zeros(size * 2, 3)
+        group.all_to_all_single(
+            out, (torch.arange(size * 2.0) + 100 * rank).repeat_interleave(3).view(-1, 3), [], []
+        ).wait()
+        assert out[:, 1].tolist() == [100.0 * each + 2 * rank + place for each in range(size) for place in (0, 1)]
+        # Rank r sends r + 1 rows to each even rank and none to an odd one.
+        takes = rank % 2 == 0
+        rows = [rank + 1 if each % 2 == 0 else 0 for each in range(size)]
+        out = torch.zeros(sum(range(1, size + 1)) if takes else 0, 2)
+        group.alltoall_base(
+            out, torch.full((sum(rows), 2), float(rank)), [each + 1 if takes else 0 for each in range(size)], rows
+        ).wait()
+        assert out[:, 0].tolist() == [float(each) for each in range(size) for _ in range(each + 1) if takes]
+        outs = [torch.zeros(each + 1) for each in range(size)]
+        group.alltoall(outs, [torch.full((rank + 1,), float(rank)) for _ in range(size)]).wait()
+        assert all(torch.equal(each, torch.full((place + 1,), float(place))) for place, each in enumerate(outs))
+
+    on_every_rank(groups, run)
+
+
+def test_coalesced_collectives(groups: Groups) -> None:
+    size = len(groups)
+
+    def run(group: LaneProcessGroup) -> None:
+        tensors = [torch.full((length,), float(group.rank() + 1)) for length in (1, 5, 3)]
+        group.allreduce_coalesced(tensors).wait()
+        assert all(float(tensor[0]) == sum(range(1, size + 1)) for tensor in tensors)
+        outs = [torch.zeros(size), torch.zeros(size * 2)]
+        group.all_gather_single_coalesced(outs, [torch.full((n,), float(group.rank())) for n in (1, 2)]).wait()
+        assert outs[1].tolist() == [float(rank) for rank in range(size) for _ in range(2)]
+        halves = [torch.zeros(1), torch.zeros(2)]
+        group.reduce_scatter_single_coalesced(halves, [torch.ones(size), torch.ones(size * 2)]).wait()
+        assert [half.tolist() for half in halves] == [[float(size)], [float(size)] * 2]
+
+    on_every_rank(groups, run)
+
+
+def test_collectives_run_in_the_order_of_the_calls(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        tensors = [torch.full((10,), float(number)) for number in range(50)]
+        works = [group.allreduce([tensor]) for tensor in tensors]
+        group.barrier().wait()
+        assert all(work.is_completed() for work in works)
+        assert [float(tensor[0]) for tensor in tensors] == [float(number * len(groups)) for number in range(50)]
+
+    on_every_rank(groups, run)
+
+
+def test_the_future_has_the_tensors(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        tensor = torch.ones(4)
+        doubled = group.allreduce([tensor]).get_future().then(lambda future: future.value()[0] * 2)
+        assert torch.equal(doubled.wait(), torch.full((4,), 2.0 * len(groups)))
+
+    on_every_rank(groups, run)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(groups: Groups) -> None:
+    size = len(groups)
+    with pytest.raises(
+        ConfigurationError, match=f"expected {size} × 2 float32 in a all_gather of {size} ranks, got 1 float32"
+    ):
+        groups[0].all_gather_single(torch.zeros(1), torch.zeros(2))
+    with pytest.raises(ConfigurationError, match=f"expected {size} outputs, one for each rank, got 7"):
+        groups[0].allgather([[torch.zeros(1)] * 7], [torch.zeros(1)])
+    with pytest.raises(ConfigurationError, match="expected split sizes that add up to 3 rows"):
+        groups[0].all_to_all_single(torch.zeros(3), torch.zeros(3), [1] * size, [2] * size)
+
+
+def test_messages(groups: Groups) -> None:
+    size = len(groups)
+    if size == 1:
+        pytest.skip("nobody to send to")
+
+    def run(group: LaneProcessGroup) -> None:
+        rank = group.rank()
+        after, before = (rank + 1) % size, (rank - 1) % size
+        # Large ones both ways at once; by tag, not in the order in which they were sent.
+        big, small = torch.zeros(300_000), torch.zeros(2, dtype=torch.int64)
+        works = [
+            group.send([torch.full((300_000,), float(rank))], after, 3),
+            group.send([torch.tensor([rank, 7])], after, 4),
+            group.recv([small], before, 4),
+            group.recv([big], before, 3),
+        ]
+        assert all(work.wait() for work in works)
+        assert small.tolist() == [before, 7] and torch.equal(big, torch.full((300_000,), float(before)))
+        if rank == 0:
+            got = torch.zeros(1)
+            sources = []
+            for _ in range(1, size):
+                work = group.recv_anysource([got], 5)
+                work.wait()
+                sources.append(work.source_rank())
+                assert float(got) == sources[-1]
+            assert sorted(sources) == list(range(1, size))
+        else:
+            group.send([torch.tensor([float(rank)])], 0, 5).wait()
+
+    on_every_rank(groups, run)
+
+
+def test_a_message_of_another_length_names_both(groups: Groups) -> None:
+    if len(groups) == 1:
+        pytest.skip("nobody to send to")
+    groups[0].send([torch.zeros(3)], 1, 9).wait()
+    with pytest.raises(CollectiveError, match="rank 0 sent 3 float32 with tag 9, rank 1 expects 5 float32"):
+        groups[1].recv([torch.zeros(5)], 0, 9).wait()
