@@ -31,8 +31,9 @@ from .errors import (
 from .launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
 from .launch.submit.api import run
 from .launch.submit.environment import Job, remote
-from .strategy.base import Strategy, get_strategy, has_strategy, is_evaluator, is_lead, set_strategy
+from .strategy.base import Strategy, set_strategy
 from .strategy.central_storage import CentralStorageStrategy
+from .strategy.default import get_strategy, has_strategy, is_evaluator, is_lead
 from .strategy.environment import strategy_from_environment
 from .strategy.loss_scaling import compute_average_loss, scale_regularization_loss
 from .strategy.mirrored import MirroredStrategy

@@ -1,1 +1,3 @@
 """The strategies."""
+
+from stratagem.strategy import default as default

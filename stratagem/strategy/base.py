@@ -1,12 +1,10 @@
-"""What every strategy is to a training script."""
+"""What every strategy is to a training script, and which one is the current."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,67 +14,28 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
+from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.replicas.context import ReplicaContext
+from stratagem.strategy.ps_servers import Servers
 from stratagem.strategy.replicas.copyable import check_parameters
 from stratagem.strategy.replicas.mirrored import original
-from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values, part_of_replica
-from stratagem.worker.job_script import awaits_strategy
+from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import StepMeter
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Preparation:
-    """What a script asked of ``prepare``; :meth:`Strategy.prepare` explains each."""
-
-    gradients: Literal["mean", "sum"] = "mean"
-    clip_norm: float | None = None
-    nan: Literal["error", "skip"] = "error"
-    sync_batchnorm: bool = False
-    torch_compile: bool | str | Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.gradients not in ("mean", "sum"):
-            raise ConfigurationError(f"expected gradients='mean' or 'sum', got {self.gradients!r}")
-        if self.nan not in ("error", "skip"):
-            raise ConfigurationError(f"expected nan='error' or 'skip', got {self.nan!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigurationError(f"expected clip_norm above 0 or None, got {self.clip_norm!r}")
-        if not isinstance(self.torch_compile, bool | str | Mapping | None):
-            raise ConfigurationError(f"expected torch_compile=True, a mode or options, got {self.torch_compile!r}")
-
-    def compile(self, models: Iterable[torch.nn.Module]) -> None:
-        """Has torch compile models, in place, if that was asked for."""
-        if self.torch_compile is None or self.torch_compile is False:
-            return
-        chosen = self.torch_compile
-        options = {"mode": chosen} if isinstance(chosen, str) else {} if chosen is True else dict(chosen)
-        for model in models:
-            # As nn.Module.compile does it, but from a frame that is not torch's own: dynamo leaves those alone, so that
-            # an nn.Sequential would not be compiled at all.
-            model._compiled_call_impl = torch.compile(_frame_around(model._call_impl), **options)
-
-
-def _frame_around(call: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return forward
-
-
 class Strategy:
-    """How a training script is spread over devices and processes.
+    """How a training script is spread over devices and processes; its attributes say what it can do."""
 
-    The base class is the pass-through that :func:`get_strategy` gives outside any scope: one replica, nothing changed.
-    """
+    places_models = True
+    """Whether models compute on :attr:`local_devices`; else wherever the script has put them."""
+    servers: Servers | None = None
+    """The parameter servers that hold the variables; None: each process has them itself."""
 
     communicator: Communicator | None = None
     """Collectives among the workers; each must make the same calls in the same order. None: they do not run in step."""
@@ -207,18 +166,13 @@ class Strategy:
 
     def _prepare_metric(self, metric: Any) -> Any:
         """Connects a metric or a collection of torchmetrics to the strategy, in place."""
-        from stratagem.strategy.prepared_metric import PreparedMetric, prepare_metric
-
-        prepare_metric(metric, self, lambda one: PreparedMetric(one, self))
-        return metric
+        raise NotImplementedError
 
     def _check_parameters(self, objects: Sequence[Any]) -> None:
         """Makes sure, once all is in its place, that optimizers change what prepared models compute with."""
-        from stratagem.strategy.replicas.variable import variables_of
-
         self._prepared_models.update(item for item in objects if isinstance(item, torch.nn.Module))
         known = {id(parameter) for model in self._prepared_models for parameter in model.parameters()}
-        known.update(id(tensor) for variable in variables_of(self) for tensor in variable.tensors)
+        known.update(id(tensor) for variable in self.variables() for tensor in variable.tensors)
         for item in objects:
             if isinstance(item, torch.optim.Optimizer):
                 check_parameters(item, lambda parameter: id(parameter) in known)
@@ -227,15 +181,21 @@ class Strategy:
     def _prepared_models(self) -> weakref.WeakSet[torch.nn.Module]:
         return weakref.WeakSet()
 
+    @functools.cached_property
+    def _variables(self) -> list[weakref.ref[Any]]:
+        return []
+
+    def keep_variable(self, variable: Any) -> None:
+        """A :class:`Variable` of this strategy was created."""
+        self._variables.append(weakref.ref(variable))
+
+    def variables(self) -> list[Any]:
+        """Those that are still there, in the order in which they were created."""
+        return [variable for reference in self._variables if (variable := reference()) is not None]
+
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
         """What a strategy does with what it was given. Returns what the script uses in its stead, in the same order."""
-        from stratagem.strategy.guard import guard
-
-        preparation.compile(item for item in objects if isinstance(item, torch.nn.Module))
-        for item in objects:
-            if isinstance(item, torch.optim.Optimizer):
-                guard(item, preparation, lambda: None)
-        return objects
+        raise NotImplementedError
 
     def distribute_dataset(
         self,
@@ -255,7 +215,7 @@ class Strategy:
         Raises:
             ConfigurationError: the source cannot be shared out; says why, and what can be done.
         """
-        raise ConfigurationError("distribute_dataset needs a strategy: build one, or enter its scope")
+        raise NotImplementedError
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
@@ -267,7 +227,7 @@ class Strategy:
                 ``input_pipeline_id`` itself.
             options: how batches get to the devices.
         """
-        raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
+        raise NotImplementedError
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A :class:`PerReplica` of what ``value_fn`` returns, called once for each local replica."""
@@ -287,10 +247,7 @@ class Strategy:
             ConfigurationError: an optimizer steps that was not prepared, or a model gets gradients that was built in
                 the scope and not prepared. The strategy outside any scope does not mind.
         """
-        own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs or {}), 0)
-        running = contextlib.nullcontext() if self.prepared is None else self.prepared.running()
-        with ReplicaContext(self).entered(), running:
-            return PerReplica((fn(*own[0], **own[1]),))
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -384,39 +341,23 @@ class Strategy:
         return 0.0 if self._meter is None else self._meter.exposed_fraction
 
 
-_pass_through = Strategy()
-_default = _pass_through
+_default: list[Strategy] = []
+"""Where no scope is open: the pass-through, and behind it what ``set_strategy`` was given."""
+
+
+def pass_through(strategy: Strategy) -> None:
+    """Says which strategy is the pass-through; ``stratagem.strategy.default`` does."""
+    _default[:1] = (strategy,)
 
 
 def current_strategy() -> Strategy:
-    """The strategy of the open scope; outside any scope what :func:`set_strategy` was given, or the pass-through."""
-    return _current.get() or _default
-
-
-def _is_metric(item: Any) -> bool:
-    """Whether it is of torchmetrics, which is loaded then."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(item, torchmetrics.Metric | torchmetrics.MetricCollection)
-
-
-def get_strategy() -> Strategy:
-    """The strategy of the open scope; outside any scope the default: what :func:`set_strategy` was given, or, in a task
-    of a job whose script has made none so far, the strategy of the job, made here. Elsewhere the pass-through."""
-    if current_strategy() is _pass_through and awaits_strategy():
-        from stratagem.strategy.environment import strategy_from_environment
-
-        set_strategy(strategy_from_environment())
-    return current_strategy()
-
-
-def has_strategy() -> bool:
-    """Whether a scope is open, or there is a default; see :func:`get_strategy`."""
-    return has_current_strategy() or get_strategy() is not _pass_through
+    """The strategy of the open scope; outside any scope what ``set_strategy`` was given, or the pass-through."""
+    return _current.get() or _default[-1]
 
 
 def has_current_strategy() -> bool:
-    """As :func:`has_strategy`, but makes none."""
-    return _current.get() is not None or _default is not _pass_through
+    """Whether a scope is open, or ``set_strategy`` was given something; see ``has_strategy``, which may make one."""
+    return _current.get() is not None or len(_default) > 1
 
 
 def set_strategy(strategy: Strategy | None) -> None:
@@ -428,7 +369,6 @@ def set_strategy(strategy: Strategy | None) -> None:
     Raises:
         ConfigurationError: a scope is open, or it is no strategy.
     """
-    global _default
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")
     if (outer := _current.get()) is not None:
@@ -436,16 +376,10 @@ def set_strategy(strategy: Strategy | None) -> None:
             f"set_strategy chooses what counts outside of scopes, and the scope of {type(outer).__name__} is open: "
             "leave it first"
         )
-    _default = strategy or _pass_through
+    _default[1:] = () if strategy is None else (strategy,)
 
 
-def is_evaluator() -> bool:
-    """Whether this process is the evaluator of a cluster, by TF_CONFIG."""
-    placement = placement_from_environment(os.environ)
-    return placement is not None and placement.task is not None and placement.task.type == "evaluator"
-
-
-def is_lead() -> bool:
-    """Whether this process does what only one may do. True for a process that trains alone."""
-    runtime = active_runtime()
-    return runtime is None or runtime.is_lead()
+def _is_metric(item: Any) -> bool:
+    """Whether it is of torchmetrics, which is loaded then."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(item, torchmetrics.Metric | torchmetrics.MetricCollection)

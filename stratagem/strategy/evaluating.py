@@ -9,8 +9,8 @@ import torch
 
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Preparation
 from stratagem.strategy.devices import default_device
+from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.step_meter import StepMeter
 

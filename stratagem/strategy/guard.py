@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stratagem.errors import NonFiniteGradientError
-from stratagem.strategy.base import Preparation
+from stratagem.strategy.preparation import Preparation
 
 
 def guard(optimizer: torch.optim.Optimizer, preparation: Preparation, on_skip: Callable[[], None]) -> None:

@@ -7,7 +7,8 @@ import functools
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Preparation, current_strategy
+from stratagem.strategy.base import current_strategy
+from stratagem.strategy.preparation import Preparation
 
 _divided: set[int] = set()
 """Backwards that have come through a loss of this module, by torch's number of them, while they run."""

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.units import Plan, Unit
+from stratagem.cluster.units import Unit
 from stratagem.data.distribute import leasable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
@@ -24,19 +23,20 @@ from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.strategy import roles
-from stratagem.strategy.base import Preparation, Strategy
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.devices import default_device, parse_device
 from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
+from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.ps_counts import SharedCounts
-from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
-from stratagem.strategy.ps_loading import load_once
 from stratagem.strategy.ps_schedules import follow, keep_up
+from stratagem.strategy.ps_servers import Servers
 from stratagem.strategy.ps_units import LeasedUnits, UnitListener, own_batches
 from stratagem.strategy.ps_variables import VariableGroups
+from stratagem.strategy.replicas.context import run_alone
 from stratagem.strategy.replicas.copies import move_original
+from stratagem.strategy.watching import watch_torch
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy, RolledBack, StepSlice
 from stratagem.worker.leases import Grant, LeaseClient
@@ -100,14 +100,13 @@ class ParameterServerStrategy(Strategy):
         self._tracker = UnitTracker()
         self._closes = CloseReports(self._runtime.clients)
         self._groups = VariableGroups(self._runtime, variable_partitioner)
+        self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)
         self._pushes: list[GradientPush] = []
+        watch_torch()
         self.prepared: Prepared = Prepared(has_nested=False)
         self._num_datasets = 0
         self._units: list[LeasedUnits] = []
-        self._listener: UnitListener | None = None
         self._metrics: list[UnitListener] = []
-        self.counts = SharedCounts(self._runtime.chief)
-        """What workers count and decide together."""
         self._grants: list[Grant] = []
         self._newest = 0, 0
         """Staleness 0: dataset and number of the newest step that this worker has a slice of."""
@@ -199,7 +198,7 @@ class ParameterServerStrategy(Strategy):
         from stratagem.strategy.prepared_metric import prepare_metric
         from stratagem.strategy.ps_metrics import CountedMetric
 
-        made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self))]
+        made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self, self.servers.counts))]
         self._metrics += made
         return metric
 
@@ -289,7 +288,7 @@ class ParameterServerStrategy(Strategy):
             batch, unit = self._batches.get(id(argument), (None, None))
             if unit is not None and batch is argument:
                 self._accept(self._tracker.focus(unit))
-        return super().run(fn, args, kwargs)
+        return run_alone(self, fn, args, kwargs)
 
     def _accept(self, closed: Sequence[Unit]) -> None:
         self._closes.add(closed)
@@ -342,7 +341,7 @@ class ParameterServerStrategy(Strategy):
             self._pull_all,
             self._groups.pull,
             self._begin,
-            lambda: self._metrics if self._listener is None else [self._listener, *self._metrics],
+            lambda: [*self.servers.listeners, *self._metrics],
         )
         self._units.append(source_of_units)
         return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)
@@ -365,40 +364,6 @@ class ParameterServerStrategy(Strategy):
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
         return own_batches(lambda _: dataset_fn(context), self.device, options, self._runtime.meter)
 
-    def lease_evaluation(
-        self, loader: DataLoader[Any], num_batches: int | None = None
-    ) -> tuple[DistributedDataset, EvaluatedUnits]:
-        """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
-        the weights: while a pass goes on, the chief holds training. Every worker has to call it, and to go through it,
-        in the same order.
-
-        Args:
-            loader: of batches; they are the units, in the order of the examples.
-            num_batches: no more than these; None: all.
-
-        Returns:
-            the batches of this worker, and whom to tell what was counted on them.
-
-        Raises:
-            ConfigurationError: the loader's batches have no numbers.
-        """
-        whole = plan_of(loader, 1, math.inf)
-        num_examples = (
-            whole.num_examples if num_batches is None else min(whole.num_examples, num_batches * whole.batch_size)
-        )
-        plan = dataclasses.replace(whole, num_examples=num_examples, shuffle=False)
-        units = self._evaluated_units(plan)
-        return DistributedDataset(loader, plan, 0, units, self.device), units
-
-    def lease_whole(self, batches: Iterable[Any]) -> tuple[WholeData, EvaluatedUnits]:
-        """As :meth:`lease_evaluation`, of data whose batches have no numbers: one worker evaluates them all."""
-        units = self._evaluated_units(Plan(1, 1, shuffle=False))
-        return WholeData(batches, units), units
-
-    def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
-        group = self.counts.new_group("evaluation")
-        return EvaluatedUnits(self._runtime.chief, group, plan, self._pull_all, self._runtime.meter)
-
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""
         with self._runtime.meter.exposed("the newest weights"):
@@ -412,15 +377,6 @@ class ParameterServerStrategy(Strategy):
                     else:
                         self._groups.reconnect()
 
-    @contextlib.contextmanager
-    def listened(self, listener: UnitListener) -> Iterator[None]:
-        """Inside, ``listener`` hears of the units that are trained on."""
-        self._listener = listener
-        try:
-            yield
-        finally:
-            self._listener = None
-
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)
         self._weight = weight
@@ -429,34 +385,6 @@ class ParameterServerStrategy(Strategy):
     def no_sync(self) -> Iterator[None]:
         with self._groups.paused():
             yield
-
-    def named_variables(self) -> list[tuple[str, torch.Tensor]]:
-        """What optimizers change on the ps, by the name it has there, and its copy in this process.
-
-        Of what no optimizer changes (buffers) the ps have the initial values only.
-        """
-        return self._groups.optimized
-
-    def push_weights(self) -> None:
-        """Gives the ps the values that this process has now, if it is the lead; the others take them from there."""
-        if self._runtime.may_assign():
-            self._groups.push()
-
-    def load_once(self, load: Callable[[], None]) -> None:
-        """See :func:`~stratagem.strategy.ps_loading.load_once`; every worker calls it."""
-        load_once(self._runtime, self.counts, self._groups, load)
-
-    def save_checkpoint(self, directory: str | os.PathLike[str] = "") -> str:
-        """Takes a consistent checkpoint of all ps and returns its path.
-
-        Args:
-            directory: where; every ps must see it. Empty: the chief's ``--checkpoint-dir``.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        path, _step = self._runtime.chief.save_checkpoint(os.fspath(directory))
-        return path
 
 
 def _refuse_sparse(model: torch.nn.Module) -> None:

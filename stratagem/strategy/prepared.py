@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Container, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.context import running_strategy, strategy_of_scope
 
 
 class Prepared:
     """Knows what ``prepare`` was given, as it is on every local replica, and refuses steps of anything else.
 
-    Torch tells of every step of an optimizer, and of every parameter that a module of the open scope is given.
+    Of steps of optimizers, and of parameters that modules of the open scope are given, :mod:`.watching` tells it.
 
     Args:
         has_nested: whether an optimizer that was not prepared may step with parameters of one that was: then it is a
@@ -38,7 +33,6 @@ class Prepared:
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
         self._is_running = False
-        _watch_torch()
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters whose gradients the strategy sees to."""
@@ -119,22 +113,3 @@ _LINE = (
     "write, before the first step and outside of run, and use what it returns:\n"
     "    model, optimizer = strategy.prepare(model, optimizer)"
 )
-
-
-@functools.cache
-def _watch_torch() -> None:
-    """Once a process."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_module_parameter_registration_hook(_on_parameter)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    strategy = running_strategy()
-    if strategy is not None and strategy.prepared is not None:
-        strategy.prepared.check_step(optimizer)
-
-
-def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    strategy = strategy_of_scope()
-    if strategy is not None and strategy.prepared is not None:
-        strategy.prepared.created(module, name)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torchmetrics
 
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.strategy.replicas.context import get_replica_context
 from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
-
-if TYPE_CHECKING:
-    from stratagem.strategy.base import Strategy
 
 
 class PreparedMetric:
@@ -94,14 +92,14 @@ def install(metric: torchmetrics.Metric, prepared: PreparedMetric) -> None:
 def prepare_metric(
     metric: torchmetrics.Metric | torchmetrics.MetricCollection,
     strategy: Strategy,
-    make: Callable[[torchmetrics.Metric], PreparedMetric],
+    make: Callable[[torchmetrics.Metric], PreparedMetric] | None = None,
 ) -> list[PreparedMetric]:
     """Connects a metric or a collection to a strategy, in place. Returns what was made for it.
 
     Args:
         metric: one that is prepared already is left as it is.
         strategy: whose replicas update it.
-        make: what counts in its stead.
+        make: what counts in its stead; None: a :class:`PreparedMetric`.
 
     Raises:
         ConfigurationError: another strategy has it.
@@ -111,7 +109,7 @@ def prepare_metric(
         return [made for one in metric.values(copy_state=False) for made in prepare_metric(one, strategy, make)]
     before: PreparedMetric | None = getattr(type(metric), "prepared", None)
     if before is None:
-        prepared = make(metric)
+        prepared = PreparedMetric(metric, strategy) if make is None else make(metric)
         install(metric, prepared)
         return [prepared]
     if before.strategy is not strategy:

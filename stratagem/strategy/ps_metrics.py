@@ -8,20 +8,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torchmetrics
 
 from stratagem.cluster.units import MAX_DELTA_BYTES
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.prepared_metric import PreparedMetric
+from stratagem.strategy.ps_counts import SharedCounts
 from stratagem.strategy.ps_units import Counted
 from stratagem.strategy.torchmetrics_states import num_updates, states_of
-
-if TYPE_CHECKING:
-    from stratagem.strategy.parameter_server import ParameterServerStrategy
 
 MAX_NUMBERS = 4096
 """In the value of a metric that is kept after the metric was reset."""
@@ -34,13 +33,13 @@ class CountedMetric(PreparedMetric):
     metric begin another count; who is slower reads the value that the first of them had.
     """
 
-    strategy: ParameterServerStrategy
     group = ""
     """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
 
-    def __init__(self, metric: torchmetrics.Metric, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, metric: torchmetrics.Metric, strategy: Strategy, counts: SharedCounts) -> None:
         super().__init__(metric, strategy)
-        self._group = strategy.counts.new_group("metric")
+        self._counts = counts
+        self._group = counts.new_group("metric")
         self._ordinal = 0
         self._in_unit = False
         self._newest: Any = None
@@ -61,7 +60,7 @@ class CountedMetric(PreparedMetric):
     def compute(self) -> Any:
         """See :class:`PreparedMetric`."""
         self._check_outside("compute")
-        found = self.strategy.counts.deltas(self._group, self._ordinal)
+        found = self._counts.deltas(self._group, self._ordinal)
         if isinstance(found, Mapping):
             return value_from(self.name, found) if found else self._computed([])
         self._newest = self._computed([from_bytes(data) for data in found])
@@ -70,7 +69,7 @@ class CountedMetric(PreparedMetric):
     def reset(self) -> None:
         """See :class:`PreparedMetric`."""
         self._check_outside("reset")
-        counts = self.strategy.counts
+        counts = self._counts
         if counts.logs(self._group, self._ordinal) is None:
             if self._newest is None and counts.deltas(self._group, self._ordinal):
                 self.compute()

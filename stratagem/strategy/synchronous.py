@@ -18,10 +18,11 @@ from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.strategy.base import Preparation, Strategy
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.guard import guard
 from stratagem.strategy.loss_scaling import refuse_divided
+from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
@@ -30,6 +31,7 @@ from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
 from stratagem.strategy.step_listener import StepListener
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.values import PerReplica, part_of_replica
+from stratagem.strategy.watching import watch_torch
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_weight import Weight
@@ -84,6 +86,7 @@ class SynchronousStrategy(Strategy):
         compression: GradientCompression | None = None,
     ) -> None:
         self._meter: StepMeter = meter
+        watch_torch()
         self.prepared: Prepared = Prepared()
         self.communicator = workers
         self._ops = cross_device_ops_of(ops, devices)
@@ -149,6 +152,12 @@ class SynchronousStrategy(Strategy):
             self.prepared.add(model.parameters())
         for optimizer, group in zip(optimizers, groups, strict=True):
             self.prepared.add_optimizer(optimizer, group)
+
+    def _prepare_metric(self, metric: Any) -> Any:
+        from stratagem.strategy.prepared_metric import prepare_metric  # loads torchmetrics
+
+        prepare_metric(metric, self)
+        return metric
 
     def _before_placing(self, models: Sequence[nn.Module]) -> None:
         """Looks at models before they are prepared."""

@@ -31,9 +31,9 @@ from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy
+from stratagem.strategy.ps_servers import Servers
 from stratagem.training.checkpoint_members import CheckpointMembers
 from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
-from stratagem.training.checkpoint_servers import Servers, servers_of
 from stratagem.training.checkpoint_state import kind_of, put_back, states_of_variables, take
 from stratagem.worker.runtime import active_runtime
 
@@ -93,7 +93,7 @@ class Checkpoint:
         for name, item in objects.items():
             _check_name(name, item)
         chosen = strategy or current_strategy()
-        if type(chosen) is Strategy and active_runtime() is not None:
+        if not chosen.places_models and active_runtime() is not None:
             raise ConfigurationError(
                 "this worker belongs to a cluster: build the Checkpoint inside `with strategy.scope():`, or pass "
                 "strategy=, so that all workers save one checkpoint together"
@@ -105,7 +105,7 @@ class Checkpoint:
         self._asynchronous = asynchronous
         self._max_file_bytes = max_file_bytes
         self._members = CheckpointMembers(chosen.communicator)
-        self._servers = servers_of(chosen)
+        self._servers = chosen.servers
         self._writing: _Writing | None = None
         self._is_pending = False
         self._stall_s = 0.0

@@ -12,8 +12,9 @@ from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
 from stratagem.data.placement import InputPlacement
-from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps_evaluation import EvaluatedUnits
+from stratagem.strategy.ps_servers import Servers
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.fit_loop import evaluating, first_batches
 from stratagem.training.fit_sources import for_evaluation
@@ -55,9 +56,9 @@ class Evaluation:
         self._units: EvaluatedUnits | None = None
         self._counts: UnitCounts | None = None
         strategy = steps.strategy
-        if isinstance(strategy, ParameterServerStrategy):
-            dataset, self._units = _lent(strategy, source, num_steps)
-            self._counts = UnitCounts(strategy.counts, new_tally())
+        if strategy.servers is not None:
+            dataset, self._units = _lent(strategy, strategy.servers, source, num_steps)
+            self._counts = UnitCounts(strategy.servers.counts, new_tally())
             self._units.counted_by(self._counts.begin, self._counts.collect)
             self._num_steps = None
         else:
@@ -96,12 +97,12 @@ class Evaluation:
         return self._tally.result() if logs is None else logs
 
 
-def _lent(strategy: ParameterServerStrategy, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:
+def _lent(strategy: Strategy, servers: Servers, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:
     if isinstance(source, DistributedDataset):
         source = source.loader
     if isinstance(source, DataLoader) and can_be_planned(source):
-        return strategy.lease_evaluation(source, num_steps)
-    return strategy.lease_whole(
+        return servers.lease_evaluation(source, num_steps)
+    return servers.lease_whole(
         _Limited(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
     )
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import stratagem
 from stratagem.errors import ConfigurationError, ExportError
-from stratagem.strategy.base import is_lead
+from stratagem.strategy.default import is_lead
 from stratagem.training import export_folder
 from stratagem.training.export_inputs import as_arguments
 from stratagem.training.export_onnx import missing_packages, write_onnx

@@ -11,7 +11,7 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.ps_servers import Servers
 from stratagem.strategy.ps_units import Counted
 from stratagem.training.tally import StepResult, Tally
 from stratagem.training.unit_counts import UnitCounts
@@ -94,16 +94,16 @@ class FitOnServers:
     """Of workers under parameter servers: their chief keeps what each unit has counted.
 
     Args:
-        strategy: theirs.
+        servers: theirs.
         tally: to count single units with.
     """
 
     is_alone = False
     shares_epochs = True
 
-    def __init__(self, strategy: ParameterServerStrategy, tally: Tally) -> None:
-        self._strategy = strategy
-        self._shared = strategy.counts
+    def __init__(self, servers: Servers, tally: Tally) -> None:
+        self._servers = servers
+        self._shared = servers.counts
         self._units = UnitCounts(self._shared, tally)
         self._counted = self._shared.new_group("fit")
         self._logs = f"{self._counted}, logs of epochs"
@@ -132,7 +132,7 @@ class FitOnServers:
         """See :class:`FitAgreement`."""
         self._flush = flush
         try:
-            with self._strategy.listened(self):
+            with self._servers.listened(self):
                 yield
         except BaseException:
             with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
@@ -161,13 +161,13 @@ class FitOnServers:
         return bool(self._shared.agree(self.group, epoch, int(wish)))
 
 
-def check_groups(strategy: Strategy, dataset: Any, accumulate_steps: int) -> None:
+def check_groups(servers: Servers | None, dataset: Any, accumulate_steps: int) -> None:
     """Refuses accumulation where workers would not make their updates together.
 
     Raises:
         ConfigurationError: at staleness 0 some workers have no part of the last batch.
     """
-    if not isinstance(strategy, ParameterServerStrategy) or strategy.staleness > 0 or accumulate_steps == 1:
+    if servers is None or servers.staleness > 0 or accumulate_steps == 1:
         return
     plan = dataset.plan
     if plan.num_batches and len(plan.units_of(plan.num_batches - 1)) != plan.units_per_batch:

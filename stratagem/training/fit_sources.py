@@ -20,7 +20,6 @@ from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm
 
 DEFAULT_BATCH_SIZE = 32
@@ -125,7 +124,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
         module: that is trained, prepared.
         device: where the batches go under the pass-through strategy, which has no device of its own.
     """
-    if isinstance(source, SplitDataset) and isinstance(strategy, ParameterServerStrategy):
+    if isinstance(source, SplitDataset) and strategy.servers is not None:
         raise ConfigurationError(
             "under parameter servers fit counts the batches that the chief leases, and it does not lease those of "
             "distribute_datasets_from_function: give fit the DataLoader or the Dataset, or write the loop yourself"
@@ -134,9 +133,9 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
         return source
     if isinstance(source, DataLoader) and source.generator is None:
         source = _with_own_generator(source)
-    if type(strategy) is Strategy:
+    if not strategy.places_models:
         return distribute(source, placement=InputPlacement((device,)))
-    if isinstance(strategy, ParameterServerStrategy):
+    if strategy.servers is not None:
         return strategy.distribute_dataset(source)
     # A replica without examples adds zeros, as to one process; BatchNorm needs examples (docs/protocol.md 20).
     needs_examples = any(
@@ -170,7 +169,7 @@ def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> Spl
 
 def devices_of(strategy: Strategy, device: torch.device) -> tuple[torch.device, ...]:
     """Devices of the local replicas; ``device`` under the pass-through strategy, which moves no module."""
-    return (device,) if type(strategy) is Strategy else strategy.local_devices
+    return strategy.local_devices if strategy.places_models else (device,)
 
 
 def _is_arrays(x: Any, y: Any) -> bool:

@@ -16,8 +16,8 @@ from torch import nn
 from stratagem.checkpoint.catalog import next_number
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy, current_strategy, get_strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.base import current_strategy
+from stratagem.strategy.default import get_strategy
 from stratagem.training import fit_loop
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList
@@ -34,6 +34,7 @@ from stratagem.training.fit_sources import (
     Arrays,
     Heard,
     Passes,
+    devices_of,
     for_prediction,
     for_training,
     source_of,
@@ -123,9 +124,9 @@ class Model(SingleBatches):
             raise ConfigurationError(f"expected mixed_precision None or 'bf16', got {mixed_precision!r}")
         if accumulate_steps < 1:
             raise ConfigurationError(f"expected accumulate_steps of at least 1, got {accumulate_steps}")
-        if type(self.strategy) is Strategy and awaits_strategy():
+        if not self.strategy.places_models and awaits_strategy():
             self.strategy = get_strategy()
-        if optimizer is not None and type(self.strategy) is Strategy and active_runtime() is not None:
+        if optimizer is not None and not self.strategy.places_models and active_runtime() is not None:
             raise ConfigurationError(
                 "this worker belongs to a cluster: build the sg.Model inside `with strategy.scope():`, or it would be "
                 "trained here alone"
@@ -229,7 +230,7 @@ class Model(SingleBatches):
             )
         with self._scope(), self._fitting():
             dataset = for_training(self.strategy, source, self.module, self._device)
-            check_groups(self.strategy, dataset, self._accumulate_steps)
+            check_groups(self.strategy.servers, dataset, self._accumulate_steps)
             tally = self._new_tally(self._loss)
             steps = self._steps(self._loss.weighted(class_weight))
             history, pace = History(), Pace()
@@ -421,13 +422,13 @@ class Model(SingleBatches):
 
     def _agreement(self) -> FitAgreement:
         assert self._loss is not None
-        if isinstance(self.strategy, ParameterServerStrategy):
-            return FitOnServers(self.strategy, self._new_tally(self._loss))
+        if self.strategy.servers is not None:
+            return FitOnServers(self.strategy.servers, self._new_tally(self._loss))
         return InStep(self.strategy)
 
     def _new_tally(self, loss: Loss) -> Tally:
-        devices = self.strategy.local_devices if type(self.strategy) is not Strategy else (self._device,)
         probabilities = loss.takes_probabilities
+        devices = devices_of(self.strategy, self._device)
         sets = [metrics_of(self._metrics, device, takes_probabilities=probabilities) for device in devices]
         return Tally(self.strategy, sets)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.callbacks.history import History
 from stratagem.training.fit_position import FitPosition
 from stratagem.training.tally import Tally
@@ -98,7 +97,7 @@ class ModelState:
     @property
     def has_servers(self) -> bool:
         """Whether parameter servers hold the weights, and their chief the place in the data."""
-        return isinstance(self.strategy, ParameterServerStrategy)
+        return self.strategy.servers is not None
 
     @property
     def _compiled_optimizer(self) -> torch.optim.Optimizer:

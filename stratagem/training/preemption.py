@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.checkpoint_retention import CheckpointManager
 from stratagem.worker import interrupts
@@ -127,7 +126,7 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _restore(self) -> str | None:
-        if has_servers(self._strategy):
+        if self._strategy.servers is not None:
             return None
         say_it_resumes()
         path = self._manager.restore_or_initialize()
@@ -145,7 +144,7 @@ def leave(strategy: Strategy, save: Callable[[], str]) -> NoReturn:
         SystemExit: with code 143.
     """
     preemption.leave()
-    if has_servers(strategy):
+    if strategy.servers is not None:
         raise interrupts.Preempted("preempted: its step is done, other workers take over what it has not begun")
     path = save()
     if strategy.communicator is not None:
@@ -161,8 +160,3 @@ def say_it_resumes() -> None:
     path = os.environ.get(RESUME_VARIABLE)
     if path:
         Path(path).touch()
-
-
-def has_servers(strategy: Strategy) -> bool:
-    """Whether parameter servers hold the weights."""
-    return isinstance(strategy, ParameterServerStrategy)

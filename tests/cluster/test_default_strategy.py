@@ -49,7 +49,7 @@ def test_model_fit_trains_with_the_strategy_of_the_job(
     done = cluster(workers, ps, SCRIPT, flags=flags).finish()
     assert done.code == 0, done.stderr
     one, found = alone(), json.loads(done.stdout)
-    assert (one["strategy"], one["replicas"], one["has"]) == ("Strategy", 1, False)
+    assert (one["strategy"], one["replicas"], one["has"]) == ("DefaultStrategy", 1, False)
     assert (found["strategy"], found["replicas"], found["has"]) == (strategy, 2, True)
     assert done.stderr.count(f": {strategy} on cpu:0") == (0 if ps else workers)  # nothing is said twice
     assert found["loss"] == pytest.approx(one["loss"], rel=2e-6)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.central_optimizer import CentralOptimizer
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
@@ -17,9 +18,6 @@ from stratagem.strategy.replicas.mirrored import mirrored, original
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.step_meter import StepMeter
-
-if TYPE_CHECKING:
-    from stratagem.strategy.base import Strategy
 
 
 class CentralReplicas(SeveralReplicas):

@@ -6,22 +6,20 @@ import contextlib
 import contextvars
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.strategy.values import PerReplica, part_of_replica
 from stratagem.worker.ring.communicator import Communicator
-
-if TYPE_CHECKING:  # a strategy enters contexts, so its module imports this one
-    from stratagem.strategy.base import Strategy
 
 
 class _Here(enum.Enum):
@@ -41,8 +39,6 @@ def get_replica_context() -> ReplicaContext | None:
     Cross-replica context is inside ``strategy.scope()``, outside ``strategy.run``, and inside the function of
     ``merge_call``.
     """
-    from stratagem.strategy.base import current_strategy, has_current_strategy
-
     here = _here.get()
     if isinstance(here, ReplicaContext):
         return here
@@ -59,8 +55,6 @@ def running_strategy() -> Strategy | None:
 
 def strategy_of_scope() -> Strategy | None:
     """The strategy of the scope that is open here, or the default; None in replicas."""
-    from stratagem.strategy.base import current_strategy
-
     return current_strategy() if _here.get() is _Here.OUTSIDE else None
 
 
@@ -270,6 +264,16 @@ class ReplicaContext:
         return torch.cat(parts).movedim(0, axis), sum(part.shape[0] for part in parts[: self._workers.rank])
 
 
+def run_alone(
+    strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> PerReplica[Any]:
+    """``Strategy.run`` where the only replica of this process is in the calling thread."""
+    own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs or {}), 0)
+    running = contextlib.nullcontext() if strategy.prepared is None else strategy.prepared.running()
+    with ReplicaContext(strategy).entered(), running:
+        return PerReplica((fn(*own[0], **own[1]),))
+
+
 class _ReplicaAllReduce(torch.autograd.Function):
     """The loss of the job is the sum of all replicas' losses, so the gradient of a sum is the sum of the gradients."""
 
@@ -321,8 +325,6 @@ class _AllGather(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _in(here: ReplicaContext | _Here, strategy: Strategy) -> Iterator[None]:
-    from stratagem.strategy.base import current_strategy
-
     with contextlib.ExitStack() as stack:
         if current_strategy() is not strategy:
             stack.enter_context(strategy.scope())

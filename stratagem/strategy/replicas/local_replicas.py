@@ -6,10 +6,11 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
@@ -21,9 +22,6 @@ from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_
 from stratagem.strategy.replicas.variable import keep_variables
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
-
-if TYPE_CHECKING:
-    from stratagem.strategy.base import Strategy
 
 T = TypeVar("T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,7 +99,7 @@ class Variable(TensorOperators):
         self._workers = self._strategy.communicator
         initial = self._of_the_lead(initial)
         self._tensors = [self._hold(initial.to(device, copy=True)) for device in self._places()]
-        _variables.setdefault(self._strategy, []).append(weakref.ref(self))
+        self._strategy.keep_variable(self)
 
     @property
     def shape(self) -> torch.Size:
@@ -297,7 +296,7 @@ class Variable(TensorOperators):
         twin = copy.copy(self)
         memo[id(self)] = twin
         twin._tensors = [copy.deepcopy(tensor, memo) for tensor in self._tensors]
-        _variables.setdefault(self._strategy, []).append(weakref.ref(twin))
+        self._strategy.keep_variable(twin)
         return twin
 
     def __copy__(self) -> Variable:
@@ -313,15 +312,6 @@ class Variable(TensorOperators):
         return f"<Variable {self.name!r} {list(self.shape)} {self.dtype} of {len(self._devices)} local replicas>"
 
 
-_variables: weakref.WeakKeyDictionary[Strategy, list[weakref.ref[Variable]]] = weakref.WeakKeyDictionary()
-
-
-def variables_of(strategy: Strategy) -> list[Variable]:
-    """The variables that were created in the scope of a strategy and still exist, in the order of creation."""
-    found = [reference() for reference in _variables.get(strategy, ())]
-    return [variable for variable in found if variable is not None]
-
-
 def keep_variables(strategy: Strategy, replica: int, memo: dict[int, Any]) -> None:
     """Makes deep copies of models and optimizers for a local replica use the variables' values there.
 
@@ -330,7 +320,7 @@ def keep_variables(strategy: Strategy, replica: int, memo: dict[int, Any]) -> No
         replica: the local replica that the copies are for.
         memo: what ``copy.deepcopy`` is about to be given.
     """
-    for variable in variables_of(strategy):
+    for variable in strategy.variables():
         memo[id(variable)] = variable
         memo[id(variable._tensors[0])] = variable._tensors[variable._index(replica)]
 

@@ -15,6 +15,7 @@ from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment
 from stratagem.training.estimator import evaluation
@@ -197,7 +198,7 @@ class Estimator:
             example_inputs = next((one.example for one in self._restored.values() if one.example is not None), None)
         if example_inputs is None:
             raise ConfigurationError("export_model needs example_inputs=, a batch of features, or an evaluation before")
-        restored = RestoredObjects(self._function, ModeKeys.PREDICT, Strategy(), torch.device("cpu"))
+        restored = RestoredObjects(self._function, ModeKeys.PREDICT, DefaultStrategy(), torch.device("cpu"))
         restored.build(batch_of((example_inputs,), 2))
         step = restored.load(self._checkpoint(checkpoint_path))
         predictor = Predictor(self._function, restored.objects.modules, step)
@@ -205,7 +206,7 @@ class Estimator:
 
     def _restored_in(self, mode: ModeKeys) -> RestoredObjects:
         if mode not in self._restored:
-            strategy = _made(self.config.eval_distribute) or Strategy()
+            strategy = _made(self.config.eval_distribute) or DefaultStrategy()
             device = default_device() if self._training is None else self._training.strategy.local_devices[0]
             self._restored[mode] = RestoredObjects(self._function, mode, strategy, device)
         return self._restored[mode]

@@ -56,7 +56,7 @@ class RestoredObjects:
         features, labels = split(batch)
         self.example = sample_of(features)
         if self._first is None:
-            plain = type(self.strategy) is Strategy
+            plain = not self.strategy.places_models
             with contextlib.nullcontext() if plain else self.strategy.scope(), self.objects.building():
                 self._first = self._function(features, self._labels(labels), self._mode)
             self.objects.prepare(self.strategy, False, {})

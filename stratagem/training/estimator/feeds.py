@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from stratagem.data.options import InputContext
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.estimator.input_position import InputPosition
 from stratagem.training.estimator.inputs import Input, sample
 from stratagem.training.estimator.repeated import NumberedBatch, repeated
@@ -79,7 +78,7 @@ class LeasedFeed:
         source: a DataLoader.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, source: Any) -> None:
+    def __init__(self, strategy: Strategy, source: Any) -> None:
         self.position = InputPosition(None)
         self._strategy = strategy
         self._source = source
@@ -106,8 +105,7 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
         given: the input.
         build: creates the model with a small batch; returns its modules.
     """
-    has_servers = isinstance(strategy, ParameterServerStrategy)  # the chief leases all batches: one pipeline
-    if given.makes_replica_batches and not has_servers:
+    if given.makes_replica_batches and strategy.servers is None:  # else the chief leases all batches: one pipeline
         opened: list[tuple[Any, Any]] = []
 
         def open_here(context: InputContext) -> Any:
@@ -120,7 +118,7 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
         return InStepFeed(dataset, isinstance(source, Iterator))
     batch, source = sample(given.open())
     module = build(batch)
-    if isinstance(strategy, ParameterServerStrategy):
+    if strategy.servers is not None:
         return LeasedFeed(strategy, source)
     dataset = for_training(strategy, source, module, torch.device("cpu"))
     return InStepFeed(dataset, isinstance(source, Iterator))

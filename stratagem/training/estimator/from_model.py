@@ -14,7 +14,7 @@ from torch import nn
 
 from stratagem.data.nested import map_leaves
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.default import get_strategy
 from stratagem.training.compiled import Compiled
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.objects import get_or_create
@@ -43,7 +43,7 @@ def model_to_estimator(
     """
     if not isinstance(model, Model):
         raise ConfigurationError(f"expected an sg.Model, got {type(model).__name__}")
-    if type(model.strategy) is not Strategy:
+    if model.strategy.places_models:
         raise ConfigurationError(
             f"the model was built in the scope of {type(model.strategy).__name__}; build it outside of any scope: the "
             "strategies of an Estimator are those of its RunConfig"

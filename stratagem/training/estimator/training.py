@@ -14,7 +14,6 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.checkpoint_retention import CheckpointManager
 from stratagem.training.estimator import served_start
@@ -64,7 +63,7 @@ class EstimatorTraining:
         self._config = config
         self._objects = ModelObjects()
         self._arguments: dict[str, Any] = {}
-        self._has_servers = isinstance(strategy, ParameterServerStrategy)
+        self._has_servers = strategy.servers is not None
         self._is_prepared = False
         self._step = 0
         self._saved: SavedStep | None = None

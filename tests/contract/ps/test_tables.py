@@ -40,6 +40,7 @@ from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps_variables import OptimizedVariables, VariableGroups
 from stratagem.worker import gradient_push, remote_table
 from stratagem.worker.close_reports import CloseReports
@@ -58,7 +59,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Remote(Strategy):
+class Remote(DefaultStrategy):
     """Tables built in its scope live on parameter servers."""
 
     holds_tables = True
@@ -171,7 +172,7 @@ def start() -> Iterator[Callable[..., Job]]:
 
 
 def build(optimizer: str, strategy: Strategy | None = None) -> tuple[Net, list[torch.optim.Optimizer]]:
-    with (strategy or Strategy()).scope():
+    with (strategy or DefaultStrategy()).scope():
         model = Net()
     tables = [*model.table.parameters(), *model.bags.parameters()]
     return model, [OPTIMIZERS[optimizer](tables), torch.optim.SGD(model.head.parameters(), 0.1)]

@@ -17,9 +17,10 @@ import stratagem as sg
 from stratagem.errors import ConfigurationError
 from stratagem.nn.embedding import RemoteEmbedding
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.default import DefaultStrategy
 
 
-class Remote(Strategy):
+class Remote(DefaultStrategy):
     """As far as tables are concerned, parameter servers."""
 
     holds_tables = True
@@ -71,7 +72,7 @@ def test_init_and_dtype() -> None:
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_refuses_what_cannot_be(build: Callable[..., Layer], is_remote: bool) -> None:
-    strategy = Remote() if is_remote else Strategy()
+    strategy = Remote() if is_remote else DefaultStrategy()
     wrong: list[dict[str, Any]] = [
         {"num_embeddings": 0},
         {"embedding_dim": 0},
@@ -200,7 +201,7 @@ def test_initial_values_that_a_ps_cannot_make_are_refused(function: Callable[...
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
     rows, ids = torch.randn(10, 4), torch.tensor([1, 2, 2, 5])
-    with (Remote() if is_remote else Strategy()).scope():
+    with (Remote() if is_remote else DefaultStrategy()).scope():
         bag = sg.nn.EmbeddingBag(10, 4, include_last_offset=True, sparse=True, device="cpu", dtype=torch.float64)
         assert bag.include_last_offset and sg.nn.Embedding(10, 4, scale_grad_by_freq=True).scale_grad_by_freq
         for layer in BUILDERS:

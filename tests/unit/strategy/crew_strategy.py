@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import CrossReplica
+from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
@@ -17,7 +17,7 @@ from stratagem.strategy.values import PerReplica, ReduceOp, local_values
 from stratagem.worker.ring.communicator import Communicator
 
 
-class ReplicaThreadsStrategy(Strategy):
+class ReplicaThreadsStrategy(DefaultStrategy):
     """Runs a step on the threads of CPU replicas; with a communicator, on those of other workers too.
 
     Args:

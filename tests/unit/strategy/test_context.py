@@ -13,7 +13,8 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.base import Strategy, get_strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.default import DefaultStrategy, get_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context, in_cross_replica_context
 from stratagem.strategy.replicas.cross_device_ops import HierarchicalCopyAllReduce
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
@@ -24,7 +25,7 @@ from tests.unit.ring.thread_group import run_ranks
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-class Several(Strategy):
+class Several(DefaultStrategy):
     """A strategy of CPU replicas; with ``num_local=0`` one replica in the calling thread."""
 
     def __init__(self, num_local: int, workers: Communicator | None = None) -> None:
@@ -113,7 +114,7 @@ def test_outside_of_any_scope_there_is_one_replica() -> None:
 
 
 def test_in_a_scope_code_is_for_all_replicas() -> None:
-    with Strategy().scope():
+    with DefaultStrategy().scope():
         assert get_replica_context() is None
         assert in_cross_replica_context()
     assert not in_cross_replica_context()
@@ -142,7 +143,10 @@ def test_replicas_are_numbered_worker_by_worker(num_workers: int, num_local: int
 
 
 def test_a_step_inside_another_strategys_scope_is_refused(two: Several) -> None:
-    with Strategy().scope(), pytest.raises(ConfigurationError, match="scope of Several inside the scope of Strategy"):
+    with (
+        DefaultStrategy().scope(),
+        pytest.raises(ConfigurationError, match="of Several inside the scope of DefaultS"),
+    ):
         two.each(lambda context: None)
 
 

@@ -148,7 +148,7 @@ def test_scopes() -> None:
     assert sg.get_strategy() is not outer
 
 
-@pytest.mark.parametrize("make", [sg.Strategy, lambda: sg.OneDeviceStrategy("cpu")])
+@pytest.mark.parametrize("make", [sg.get_strategy, lambda: sg.OneDeviceStrategy("cpu")])
 def test_an_optimizer_of_what_no_prepared_model_has_is_refused(make: Callable[[], sg.Strategy]) -> None:
     strategy = make()
     first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)

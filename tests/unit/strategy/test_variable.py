@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from stratagem.errors import CollectiveError, ConfigurationError, VariableError
-from stratagem.strategy.base import get_strategy
+from stratagem.strategy.default import get_strategy
 from stratagem.strategy.replicas.variable import (
     Variable,
     VariableAggregation,
     VariableSynchronization,
     keep_variables,
-    variables_of,
 )
 from stratagem.strategy.values import PerReplica
 from stratagem.worker.ring.communicator import Communicator
@@ -309,11 +308,11 @@ def test_variables_of_a_strategy_in_order_while_they_live(use: Use) -> None:
     strategy = use(2)
     with strategy.scope():
         first, second = Variable(1.0), Variable(2.0)
-    assert variables_of(strategy) == [first, second]
+    assert strategy.variables() == [first, second]
     del first
     gc.collect()
-    assert variables_of(strategy) == [second]
-    assert all(variable not in variables_of(get_strategy()) for variable in (second,))
+    assert strategy.variables() == [second]
+    assert all(variable not in get_strategy().variables() for variable in (second,))
 
 
 @pytest.mark.parametrize("num_local", [1, 2])

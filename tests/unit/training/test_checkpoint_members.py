@@ -14,7 +14,7 @@ from torch import nn
 
 from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.errors import CheckpointError
-from stratagem.strategy.base import Strategy
+from stratagem.strategy.default import DefaultStrategy
 from stratagem.training import checkpoint_members
 from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.checkpoint_members import CheckpointMembers
@@ -24,7 +24,7 @@ from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 
 
-class InStep(Strategy):
+class InStep(DefaultStrategy):
     """A synchronous strategy of workers that are threads."""
 
     def __init__(self, communicator: Communicator) -> None:

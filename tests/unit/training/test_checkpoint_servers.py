@@ -16,8 +16,9 @@ from stratagem.checkpoint.summary import summarize
 from stratagem.errors import CheckpointError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
+from stratagem.strategy.default import DefaultStrategy
+from stratagem.strategy.ps_servers import Servers
 from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_servers import Servers
 from tests.unit.ps.driver import DirectWorker
 from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
 from tests.unit.ps.test_checkpoint import unit
@@ -150,7 +151,7 @@ class FakeServers(Servers):
 def served(monkeypatch: pytest.MonkeyPatch) -> tuple[Checkpoint, FakeServers]:
     model, optimizer = trained_here(0)
     servers = FakeServers(model)
-    monkeypatch.setattr("stratagem.training.checkpoint.servers_of", lambda strategy: servers)
+    monkeypatch.setattr(DefaultStrategy, "servers", servers)
     made = Checkpoint(net=model, adam=optimizer, epoch=2)
     monkeypatch.undo()
     return made, servers

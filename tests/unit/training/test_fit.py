@@ -355,4 +355,4 @@ def test_summary_counts_shared_parameters_once() -> None:
     lines: list[str] = []
     Model(net).summary(lines.append)
     assert "Parameters: 191 " in "\n".join(lines)
-    assert lines[-1] == "Strategy: Strategy, 1 replica in sync"
+    assert lines[-1] == "Strategy: DefaultStrategy, 1 replica in sync"

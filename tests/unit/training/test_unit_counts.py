@@ -12,9 +12,9 @@ import torchmetrics
 
 from stratagem.cluster.units import MAX_DELTA_BYTES, Plan
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy
-from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps_counts import SharedCounts
+from stratagem.strategy.ps_servers import Servers
 from stratagem.training.fit_agreement import check_groups
 from stratagem.training.metrics import metrics_of
 from stratagem.training.tally import StepResult, Tally
@@ -39,7 +39,9 @@ class Shared(SharedCounts):
 def new_tally() -> Tally:
     auroc = torchmetrics.AUROC("multiclass", num_classes=3)  # keeps all outputs
     f1 = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
-    return Tally(Strategy(), [metrics_of({"accuracy": "accuracy", "auroc": auroc, "f1": f1}, torch.device("cpu"))])
+    return Tally(
+        DefaultStrategy(), [metrics_of({"accuracy": "accuracy", "auroc": auroc, "f1": f1}, torch.device("cpu"))]
+    )
 
 
 def results(number: int) -> list[list[StepResult]]:
@@ -88,14 +90,14 @@ class Planned:
 
 @pytest.mark.parametrize(("num_examples", "fits"), [(24, True), (21, True), (20, False)])
 def test_accumulation_at_staleness_0_needs_a_slice_for_everybody(num_examples: int, fits: bool) -> None:
-    strategy: Any = ParameterServerStrategy.__new__(ParameterServerStrategy)
-    strategy.staleness = 0
+    servers: Any = Servers.__new__(Servers)
+    servers.staleness = 0
     dataset = Planned(Plan(num_examples, 6, num_slices=3, staleness=0))
-    check_groups(strategy, dataset, 1)
+    check_groups(servers, dataset, 1)
     if fits:
-        check_groups(strategy, dataset, 2)
+        check_groups(servers, dataset, 2)
     else:
         with pytest.raises(ConfigurationError, match="drop_last=True"):
-            check_groups(strategy, dataset, 2)
-    strategy.staleness = 1
-    check_groups(strategy, dataset, 2)
+            check_groups(servers, dataset, 2)
+    servers.staleness = 1
+    check_groups(servers, dataset, 2)

@@ -1,0 +1,86 @@
+"""The strategy outside of any scope: a pass-through, unless a script or a job says another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy, pass_through, set_strategy
+from stratagem.strategy.guard import guard
+from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.replicas.context import run_alone
+from stratagem.worker.job_script import awaits_strategy
+from stratagem.worker.runtime import active_runtime
+
+
+class DefaultStrategy(Strategy):
+    """The pass-through that :func:`get_strategy` gives outside any scope: one replica, nothing changed."""
+
+    places_models = False
+
+    def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
+        preparation.compile(item for item in objects if isinstance(item, torch.nn.Module))
+        for item in objects:
+            if isinstance(item, torch.optim.Optimizer):
+                guard(item, preparation, lambda: None)
+        return objects
+
+    def _prepare_metric(self, metric: Any) -> Any:
+        from stratagem.strategy.prepared_metric import prepare_metric  # loads torchmetrics
+
+        prepare_metric(metric, self)
+        return metric
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return run_alone(self, fn, args, kwargs)
+
+    def distribute_dataset(
+        self,
+        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        options: DistributeOptions | None = None,
+    ) -> Any:
+        raise ConfigurationError("distribute_dataset needs a strategy: build one, or enter its scope")
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
+    ) -> Any:
+        raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
+
+
+pass_through(DefaultStrategy())
+
+
+def get_strategy() -> Strategy:
+    """The strategy of the open scope; outside any scope the default: what :func:`set_strategy` was given, or, in a task
+    of a job whose script has made none so far, the strategy of the job, made here. Elsewhere the pass-through."""
+    if isinstance(current_strategy(), DefaultStrategy) and awaits_strategy():
+        from stratagem.strategy.environment import strategy_from_environment
+
+        set_strategy(strategy_from_environment())
+    return current_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether a scope is open, or there is a default; see :func:`get_strategy`."""
+    return has_current_strategy() or not isinstance(get_strategy(), DefaultStrategy)
+
+
+def is_evaluator() -> bool:
+    """Whether this process is the evaluator of a cluster, by TF_CONFIG."""
+    placement = placement_from_environment(os.environ)
+    return placement is not None and placement.task is not None and placement.task.type == "evaluator"
+
+
+def is_lead() -> bool:
+    """Whether this process does what only one may do. True for a process that trains alone."""
+    runtime = active_runtime()
+    return runtime is None or runtime.is_lead()

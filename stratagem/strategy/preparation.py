@@ -1,0 +1,50 @@
+"""What a script asked of ``prepare``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from stratagem.errors import ConfigurationError
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What a script asked of ``prepare``; ``Strategy.prepare`` explains each."""
+
+    gradients: Literal["mean", "sum"] = "mean"
+    clip_norm: float | None = None
+    nan: Literal["error", "skip"] = "error"
+    sync_batchnorm: bool = False
+    torch_compile: bool | str | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradients not in ("mean", "sum"):
+            raise ConfigurationError(f"expected gradients='mean' or 'sum', got {self.gradients!r}")
+        if self.nan not in ("error", "skip"):
+            raise ConfigurationError(f"expected nan='error' or 'skip', got {self.nan!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigurationError(f"expected clip_norm above 0 or None, got {self.clip_norm!r}")
+        if not isinstance(self.torch_compile, bool | str | Mapping | None):
+            raise ConfigurationError(f"expected torch_compile=True, a mode or options, got {self.torch_compile!r}")
+
+    def compile(self, models: Iterable[torch.nn.Module]) -> None:
+        """Has torch compile models, in place, if that was asked for."""
+        if self.torch_compile is None or self.torch_compile is False:
+            return
+        chosen = self.torch_compile
+        options = {"mode": chosen} if isinstance(chosen, str) else {} if chosen is True else dict(chosen)
+        for model in models:
+            # As nn.Module.compile does it, but from a frame that is not torch's own: dynamo leaves those alone, so that
+            # an nn.Sequential would not be compiled at all.
+            model._compiled_call_impl = torch.compile(_frame_around(model._call_impl), **options)
+
+
+def _frame_around(call: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward

@@ -1,0 +1,197 @@
+"""What parameter servers do for a job besides its steps: evaluation, counting, loading, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from stratagem.checkpoint.catalog import is_complete
+from stratagem.cluster.units import Plan
+from stratagem.data.distributed import DistributedDataset
+from stratagem.data.loaders import plan_of
+from stratagem.errors import ClusterTimeoutError
+from stratagem.strategy.ps_counts import SharedCounts
+from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
+from stratagem.strategy.ps_units import UnitListener
+from stratagem.strategy.ps_variables import VariableGroups
+from stratagem.worker.runtime import WorkerRuntime
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.05
+"""Until the next look at who is the lead, when the last one died."""
+
+Place = tuple[int, torch.Size]
+"""Address and shape of a tensor; of one without memory, which stands for a table, the object instead."""
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """What tells tensors of a script apart, also by a ``detach()`` of them."""
+    return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr(), tensor.shape
+
+
+class Servers:
+    """The parameter servers of a job, as its workers' training, evaluation and checkpoints see them.
+
+    Args:
+        runtime: of this worker.
+        groups: of the variables.
+        staleness: of the job; see ``ParameterServerStrategy``.
+        device: where this worker computes.
+        pull: takes the newest weights.
+    """
+
+    def __init__(
+        self,
+        runtime: WorkerRuntime,
+        groups: VariableGroups,
+        staleness: float,
+        device: torch.device,
+        pull: Callable[[], None],
+    ) -> None:
+        self.staleness = staleness
+        """Of the job; see ``ParameterServerStrategy``."""
+        self.counts = SharedCounts(runtime.chief)
+        """What workers count and decide together."""
+        self.listeners: list[UnitListener] = []
+        """Who hears of the units that are trained on now."""
+        self._runtime = runtime
+        self._groups = groups
+        self._device = device
+        self._pull = pull
+
+    @contextlib.contextmanager
+    def listened(self, listener: UnitListener) -> Iterator[None]:
+        """Inside, ``listener`` hears of the units that are trained on."""
+        self.listeners = [listener]
+        try:
+            yield
+        finally:
+            self.listeners = []
+
+    def lease_evaluation(
+        self, loader: DataLoader[Any], num_batches: int | None = None
+    ) -> tuple[DistributedDataset, EvaluatedUnits]:
+        """Evaluation data of which every example is evaluated by one worker, whatever dies, and all with one version of
+        the weights: while a pass goes on, the chief holds training. Every worker has to call it, and to go through it,
+        in the same order.
+
+        Args:
+            loader: of batches; they are the units, in the order of the examples.
+            num_batches: no more than these; None: all.
+
+        Returns:
+            the batches of this worker, and whom to tell what was counted on them.
+
+        Raises:
+            ConfigurationError: the loader's batches have no numbers.
+        """
+        whole = plan_of(loader, 1, math.inf)
+        num_examples = (
+            whole.num_examples if num_batches is None else min(whole.num_examples, num_batches * whole.batch_size)
+        )
+        plan = dataclasses.replace(whole, num_examples=num_examples, shuffle=False)
+        units = self._evaluated_units(plan)
+        return DistributedDataset(loader, plan, 0, units, self._device), units
+
+    def lease_whole(self, batches: Iterable[Any]) -> tuple[WholeData, EvaluatedUnits]:
+        """As :meth:`lease_evaluation`, of data whose batches have no numbers: one worker evaluates them all."""
+        units = self._evaluated_units(Plan(1, 1, shuffle=False))
+        return WholeData(batches, units), units
+
+    def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
+        group = self.counts.new_group("evaluation")
+        return EvaluatedUnits(self._runtime.chief, group, plan, self._pull, self._runtime.meter)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, directory: pathlib.Path) -> pathlib.Path:
+        """Takes a consistent checkpoint of all ps in a directory that all of them see; returns its path.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        path, _step = self._runtime.chief.save_checkpoint(str(directory.absolute()))
+        return pathlib.Path(path)
+
+    def claim(self, target: pathlib.Path) -> bool:
+        """Says that this worker saves there. False when another worker, or an earlier job, has done so."""
+        if not is_complete(target):  # looked at first: whoever writes it says so before
+            self.announce(target)
+            return True
+        if not self.is_announced(target):
+            logger.warning(
+                "%s is of an earlier job and stays as it is: nothing is saved. Go on from it (restore_or_initialize), "
+                "or save into another directory",
+                target,
+            )
+        return False
+
+    def announce(self, target: pathlib.Path) -> None:
+        """Tells the job that a worker of it is about to save there."""
+        self.counts.settle(f"checkpoint {target}", 0, {})
+
+    def is_announced(self, target: pathlib.Path) -> bool:
+        """Whether a worker of this job has said that."""
+        return self.counts.logs(f"checkpoint {target}", 0) is not None
+
+    def names(self) -> dict[Place, str]:
+        """Names of tables and of the variables that optimizers change on the ps, by :func:`place_of` the copy in this
+        process, or of what stands for a table.
+
+        Of what no optimizer changes (buffers) the ps have the initial values only.
+        """
+        return {place_of(tensor): name for name, tensor in self._groups.optimized if tensor.numel()}
+
+    def push_weights(self) -> None:
+        """Gives the ps the values that this process has now, if it is the lead; the others take them from there."""
+        if self._runtime.may_assign():
+            self._groups.push()
+
+    def load_once(self, load: Callable[[], None]) -> None:
+        """Calls ``load`` on every worker; on the lead what it loads goes to the ps. Every worker has to call this.
+
+        Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later
+        finds that it is done: its own copy follows what the job has by now.
+
+        Workers leave by what they agreed on, never by what one of them sees: that may be new to one and old to another.
+
+        Args:
+            load: gives objects the states that were read.
+
+        Raises:
+            ClusterTimeoutError: the lead does not load, and nobody takes its place.
+        """
+        group = self.counts.new_group("load")
+        has_loaded = False
+        self.counts.agree(group, 0, 0)  # all are here: none of them has an update under way
+        deadline = time.monotonic() + self._runtime.config.start_timeout_s
+        for attempt in itertools.count(1):
+            is_done = self.counts.logs(group, 0) is not None
+            if not is_done and self._runtime.is_lead():
+                with self._runtime.assigning(True):
+                    load()
+                self.counts.settle(group, 0, {})
+                is_done = has_loaded = True
+            if self.counts.agree(group, attempt, int(is_done)):
+                break
+            if time.monotonic() > deadline:
+                raise ClusterTimeoutError(
+                    f"{self._runtime.session.membership.lead} has not loaded what this worker loads: let every worker "
+                    "restore, at the same place of the script"
+                )
+            time.sleep(RETRY_S)
+        if not has_loaded:
+            with self._runtime.assigning(False):
+                load()
+            self._groups.pull_anew()
