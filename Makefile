@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes test-xla conformance fuzz demo bench wheel clean
+.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes test-xla test-oldest conformance fuzz demo bench wheel clean
 
 install: $(STAMP)
 
@@ -67,6 +67,17 @@ test-xla: .venv-xla/.installed
 	grep -v -e '^torch==' -e '^triton==' -e '^nvidia' -e '^cuda' constraints.txt > .venv-xla/constraints.txt
 	.venv-xla/bin/python -m pip install --quiet --constraint .venv-xla/constraints.txt torch==2.9.1 torch_xla==2.9.0 \
 		--editable '.[dev,examples]'
+	touch $@
+
+# Unit and contract tests with every dependency as old as pyproject.toml allows, in an environment of its own: 7 GB,
+# because the oldest torch comes with CUDA where no build for the CPU alone is offered.
+test-oldest: .venv-oldest/.installed
+	.venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not thorough" tests/unit tests/contract
+
+.venv-oldest/.installed: pyproject.toml
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	sed -n '/^dependencies/,/^]/s/^    "\([A-Za-z_-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[test,examples]'
 	touch $@
 
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.

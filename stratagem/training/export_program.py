@@ -21,6 +21,8 @@ from stratagem.training.export_inputs import batch_of, growing
 
 _TRACED_ROWS = 2  # torch.export would take 0 and 1 for sizes that never change
 _CHECKED_ROWS = (1, 3)
+_ASSIGNS_BUFFERS_ONLY = torch.__version__ < "2.10"
+"""Whether torch.export refuses a model that keeps a tensor of a call as another attribute."""
 
 
 @contextlib.contextmanager
@@ -74,23 +76,43 @@ def trace(module: nn.Module, arguments: tuple[Any, ...]) -> ExportedProgram:
         ExportError: with torch's reason.
     """
     batch = batch_of(arguments, _TRACED_ROWS)
+    before = dict(vars(module))
     try:
         _call(module, batch)
     except Exception as error:  # the user's code
         raise ExportError(
             f"calling the model with a batch of {_TRACED_ROWS} rows like example_inputs failed: {_reason(error)}"
         ) from error
+    for name, value in list(vars(module).items()) if _ASSIGNS_BUFFERS_ONLY else ():
+        if isinstance(value, torch.Tensor) and value is not before.get(name):
+            delattr(module, name)
+            module.register_buffer(name, value, persistent=False)
     rows, shapes = Dim("batch", min=1), ShapesCollection()
     for tensor in growing(arguments, batch):
         shapes[tensor] = {0: rows}
     try:
+        # Not strict: the bytecode of the user's Python is not analysed, it is run once.
         with warnings.catch_warnings():
             # Layers that keep something of a call (weight_norm, LSTM) cause it; check() says whether it mattered.
             warnings.filterwarnings("ignore", message=".*assigned during export", category=UserWarning)
-            # Not strict: the bytecode of the user's Python is not analysed, it is run once.
-            return torch.export.export(module, batch, dynamic_shapes=shapes.dynamic_shapes(module, batch), strict=False)
+            dynamic = shapes.dynamic_shapes(module, batch)
+            program = torch.export.export(module, batch, dynamic_shapes=dynamic, strict=False)
     except Exception as error:  # torch.export has no common error
         raise ExportError(f"torch.export cannot export the model: {_reason(error)}") from error
+    _name_guards(program)
+    return program
+
+
+def _name_guards(program: ExportedProgram) -> None:
+    """Gives the parts of ``*args`` in a program's guards the names of its inputs, as torch 2.9 does not do itself."""
+    inputs = {str(name) for name in program.graph_signature.user_inputs}
+
+    def named(part: re.Match[str]) -> str:
+        name = f"{part[1]}_{part[2]}"
+        return f"L['{name}']" if name in inputs else part[0]
+
+    if guards := getattr(program, "_guards_code", None):
+        program._guards_code = [re.sub(r"L\['(\w+)'\]\[(\d+)\]", named, guard) for guard in guards]
 
 
 @_by_itself()

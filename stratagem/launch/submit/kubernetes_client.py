@@ -66,7 +66,10 @@ class Cluster:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._api.rest_client.pool_manager.clear()
+        pools = self._api.rest_client.pool_manager.pools
+        for pool in map(pools.get, pools.keys()):
+            pool.close()  # clear() leaves it to the collector, and the library keeps the last answer of all
+        pools.clear()
         self._api.close()
 
     def create(self, objects: Sequence[Object]) -> None:

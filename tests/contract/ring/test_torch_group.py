@@ -146,7 +146,10 @@ def test_a_killed_process() -> None:
     try:
         for process in processes:
             assert process.stdout is not None
-            assert process.stdout.readline().split() == ["1", "3", "5", "7", "9"]
+            said = process.stdout.readline()
+            while said.startswith("[Gloo]"):  # up to torch 2.9
+                said = process.stdout.readline()
+            assert said.split() == ["1", "3", "5", "7", "9"]
         processes[1].send_signal(signal.SIGKILL)
         assert processes[1].wait(DEADLINE_S) == -signal.SIGKILL
         said, _ = processes[0].communicate("go on\n", DEADLINE_S)

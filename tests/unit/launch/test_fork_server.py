@@ -26,7 +26,8 @@ LOOK = """
 import json, os, random, signal, sys, threading, numpy, torch
 print(json.dumps({
     "argv": sys.argv, "file": __file__, "name": __name__, "main": sys.modules["__main__"].__file__,
-    "path": sys.path, "cwd": os.getcwd(), "stdin": sys.stdin.read(), "environ": dict(os.environ),
+    "path": [path for path in sys.path if not path.startswith("/tmp/tmp")],  # that of torch 2.9's compiler
+    "cwd": os.getcwd(), "stdin": sys.stdin.read(), "environ": dict(os.environ),
     "threads": threading.active_count(), "tasks": len(os.listdir("/proc/self/task")),
     "leads": os.getpgrp() == os.getpid() == os.getsid(0),
     "signals": [str(signal.getsignal(number)) for number in (signal.SIGCHLD, signal.SIGPIPE)],

@@ -14,7 +14,10 @@ from torch import nn
 
 from stratagem.training.export import export_model
 
-WITHOUT_NUMPY = "Failed to initialize NumPy"
+OF_TORCH_ALONE = (
+    "Failed to initialize NumPy",
+    "The given buffer is not writable",  # torch 2.9 reads every program so
+)
 
 
 class Reader(nn.Module):
@@ -87,7 +90,8 @@ def torch_only_python(folder: Path) -> Path:
 
 def run_python(python: Path, code: str, *arguments: str | Path) -> str:
     """What ``code`` prints; it must succeed. Runs without this process's environment and path."""
-    command = [str(python), "-I", "-W", "error", "-W", f"ignore:{WITHOUT_NUMPY}", "-c", code, *map(str, arguments)]
+    ignored = [word for message in OF_TORCH_ALONE for word in ("-W", f"ignore:{message}")]
+    command = [str(python), "-I", "-W", "error", *ignored, "-c", code, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={}, cwd="/")
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
