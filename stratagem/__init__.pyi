@@ -12,6 +12,7 @@ from .cluster.resolvers import (
 from .cluster.spec import ClusterSpec
 from .data.files import FileDataset
 from .data.options import AutoShardPolicy, DistributeOptions, InputContext
+from .data.values import PerReplica, ReduceOp, ValueContext
 from .errors import (
     CheckpointError,
     ClusterSpecError,
@@ -50,7 +51,6 @@ from .strategy.replicas.cross_device_ops import (
 )
 from .strategy.replicas.variable import Variable, VariableAggregation, VariableSynchronization
 from .strategy.tpu import TPUStrategy
-from .strategy.values import PerReplica, ReduceOp, ValueContext
 from .training import callbacks
 from .training.checkpoint import Checkpoint
 from .training.checkpoint_retention import CheckpointManager

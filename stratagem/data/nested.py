@@ -19,16 +19,47 @@ from stratagem.errors import ConfigurationError
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """``batch`` with every leaf changed. A leaf is what is no container; a list or tuple of plain values is one."""
-    if is_mapping(batch):
-        return with_items(batch, {key: map_leaves(value, change) for key, value in batch.items()})
-    if is_named_tuple(batch):
-        return type(batch)(*(map_leaves(item, change) for item in batch))
-    if is_record(batch):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: map_leaves(getattr(batch, name), change) for name in names})
-    if is_sequence(batch):
-        return type(batch)(map_leaves(item, change) for item in batch)
+    if is_mapping(batch) or is_named_tuple(batch) or is_record(batch) or is_sequence(batch):
+        return _with_each(batch, lambda item: map_leaves(item, change))
     return change(batch)
+
+
+def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with everything changed that is not a dict, list or tuple: what a step takes and returns.
+
+    Other than for :func:`map_leaves`, plain values in lists are changed one by one, and dataclass objects as a whole.
+    """
+    if isinstance(value, dict | list | tuple):
+        return _with_each(value, lambda item: map_values(item, change))
+    return change(value)
+
+
+def values_in(value: Any) -> list[Any]:
+    """What :func:`map_values` changes, in order."""
+    found: list[Any] = []
+    map_values(value, found.append)
+    return found
+
+
+def outline(value: Any) -> str:
+    """The structure in words: equal texts mean equal structures. A value is "value"."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {outline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(map(outline, value))})"
+    return "value"
+
+
+def _with_each(container: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind, each item of which is changed."""
+    if is_mapping(container):
+        return with_items(container, {key: change(item) for key, item in container.items()})
+    if isinstance(container, tuple) and hasattr(container, "_fields"):
+        return type(container)(*map(change, container))
+    if is_record(container):
+        names = [field.name for field in dataclasses.fields(container) if field.init]
+        return dataclasses.replace(container, **{name: change(getattr(container, name)) for name in names})
+    return type(container)(map(change, container))
 
 
 def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:

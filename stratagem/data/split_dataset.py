@@ -12,8 +12,8 @@ from stratagem.data.device_copies import DeviceCopies
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.readers import Parts, Reader
+from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.values import PerReplica
 
 
 class SplitDataset:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.preparation import Preparation
@@ -22,7 +23,6 @@ from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps_servers import Servers
 from stratagem.strategy.replicas.copyable import check_parameters
 from stratagem.strategy.replicas.mirrored import original
-from stratagem.strategy.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 

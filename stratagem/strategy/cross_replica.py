@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.data.nested import map_values, outline, values_in
+from stratagem.data.values import PerReplica, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
-from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
-from stratagem.strategy.values import PerReplica, local_values
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -61,10 +61,10 @@ class CrossReplica:
         if any(outline(part) != outline(parts[0]) for part in parts):
             texts = ", ".join(dict.fromkeys(map(outline, parts)))
             raise ConfigurationError(f"expected values of one structure from all replicas, got {texts}")
-        columns = zip(*(map(torch.as_tensor, leaves(part)) for part in parts), strict=True)
+        columns = zip(*(map(torch.as_tensor, values_in(part)) for part in parts), strict=True)
         results = [one(column) for column in columns]
         following = iter(results)
-        return map_leaves(lambda _: next(following), parts[0])
+        return map_values(parts[0], lambda _: next(following))
 
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if op is ReduceOp.MEAN:

@@ -17,6 +17,7 @@ from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
+from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import CrossReplica
@@ -30,7 +31,6 @@ from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
 from stratagem.strategy.step_listener import StepListener
 from stratagem.strategy.step_shares import StepShares
-from stratagem.strategy.values import PerReplica, part_of_replica
 from stratagem.strategy.watching import watch_torch
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
 from stratagem.worker.reduction.compress_interface import GradientCompression

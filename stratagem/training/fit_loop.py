@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,8 @@ from stratagem.training.fit_agreement import FitAgreement
 from stratagem.training.fit_position import FitPosition
 from stratagem.training.fit_sources import Passes, close
 from stratagem.training.fit_steps import FitSteps
+from stratagem.training.model_state import ModelState
 from stratagem.training.tally import Tally
-
-if TYPE_CHECKING:
-    from stratagem.training.model import Model
 
 
 class Training:
@@ -41,7 +39,7 @@ class Training:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelState,
         steps: FitSteps,
         tally: Tally,
         position: FitPosition,

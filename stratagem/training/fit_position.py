@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratagem.strategy.metric_states import pack, unpack
-from stratagem.training.callbacks.base import Callback
+from stratagem.training.checkpoint_state import Stateful
 from stratagem.training.tally import Tally
 
 
@@ -23,7 +23,7 @@ class FitPosition:
         epoch: the first one.
     """
 
-    def __init__(self, dataset: Any, tally: Tally, callbacks: Sequence[Callback], epoch: int) -> None:
+    def __init__(self, dataset: Any, tally: Tally, callbacks: Sequence[Stateful], epoch: int) -> None:
         self._dataset = dataset
         self._tally = tally
         self._callbacks = callbacks

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from stratagem.checkpoint.catalog import next_number
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import current_strategy
@@ -23,10 +18,8 @@ from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
 from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
-from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.compiled import Compiled
 from stratagem.training.evaluation import Evaluation
-from stratagem.training.export import export_model
 from stratagem.training.fit_agreement import FitAgreement, FitOnServers, InStep, check_groups
 from stratagem.training.fit_batches import sample_of, unpack
 from stratagem.training.fit_position import FitPosition
@@ -74,13 +67,13 @@ class Model(SingleBatches):
         if not isinstance(module, nn.Module):
             raise ConfigurationError(f"expected an nn.Module, got {type(module).__name__}")
         super().__init__(current_strategy(), module)
-        self._original = module
+        self.history: History | None = None
+        """Of the newest ``fit``."""
         self._is_prepared = False
         self._loss: Loss | None = None
         self._metrics: Metrics | None = None
         self._autocast: torch.dtype | None = None
         self._accumulate_steps = 1
-        self._example: Any = None
         self.compiled: Compiled | None = None
         """What ``compile`` was told."""
 
@@ -333,68 +326,12 @@ class Model(SingleBatches):
         for line in [*layer_table(self.module), f"Strategy: {type(strategy).__name__}, {replicas} in sync"]:
             print_fn(line)
 
-    # -- weights -----------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        example_inputs: Any = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Exports the model as a program that plain PyTorch runs; ``sg.load_model`` reads it. The lead writes.
-
-        Where workers run in step it is there when any of them comes back.
-
-        Args:
-            path: of the folder.
-            example_inputs: what the module is called with: its only argument, or a tuple of them; None: as it was
-                called last by ``fit``, ``evaluate`` or ``predict``.
-            metadata: goes with it; anything JSON can hold.
-
-        Raises:
-            ConfigurationError: nobody has said what the module is called with.
-            ExportError: the program cannot be made; the weights are written all the same.
-        """
-        example = self._as_arguments(self._example) if example_inputs is None else example_inputs
-        try:
-            with self._scope(), self.strategy.averaged_buffers(self.module):
-                return export_model(self.module, path, example, metadata)
-        finally:
-            if self.strategy.communicator is not None:
-                self.strategy.communicator.barrier()
-
-    def save_weights(self, path: str | os.PathLike[str]) -> str:
-        """Saves the weights as the only checkpoint in the folder ``path``, and returns where.
-
-        Under parameter servers one worker is enough.
-        """
-        return Checkpoint(strategy=self.strategy, model=self.module).write(path, step=next_number(path, self.num_steps))
-
-    def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder.
-
-        Raises:
-            CheckpointError: it is damaged, or of another model.
-        """
-        Checkpoint(strategy=self.strategy, model=self.module).restore(path, random=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The module's."""
-        return self.module.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The module's."""
-        self.module.load_state_dict(state)
-
     # -- inside ------------------------------------------------------------------------------------------------
 
     @property
     def _device(self) -> torch.device:
         """Where the module is; of interest under the pass-through strategy."""
         return next((parameter.device for parameter in self._original.parameters()), torch.device("cpu"))
-
-    def _scope(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()
 
     def _steps(self, loss: Loss | None) -> FitSteps:
         return FitSteps(
@@ -449,9 +386,3 @@ class Model(SingleBatches):
         inputs = unpack(self.strategy.local_results(batch)[0]).inputs
         if num_examples(inputs):
             self._example = sample_of(inputs)
-
-    def _as_arguments(self, inputs: Any) -> Any:
-        """As ``export_model`` takes them."""
-        if isinstance(inputs, Mapping):
-            return inspect.signature(self._original.forward).bind(**inputs).args
-        return tuple(inputs) if isinstance(inputs, list) else inputs

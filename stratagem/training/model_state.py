@@ -1,16 +1,22 @@
-"""What callbacks see of a model and of its training."""
+"""What callbacks see of a model, of its training and of its weights."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy
-from stratagem.training.callbacks.history import History
+from stratagem.strategy.base import Strategy, current_strategy
+from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.export import export_model
 from stratagem.training.fit_position import FitPosition
 from stratagem.training.tally import Tally
 
@@ -32,8 +38,8 @@ class ModelState:
         """Prepared."""
         self.stop_training = False
         """Callbacks set it; see :class:`~stratagem.training.callbacks.base.Callback`."""
-        self.history: History | None = None
-        """Of the newest ``fit``."""
+        self._original = module
+        self._example: Any = None
         self._position: FitPosition | None = None
         self._tally: Tally | None = None
         self._num_steps = 0
@@ -114,3 +120,65 @@ class ModelState:
             yield
         finally:
             self._is_fitting = False
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        example_inputs: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Exports the model as a program that plain PyTorch runs; ``sg.load_model`` reads it. The lead writes.
+
+        Where workers run in step it is there when any of them comes back.
+
+        Args:
+            path: of the folder.
+            example_inputs: what the module is called with: its only argument, or a tuple of them; None: as it was
+                called last by ``fit``, ``evaluate`` or ``predict``.
+            metadata: goes with it; anything JSON can hold.
+
+        Raises:
+            ConfigurationError: nobody has said what the module is called with.
+            ExportError: the program cannot be made; the weights are written all the same.
+        """
+        example = self._as_arguments(self._example) if example_inputs is None else example_inputs
+        try:
+            with self._scope(), self.strategy.averaged_buffers(self.module):
+                return export_model(self.module, path, example, metadata)
+        finally:
+            if self.strategy.communicator is not None:
+                self.strategy.communicator.barrier()
+
+    def save_weights(self, path: str | os.PathLike[str]) -> str:
+        """Saves the weights as the only checkpoint in the folder ``path``, and returns where.
+
+        Under parameter servers one worker is enough.
+        """
+        return Checkpoint(strategy=self.strategy, model=self.module).write(path, step=next_number(path, self.num_steps))
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model.
+        """
+        Checkpoint(strategy=self.strategy, model=self.module).restore(path, random=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The module's."""
+        self.module.load_state_dict(state)
+
+    def _as_arguments(self, inputs: Any) -> Any:
+        """As ``export_model`` takes them."""
+        if isinstance(inputs, Mapping):
+            return inspect.signature(self._original.forward).bind(**inputs).args
+        return tuple(inputs) if isinstance(inputs, list) else inputs

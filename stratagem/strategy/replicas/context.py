@@ -12,13 +12,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.data.nested import map_values, outline, values_in
+from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
-from stratagem.strategy.replicas.nested import leaves, map_leaves, outline
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
-from stratagem.strategy.values import PerReplica, part_of_replica
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -130,16 +130,16 @@ class ReplicaContext:
             ConfigurationError: values that cannot be reduced, or of different shapes.
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        op, value = ReduceOp(op), map_leaves(_as_tensor, value)
+        op, value = ReduceOp(op), map_values(value, _as_tensor)
         if self._is_alone:
             return value
         what = f"all_reduce {op.value} of {outline(value)}"
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
-            results = _ReplicaAllReduce.apply(self, op, what, *leaves(value))  # type: ignore[no-untyped-call]
+            results = _ReplicaAllReduce.apply(self, op, what, *values_in(value))  # type: ignore[no-untyped-call]
         else:
-            results = self._reduce(op, what, [leaf.detach() for leaf in leaves(value)])
+            results = self._reduce(op, what, [leaf.detach() for leaf in values_in(value)])
         following = iter(results)
-        return map_leaves(lambda _: next(following), value)
+        return map_values(value, lambda _: next(following))
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """The concatenation of all replicas' tensors along ``axis``, in replica order, on every replica.
@@ -150,16 +150,16 @@ class ReplicaContext:
             ConfigurationError: a number or a tensor without that axis, or shapes that differ elsewhere.
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        value = map_leaves(_as_tensor, value)
-        for leaf in leaves(value):
+        value = map_values(value, _as_tensor)
+        for leaf in values_in(value):
             if not -leaf.dim() <= axis < leaf.dim():
                 raise ConfigurationError(f"all_gather along axis {axis} expects tensors that have it, got {leaf.shape}")
         if self._is_alone:
             return value
         what = f"all_gather along axis {axis} of {outline(value)}"
-        results = _AllGather.apply(self, axis, what, *leaves(value))  # type: ignore[no-untyped-call]
+        results = _AllGather.apply(self, axis, what, *values_in(value))  # type: ignore[no-untyped-call]
         following = iter(results)
-        return map_leaves(lambda _: next(following), value)
+        return map_values(value, lambda _: next(following))
 
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

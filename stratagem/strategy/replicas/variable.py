@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from stratagem.cluster.named_enum import NamedEnum
+from stratagem.data.values import PerReplica, ReduceOp
 from stratagem.errors import ConfigurationError, VariableError
 from stratagem.strategy.base import Strategy, current_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
-from stratagem.strategy.values import PerReplica, ReduceOp
 
 
 class VariableAggregation(NamedEnum):

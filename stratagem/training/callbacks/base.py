@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:  # a model calls its callbacks
-    from stratagem.training.model import Model
+from stratagem.training.model_state import ModelState
 
 LogsArgument = MutableMapping[str, float] | None
 
@@ -22,14 +21,14 @@ class Callback:
     and then on all of them.
     """
 
-    model: Model
+    model: ModelState
     """Whose training it is."""
     runs_last: ClassVar[bool] = False
     """Whether its hooks are called after those of all others."""
     params: Mapping[str, Any]
     """"epochs", "steps" (of an epoch, or None) and "verbose"."""
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: ModelState) -> None:
         """Called before all hooks."""
         self.model = model
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from stratagem.training.model import Model
+from stratagem.training.model_state import ModelState
 
 _PER_BATCH = tuple(f"on_{kind}_batch_{end}" for kind in ("train", "test", "predict") for end in ("begin", "end"))
 
@@ -23,7 +21,7 @@ class CallbackList:
         params: what they are told.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], model: Model, params: Mapping[str, Any]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], model: ModelState, params: Mapping[str, Any]) -> None:
         self.callbacks = list(callbacks)
         self._model = model
         for callback in self.callbacks:

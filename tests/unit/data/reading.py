@@ -12,7 +12,7 @@ from stratagem.data.distribute import distribute
 from stratagem.data.options import DistributeOptions
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
-from stratagem.strategy.values import local_values
+from stratagem.data.values import local_values
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
 

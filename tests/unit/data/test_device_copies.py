@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.data.distribute import distribute
 from stratagem.data.options import DistributeOptions
 from stratagem.data.placement import InputPlacement
-from stratagem.strategy.values import local_values
+from stratagem.data.values import local_values
 from tests.unit.data.reading import CPU, batches, steps_of
 
 META = torch.device("meta")

@@ -16,8 +16,8 @@ from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, StepShare
+from stratagem.data.values import PerReplica
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.values import PerReplica
 from tests.unit.data.reading import CPU, Numbers, Shares, Steps, Stream, batches, epoch, on_workers, steps_of
 
 NUMBERS = [

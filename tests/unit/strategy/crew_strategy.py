@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from stratagem.data.values import PerReplica, ReduceOp, local_values
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.cross_device_ops import ReductionToOneDevice
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
-from stratagem.strategy.values import PerReplica, ReduceOp, local_values
 from stratagem.worker.ring.communicator import Communicator
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.data.values import PerReplica
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy, get_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context, in_cross_replica_context
 from stratagem.strategy.replicas.cross_device_ops import HierarchicalCopyAllReduce
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
-from stratagem.strategy.values import PerReplica
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.strategy.replicas.nested import map_leaves
+from stratagem.data.nested import map_values
 
 
 class Pair(NamedTuple):
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 )
 def test_containers_keep_their_type(value: Any, expected: Any) -> None:
     before = repr(value)
-    changed = map_leaves(lambda leaf: leaf + 1, value)
+    changed = map_values(value, lambda leaf: leaf + 1)
     assert changed == expected and type(changed) is type(expected)
     assert repr(value) == before
     if isinstance(value, collections.defaultdict):

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.resolvers import SimpleClusterResolver
+from stratagem.data.values import PerReplica
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.replicas.context import get_replica_context
 from stratagem.strategy.replicas.variable import Variable, VariableAggregation, VariableSynchronization
 from stratagem.strategy.tpu import TPUStrategy
-from stratagem.strategy.values import PerReplica
 from tests.unit.strategy.fake_torch_xla import FakeXla
 
 

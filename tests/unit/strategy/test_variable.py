@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from stratagem.data.values import PerReplica
 from stratagem.errors import CollectiveError, ConfigurationError, VariableError
 from stratagem.strategy.default import get_strategy
 from stratagem.strategy.replicas.variable import (
@@ -21,7 +22,6 @@ from stratagem.strategy.replicas.variable import (
     VariableSynchronization,
     keep_variables,
 )
-from stratagem.strategy.values import PerReplica
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
 from tests.unit.strategy.crew_strategy import ReplicaThreadsStrategy, replica_id, values_of

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any, Generic, NoReturn, TypeVar
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.data.nested import map_values
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.nested import map_leaves
 
 T = TypeVar("T")
 
@@ -45,4 +45,4 @@ def local_values(value: Any) -> tuple[Any, ...]:
 
 def part_of_replica(value: Any, replica: int) -> Any:
     """``value``, with each :class:`PerReplica` in it, also inside dicts, lists and tuples, replaced by one's value."""
-    return map_leaves(lambda leaf: leaf.values[replica] if isinstance(leaf, PerReplica) else leaf, value)
+    return map_values(value, lambda leaf: leaf.values[replica] if isinstance(leaf, PerReplica) else leaf)
