@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, UnitBitmap
@@ -38,6 +38,7 @@ class EpochLeases:
         self.accepted = accepted if accepted is not None else UnitBitmap()
         self._num_accepted = len(self.accepted)
         self._lent: dict[int, Holding] = {}
+        self._of_holder: dict[Incarnation, set[int]] = {}
         self._returned: list[int] = []
         self._next = 0
 
@@ -76,11 +77,11 @@ class EpochLeases:
 
     def held_by(self, incarnation: Incarnation) -> list[int]:
         """Units leased to ``incarnation``, lowest first."""
-        return sorted(index for index, lease in self._lent.items() if lease.incarnation == incarnation)
+        return sorted(self._of_holder.get(incarnation, ()))
 
     def num_held_by(self, incarnation: Incarnation) -> int:
         """Number of units leased to ``incarnation``."""
-        return sum(lease.incarnation == incarnation for lease in self._lent.values())
+        return len(self._of_holder.get(incarnation, ()))
 
     def holders(self, stop: int | None = None) -> set[Incarnation]:
         """Everybody who has a unit leased.
@@ -88,17 +89,41 @@ class EpochLeases:
         Args:
             stop: units before this one are meant; None: all.
         """
-        return {lease.incarnation for index, lease in self._lent.items() if stop is None or index < stop}
+        meant = self.plan.num_units if stop is None else stop
+        return {holder for holder, units in self._of_holder.items() if any(index < meant for index in units)}
 
     def is_closed_before(self, stop: int) -> bool:
         """Whether every unit before ``stop`` is accepted."""
         first = self.first_pending
-        return (first is None or first >= stop) and not self.holders(stop)
+        return (first is None or first >= stop) and not any(index < stop for index in self._lent)
+
+    def ask(
+        self, incarnation: Incarnation, held: Collection[int], want: int, at_most: int, stop: int, restores: int = 0
+    ) -> list[int]:
+        """Leases pending units, the lowest first, after those that the holder does not know of.
+
+        Args:
+            incarnation: the holder.
+            held: leases it knows of; others were in a reply that got lost and are handed out again.
+            want: units wanted.
+            at_most: as many if that leaves each holder so many again; ``want`` in any case.
+            stop: units before this one are meant.
+            restores: see :class:`Holding`.
+        """
+        units = [index for index in self.held_by(incarnation) if index not in held]
+        others = len(self._of_holder.keys() | {incarnation})
+        num_left = min(stop, self.plan.num_units) - self._num_accepted - len(self._lent)
+        num = max(want, min(at_most, num_left // (2 * others)))
+        while len(units) < num and (index := self.first_pending) is not None and index < stop:
+            self.acquire(index, incarnation, restores)
+            units.append(index)
+        return units[:num]
 
     def acquire(self, index: int, incarnation: Incarnation, restores: int = 0) -> None:
         """Leases a pending unit."""
         assert self.is_pending(index), f"unit {index} is not pending"
         self._lent[index] = Holding(incarnation, restores)
+        self._of_holder.setdefault(incarnation, set()).add(index)
 
     def accept(self, incarnation: Incarnation, indices: Iterable[int]) -> list[int]:
         """Counts units as accepted, as ``incarnation`` reports; returns those that were not yet.
@@ -122,14 +147,14 @@ class EpochLeases:
 
     def settle(self, index: int) -> bool:
         """Counts one unit as accepted, whoever holds it; False if it was."""
-        self._lent.pop(index, None)
+        self._end(index)
         new = self.accepted.add(index)
         self._num_accepted += new
         return new
 
     def give_back(self, index: int) -> None:
         """Makes a unit that is leased pending again."""
-        del self._lent[index]
+        self._end(index)
         heapq.heappush(self._returned, index)
 
     def give_all_back(self) -> int:
@@ -146,3 +171,11 @@ class EpochLeases:
                 self.accepted.discard(index)
                 self._num_accepted -= 1
                 heapq.heappush(self._returned, index)
+
+    def _end(self, index: int) -> None:
+        lease = self._lent.pop(index, None)
+        if lease is not None:
+            units = self._of_holder[lease.incarnation]
+            units.discard(index)
+            if not units:
+                del self._of_holder[lease.incarnation]

@@ -130,10 +130,11 @@ class Plan:
 
 
 class UnitBitmap:
-    """A set of unit indices of one epoch, kept as a bitmap (least significant bit of byte 0 is unit 0)."""
+    """A set of unit indices of one epoch, kept as a bitmap (least significant bit of byte 0 is unit 0). Adding, taking
+    out and looking up cost the same however large the epoch is."""
 
     def __init__(self, data: bytes = b"") -> None:
-        self._bits = int.from_bytes(data, "little")
+        self._bytes = bytearray(data)
 
     @classmethod
     def of(cls, indices: Iterable[int]) -> UnitBitmap:
@@ -145,52 +146,57 @@ class UnitBitmap:
 
     def add(self, index: int) -> bool:
         """Adds ``index``; False if it was there."""
-        bit = 1 << index
-        new = not self._bits & bit
-        self._bits |= bit
+        place, bit = index >> 3, 1 << (index & 7)
+        if place >= len(self._bytes):
+            self._bytes.extend(bytes(place + 1 - len(self._bytes)))
+        new = not self._bytes[place] & bit
+        self._bytes[place] |= bit
         return new
 
     def discard(self, index: int) -> None:
         """Takes ``index`` out if it is there."""
-        self._bits &= ~(1 << index)
+        if index in self:
+            self._bytes[index >> 3] &= ~(1 << (index & 7))
 
     def __contains__(self, index: int) -> bool:
-        return bool(self._bits >> index & 1)
+        place = index >> 3
+        return place < len(self._bytes) and bool(self._bytes[place] >> (index & 7) & 1)
 
     def __len__(self) -> int:
-        return self._bits.bit_count()
+        return self._int().bit_count()
 
     def __iter__(self) -> Iterator[int]:
-        bits = self._bits
-        while bits:
-            low = bits & -bits
-            yield low.bit_length() - 1
-            bits ^= low
+        for place, byte in enumerate(bytes(self._bytes)):
+            while byte:
+                low = byte & -byte
+                yield 8 * place + low.bit_length() - 1
+                byte ^= low
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnitBitmap) and self._bits == other._bits
+        return isinstance(other, UnitBitmap) and self.to_bytes() == other.to_bytes()
 
     def __hash__(self) -> int:
-        return hash(self._bits)
+        return hash(self.to_bytes())
 
     def __and__(self, other: UnitBitmap) -> UnitBitmap:
-        return self._from_int(self._bits & other._bits)
+        return self._from_int(self._int() & other._int())
 
     def __or__(self, other: UnitBitmap) -> UnitBitmap:
-        return self._from_int(self._bits | other._bits)
+        return self._from_int(self._int() | other._int())
 
     def __sub__(self, other: UnitBitmap) -> UnitBitmap:
-        return self._from_int(self._bits & ~other._bits)
+        return self._from_int(self._int() & ~other._int())
+
+    def _int(self) -> int:
+        return int.from_bytes(self._bytes, "little")
 
     @classmethod
     def _from_int(cls, bits: int) -> UnitBitmap:
-        bitmap = cls()
-        bitmap._bits = bits
-        return bitmap
+        return cls(bits.to_bytes(-(-bits.bit_length() // 8), "little"))
 
     def to_bytes(self) -> bytes:
         """The bitmap; no trailing zero bytes."""
-        return self._bits.to_bytes(-(-self._bits.bit_length() // 8), "little")
+        return bytes(self._bytes).rstrip(b"\0")
 
     def __repr__(self) -> str:
         return f"UnitBitmap({len(self)} units)"
