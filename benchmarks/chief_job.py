@@ -24,11 +24,12 @@ from benchmarks.chief import ChiefResult
 from benchmarks.job_files import result_path
 from benchmarks.window import between, read_counters
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.units import Plan
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2
+from stratagem.worker.leases import LeaseClient
 
 NUM_UNITS = 1_000_000
-AHEAD = 2
 JOINING = 50
 """Workers that join at once."""
 WARM_UP_S = 3.0
@@ -41,6 +42,7 @@ class SimulatedWorker:
         self.latencies: list[float] = []
         self.num_trained = 0
         self._period_s = 1.0 / rate
+        self._leases = LeaseClient(_no_chief(), Plan(NUM_UNITS, 1))  # says what to ask for; asked here, without threads
         self._channel = connect_aio(chief)
         self._stub: Any = chief_pb2_grpc.ChiefStub(self._channel)
         self._sender = common_pb2.Sender(task=f"worker:{index}")
@@ -59,17 +61,20 @@ class SimulatedWorker:
         request = chief_pb2.OpenDatasetRequest(sender=self._sender, dataset=1, num_examples=NUM_UNITS, batch_size=1)
         request.num_slices, request.staleness = 1, float("inf")
         await self._stub.OpenDataset(request)
+        self._leases.start_epoch(1, 0, 0)
         await asyncio.sleep(random.random())
-        accepted: list[int] = []
+        due = time.perf_counter()
         while not until.is_set():
-            leased = [grant.unit.index for grant in (await self._call(accepted, AHEAD)).grants]
-            due = time.perf_counter()
-            for _ in leased:
-                due += self._period_s
-                await asyncio.sleep(due - time.perf_counter())
-            accepted = leased
-            self.num_trained += len(leased)
-        await self._call(accepted, 0)
+            if (lease := self._leases.ready()) is None:
+                self._leases.take(await self._call(self._leases.request(wait=True)))
+                continue
+            due = max(due + self._period_s, time.perf_counter() - self._period_s)
+            await asyncio.sleep(due - time.perf_counter())
+            self._leases.accept(lease.unit)
+            self.num_trained += 1
+        report = self._leases.request(wait=False)
+        report.want = 0
+        await self._call(report)
 
     async def end(self) -> None:
         """Says goodbye."""
@@ -78,9 +83,9 @@ class SimulatedWorker:
             await self._session
         await self._channel.close(None)
 
-    async def _call(self, accepted: list[int], want: int) -> chief_pb2.NextUnitsReply:
+    async def _call(self, request: chief_pb2.NextUnitsRequest) -> chief_pb2.NextUnitsReply:
         begin = time.perf_counter()
-        request = chief_pb2.NextUnitsRequest(sender=self._sender, dataset=1, accepted=accepted, want=want, wait=True)
+        request.sender.CopyFrom(self._sender)
         reply: chief_pb2.NextUnitsReply = await self._stub.NextUnits(request)
         self.latencies.append(time.perf_counter() - begin)
         return reply
@@ -100,6 +105,10 @@ class SimulatedWorker:
                 await asyncio.wait_for(self._ending.wait(), interval_s)
             yield chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat(progress=chief_pb2.Progress(step=1)))
         yield chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=0))
+
+
+def _no_chief() -> Any:
+    return None
 
 
 @contextlib.contextmanager

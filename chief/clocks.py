@@ -56,6 +56,15 @@ class Clocks:
                 late.append(other)
         return sorted(late)
 
+    def limit(self, incarnation: Incarnation, staleness: float, holders: Collection[Incarnation]) -> int:
+        """The first step that ``incarnation`` may not start before it has asked again.
+
+        Whoever begins to hold a unit meanwhile is moved up to clocks known now, so its own counts as well.
+        """
+        clocks = [self._clocks.get(other) for other in {*holders, incarnation}]
+        slowest = min((clock for clock in clocks if clock is not None), default=0)
+        return math.floor(min(slowest + staleness, 2.0**62)) + 1
+
     def forget(self, incarnation: Incarnation) -> None:
         """``incarnation`` is over; nobody waits for it."""
         self._clocks.pop(incarnation, None)

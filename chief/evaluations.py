@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from stratagem.chief.lease_book import Lease, Leases
+from stratagem.chief.lease_book import Leases
 from stratagem.chief.leases import EpochLeases
 from stratagem.chief.tallies import TallyName
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError
 
 Versions = Mapping[str, tuple[int, int]]
@@ -115,18 +115,17 @@ class Evaluations:
             )
         return known
 
-    def ask(self, name: TallyName, incarnation: Incarnation, held: Collection[int], want: int) -> Leases:
-        """Leases up to ``want`` units; those that the holder does not know of first."""
+    def ask(
+        self, name: TallyName, incarnation: Incarnation, held: Collection[int], want: int, at_most: int = 0
+    ) -> Leases:
+        """Leases units as :meth:`EpochLeases.ask` does."""
         evaluation = self._all[name]
-        leases = evaluation.leases
+        leases, plan = evaluation.leases, evaluation.plan
         evaluation.askers.add(incarnation)
-        units = [index for index in leases.held_by(incarnation) if index not in held][:want]
-        while len(units) < want and (index := leases.first_pending) is not None:
-            leases.acquire(index, incarnation)
-            units.append(index)
-        granted = tuple(Lease(Unit(0, 0, index), evaluation.plan.unit_examples(index)) for index in units)
+        indices = leases.ask(incarnation, held, want, at_most, plan.num_units)
+        granted = tuple(Lease(Unit(0, 0, index), plan.unit_examples(index)) for index in indices)
         waits_for = () if granted or leases.closed else tuple(sorted(leases.holders() - {incarnation}))
-        return Leases(granted, not granted and leases.closed, waits_for)
+        return Leases(granted, not granted and leases.closed, waits_for, evaluation.attempt)
 
     def leave(self, name: TallyName, incarnation: Incarnation) -> None:
         """``incarnation`` has given up: its units go to others."""

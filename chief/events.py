@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stratagem.chief.lease_book import Lease
+from stratagem.cluster.units import Lease
 
 
 @dataclasses.dataclass(frozen=True)

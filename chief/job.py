@@ -22,10 +22,11 @@ from stratagem.chief import checkpoints, status
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.commit_hold import CommitHold
 from stratagem.chief.counting import Counting
+from stratagem.chief.evaluation_units import EvaluationUnits
 from stratagem.chief.events import Event, Request, Stop
-from stratagem.chief.history import encode_units
 from stratagem.chief.journal import Journal
-from stratagem.chief.lease_book import Lease, LeaseBook, Leases
+from stratagem.chief.lease_book import LeaseBook
+from stratagem.chief.lending import Lending, TrainingUnits
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.ps_pool import Connect, PsPool
 from stratagem.chief.recovery import Recovery
@@ -34,18 +35,16 @@ from stratagem.chief.saving import CommittedCheckpoint, Saving
 from stratagem.chief.servers import Server
 from stratagem.chief.session_streams import SessionStreams
 from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
-from stratagem.chief.tallies import Delta
 from stratagem.chief.waits import Waits
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Plan
+from stratagem.cluster.units import Lease, Plan
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
 
 LATE_S = 20.0  # for tasks that have not joined yet, or a ps that was lost, when the job is over already
-RETRY_S = 0.25  # between two looks whether all ps are back for the first checkpoint
 
 
 class ChiefJob:
@@ -107,7 +106,7 @@ class ChiefJob:
             self.changed,
             restoring=Restoring(self.ps_pool, config.checkpoint_dir, config.num_ps),
             give_up=self.stop,
-            begin_anew=lambda: self.counting.begin_anew(),
+            begin_anew=self._begin_anew,
         )
         self.streams = SessionStreams(
             self.sessions,
@@ -121,19 +120,39 @@ class ChiefJob:
             resume=self._resume,
         )
         self._waits = Waits(clock)
+        self._maintenance = Maintenance(self)
         self.counting = Counting(
             self.sessions,
             self.lease_book,
-            self.ps_pool,
-            self.commit_hold,
             self.journal,
             self.changed,
             admit=self._admit,
             waits=self._waits,
-            num_ps=config.num_ps,
             page_bytes=config.max_message_bytes // 4,
         )
-        self._maintenance = Maintenance(self)
+        self.evaluation = EvaluationUnits(
+            self.ps_pool,
+            self.commit_hold,
+            self.journal,
+            self.changed,
+            num_ps=config.num_ps,
+            write=self.counting.write,
+        )
+        self.training = TrainingUnits(
+            self.sessions,
+            self.lease_book,
+            self.recovery,
+            self.journal,
+            self.changed,
+            first_checkpoint=self._maintenance,
+            admit=self._admit,
+            waits=self._waits,
+            has_left=self.counting.has_left,
+            keep=self.counting.keep,
+        )
+        self.lending = Lending(
+            self.training, self.evaluation, admit=self._admit, waits=self._waits, changed=self.changed
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing = False
         self.address = config.bind
@@ -172,69 +191,6 @@ class ChiefJob:
         if is_new:
             self.journal.write("plan", dataset=dataset, plan=dataclasses.asdict(known))
         return known
-
-    async def next_units(
-        self,
-        incarnation: Incarnation,
-        dataset: int,
-        epoch: int,
-        accepted: Sequence[int],
-        deltas: Sequence[Delta],
-        held: Sequence[int],
-        want: int,
-        wait: bool,
-        stop: int | None = None,
-        group: str = "",
-    ) -> Leases:
-        """Counts accepted units and leases up to ``want`` others before ``stop``; with ``wait`` not before there is
-        one, or the end. Who has left the ``group`` gets no part of the same step."""
-        await self._accept(incarnation, dataset, epoch, accepted, deltas)
-        if not want:
-            return Leases()
-        await self._first_checkpoint(incarnation)
-        with self._waits.of(incarnation):
-            while True:
-                next_step = self.lease_book.steps.next_number
-                live = [session.incarnation for session in self.sessions.live("worker")]
-                workers = [each for each in live if not self.counting.has_left(each, group)]
-                granted = self.lease_book.ask(incarnation, dataset, epoch, frozenset(held), want, workers, stop, group)
-                self._journal_steps(next_step)
-                if granted.granted or granted.end or not wait:
-                    return granted
-                self._waits.note(incarnation, "to finish their units", granted.waits_for)
-                await self.changed.wait()
-                await self._admit(incarnation)
-
-    async def start_step(
-        self,
-        incarnation: Incarnation,
-        dataset: int,
-        epoch: int,
-        accepted: Sequence[int],
-        deltas: Sequence[Delta],
-        clock: int,
-    ) -> int:
-        """Waits until the staleness bound lets the caller start; returns its clock."""
-        await self._accept(incarnation, dataset, epoch, accepted, deltas)
-        with self._waits.of(incarnation):
-            while True:
-                workers = [session.incarnation for session in self.sessions.live("worker")]
-                known = self.lease_book.clocks.clock(incarnation)
-                now, late = self.lease_book.start_step(incarnation, dataset, clock, workers)
-                if now != known:
-                    self.changed.notify()
-                if not late:
-                    return now
-                self._waits.note(incarnation, f"to finish steps before step {now} may start", late)
-                await self.changed.wait()
-                await self._admit(incarnation)
-
-    async def leave_epoch(
-        self, incarnation: Incarnation, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[Delta]
-    ) -> None:
-        """Gives back what is leased to the caller in an epoch."""
-        await self._accept(incarnation, dataset, epoch, accepted, deltas)
-        await self.recovery.carry_out(incarnation, self.lease_book.leave(incarnation, dataset, epoch))
 
     async def leave_group(self, incarnation: Incarnation, group: str) -> None:
         """Nobody need wait for the caller in a group of agreements, nor in the steps that are asked for in it."""
@@ -331,12 +287,12 @@ class ChiefJob:
         server = self.ps_pool.get(incarnation)
         if server is not None:
             await self.commit_hold.include(server)
-            await self.counting.pin_again()
+            await self.evaluation.pin_again()
         self.streams.perform(self.sessions.prepared(incarnation))
 
     async def _release(self, incarnation: Incarnation) -> None:
         await self.recovery.release(incarnation)
-        await self.counting.release(incarnation)
+        await self.evaluation.release(incarnation)
 
     async def _fence(self, incarnation: Incarnation, server_life: Incarnation) -> None:
         server: Server | None = self.ps_pool.get(server_life)
@@ -392,6 +348,10 @@ class ChiefJob:
     def _resume(self, incarnation: Incarnation, held: Sequence[Lease]) -> None:
         self.lease_book.resume(incarnation, held)
 
+    def _begin_anew(self) -> None:
+        self.counting.begin_anew()
+        self.evaluation.evaluations.clear()
+
     def _committed(self, committed: CommittedCheckpoint) -> None:
         self.journal.write("checkpoint", path=committed.path)
         logger.info("Checkpoint of step %d: %s", committed.step, committed.path)
@@ -413,29 +373,3 @@ class ChiefJob:
             if self.sessions.ready and self.recovery.settled:
                 return
             await self.changed.wait()
-
-    async def _first_checkpoint(self, incarnation: Incarnation) -> None:
-        """Waits for the initial checkpoint, if there is to be one."""
-        await self._maintenance.before_leasing()
-        await self._admit(incarnation)
-        while not self._maintenance.may_lease:
-            await asyncio.sleep(RETRY_S)
-            await self._maintenance.before_leasing()
-            await self._admit(incarnation)
-
-    async def _accept(
-        self, incarnation: Incarnation, dataset: int, epoch: int, indices: Sequence[int], deltas: Sequence[Delta]
-    ) -> None:
-        await self._admit(incarnation)
-        believed = await self.recovery.believe(incarnation, dataset, epoch, indices)
-        await self._admit(incarnation)
-        accepted = self.lease_book.accept(incarnation, dataset, epoch, believed)
-        self.recovery.accepted(accepted)
-        self.counting.keep(deltas)
-        if accepted:
-            self.changed.notify()
-
-    def _journal_steps(self, first: int) -> None:
-        for number in range(first, self.lease_book.steps.next_number):
-            units = self.lease_book.steps.open[number].units
-            self.journal.write("step", durable=False, step=number, units=encode_units(units))

@@ -8,31 +8,17 @@ owner calls after every live ps has refused the former holder (fence) and heard 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.clocks import Clocks
 from stratagem.chief.leases import EpochLeases
 from stratagem.chief.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
 
 Positions = dict[tuple[int, int], UnitBitmap]
 """Accepted units of each (dataset, epoch)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lease:
-    """A unit leased."""
-
-    unit: Unit
-    num_examples: int
-    step: int = 0
-    """Staleness 0: number of the step it is a slice of; 0 otherwise."""
-    step_units: tuple[int, ...] = ()
-    """Staleness 0: indices of the units of all slices of the step, in slice order."""
-    refresh: bool = False
-    """The holder must pull weights before it computes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +30,8 @@ class Leases:
     """The epoch is closed."""
     waits_for: tuple[Incarnation, ...] = ()
     """Why there is nothing: who holds what the caller waits for."""
+    attempt: int = 0
+    """Of an evaluation; units of others do not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +152,12 @@ class LeaseBook:
         epoch: int,
         held: Collection[int],
         want: int,
-        workers: Sequence[Incarnation],
+        workers: Sequence[Incarnation] | Callable[[], Sequence[Incarnation]],
         stop: int | None = None,
         group: str = "",
+        at_most: int = 0,
     ) -> Leases:
-        """Leases up to ``want`` units.
+        """Leases ``want`` units or fewer, and beyond them up to ``at_most``.
 
         Args:
             incarnation: the holder.
@@ -176,39 +165,33 @@ class LeaseBook:
             epoch: pass over it.
             held: leases the holder knows of; others were in a reply that got lost and are handed out again.
             want: units wanted, at least 1.
-            workers: live workers that the holder trains with, in worker order.
+            workers: live workers that the holder trains with, in worker order; asked for where slices are dealt.
             stop: the holder is about the units before this one, which begins a global batch; None: about all.
             group: of agreements, that the holder and the workers are in.
+            at_most: see :meth:`EpochLeases.ask`; slices of steps are leased as far as that.
         """
         leases = self.epoch(dataset, epoch)
         stop = leases.plan.num_units if stop is None else stop
         self._asked.setdefault(incarnation, set()).add(dataset)
         self._left.discard((incarnation, dataset, epoch))
-        units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
-        granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None][:want]
         waits_for: list[Incarnation] = []
-        while len(granted) < want and not waits_for:
-            if leases.plan.staleness == 0:
-                unit, waits_for = self._lease_slice(incarnation, leases, dataset, epoch, workers, stop, group)
-            else:
-                unit = self._lease_batch(incarnation, leases, dataset, epoch, stop)
-            if unit is None:
-                break
-            lease = self._lease_of(unit)
-            assert lease is not None
-            granted.append(lease)
+        if leases.plan.staleness == 0:
+            units = [Unit(dataset, epoch, index) for index in leases.held_by(incarnation) if index not in held]
+            granted = [lease for unit in units if (lease := self._lease_of(unit)) is not None][:want]
+            members = workers() if callable(workers) else workers
+            while len(granted) < want and not waits_for:
+                unit, waits_for = self._lease_slice(incarnation, leases, dataset, epoch, members, stop, group)
+                if unit is None:
+                    break
+                lease = self._lease_of(unit)
+                assert lease is not None
+                granted.append(lease)
+        else:
+            indices = leases.ask(incarnation, held, want, at_most, stop, self.restores)
+            granted = [Lease(Unit(dataset, epoch, i), leases.plan.unit_examples(i)) for i in indices]
         if granted or waits_for:
             return Leases(tuple(granted), waits_for=tuple(waits_for))
         return Leases((), leases.is_closed_before(stop), tuple(sorted(leases.holders(stop) - {incarnation})))
-
-    def _lease_batch(
-        self, incarnation: Incarnation, leases: EpochLeases, dataset: int, epoch: int, stop: int
-    ) -> Unit | None:
-        index = leases.first_pending
-        if index is None or index >= stop:
-            return None
-        leases.acquire(index, incarnation, self.restores)
-        return Unit(dataset, epoch, index)
 
     def _lease_slice(
         self,
@@ -256,14 +239,16 @@ class LeaseBook:
 
     def start_step(
         self, incarnation: Incarnation, dataset: int, clock: int, workers: Collection[Incarnation]
-    ) -> tuple[int, list[Incarnation]]:
-        """The caller's clock, and the workers it must wait for before it starts its step."""
+    ) -> tuple[int, int, list[Incarnation]]:
+        """The caller's clock, the first step it may not start without asking again, and the workers it must wait for
+        before it starts its step."""
         plan = self.plans.get(dataset)
         if plan is None:
             raise ProtocolError(f"dataset {dataset} is not open; expected OpenDataset before StartStep")
         holders = [worker for worker in workers if self.num_held(worker)]
         now = self.clocks.report(incarnation, clock, holders)
-        return now, self.clocks.waits_for(incarnation, plan.staleness, holders)
+        late = self.clocks.waits_for(incarnation, plan.staleness, holders)
+        return now, self.clocks.limit(incarnation, plan.staleness, holders), late
 
     def num_held(self, incarnation: Incarnation) -> int:
         """Units leased to (or reserved for) ``incarnation``."""

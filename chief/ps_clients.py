@@ -17,6 +17,7 @@ from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.units import unit_to_proto
 
 CALL_TIMEOUT_S = 5.0
 """For calls that only change a few words of state; the caller repeats them while the ps is alive."""
@@ -63,7 +64,7 @@ class ChiefPsClient:
         request = ps_pb2.CloseStepRequest(
             sender=self._sender,
             step=closing.step,
-            included=[wire.unit_to_proto(unit) for unit in closing.included],
+            included=[unit_to_proto(unit) for unit in closing.included],
             committed=[wire.update_to_proto(Update((unit,), ordinal)) for unit, ordinal in closing.committed],
         )
         await self._call("CloseStep", request)

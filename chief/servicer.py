@@ -36,54 +36,12 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     async def NextUnits(self, request: chief_pb2.NextUnitsRequest, context: Any) -> chief_pb2.NextUnitsReply:
         """Leases units."""
-        granted = await self._job.next_units(
-            wire.life_from_proto(request.sender),
-            request.dataset,
-            request.epoch,
-            request.accepted,
-            wire.deltas_from_proto(request.deltas, request.dataset, request.epoch),
-            request.held,
-            min(request.want, wire.MAX_WANT),
-            request.wait,
-            request.stop or None,
-            request.group,
-        )
-        return wire.leases_to_proto(granted)
+        return wire.leases_to_proto(await self._job.lending.next_units(wire.lease_request_from_proto(request)))
 
     async def StartStep(self, request: chief_pb2.StartStepRequest, context: Any) -> chief_pb2.StartStepReply:
         """Waits for the staleness bound."""
-        incarnation = wire.life_from_proto(request.sender)
-        deltas = wire.deltas_from_proto(request.deltas, request.dataset, request.epoch)
-        clock = await self._job.start_step(
-            incarnation, request.dataset, request.epoch, request.accepted, deltas, request.clock
-        )
-        return chief_pb2.StartStepReply(clock=clock)
-
-    async def LeaveEpoch(self, request: chief_pb2.LeaveEpochRequest, context: Any) -> chief_pb2.LeaveEpochReply:
-        """Takes units back."""
-        incarnation = wire.life_from_proto(request.sender)
-        deltas = wire.deltas_from_proto(request.deltas, request.dataset, request.epoch)
-        await self._job.leave_epoch(incarnation, request.dataset, request.epoch, request.accepted, deltas)
-        return chief_pb2.LeaveEpochReply()
-
-    async def NextEvaluationUnits(
-        self, request: chief_pb2.NextEvaluationUnitsRequest, context: Any
-    ) -> chief_pb2.NextEvaluationUnitsReply:
-        """Leases units of evaluation data."""
-        incarnation = wire.life_from_proto(request.sender)
-        name, plan, deltas = wire.evaluation_from_proto(request)
-        granted, attempt = await self._job.counting.next_evaluation_units(
-            incarnation,
-            name,
-            plan,
-            request.attempt,
-            deltas,
-            request.held,
-            min(request.want, wire.MAX_WANT),
-            request.wait,
-            request.leave,
-        )
-        return wire.evaluation_units_to_proto(granted, attempt)
+        clock, limit = await self._job.training.start_step(wire.step_report_from_proto(request), request.clock)
+        return chief_pb2.StartStepReply(clock=clock, limit=limit)
 
     async def GetDeltas(self, request: chief_pb2.GetDeltasRequest, context: Any) -> chief_pb2.GetDeltasReply:
         """What was counted."""

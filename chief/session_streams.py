@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Membership, Request, Stop, Welcome
 from stratagem.chief.journal import Journal
-from stratagem.chief.lease_book import Lease
 from stratagem.chief.sessions import (
     Action,
     Announce,
@@ -24,6 +23,7 @@ from stratagem.chief.sessions import (
 )
 from stratagem.chief.status import member_of
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.units import Lease
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 
 logger = logging.getLogger(__name__)

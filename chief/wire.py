@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from stratagem.chief import events
 from stratagem.chief.evaluations import plan_of
-from stratagem.chief.lease_book import Lease, Leases
+from stratagem.chief.lease_book import Leases
+from stratagem.chief.lending import EvaluationPass, LeaseRequest, TrainingPass
 from stratagem.chief.progress import TaskProgress
 from stratagem.chief.servers import ServerDescription
 from stratagem.chief.status import JobStatus
@@ -15,6 +16,7 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
+from stratagem.rpc.units import lease_from_proto, lease_to_proto, unit_from_proto, unit_to_proto
 
 MAX_UNITS = 1 << 26
 """In an epoch: every ps keeps a bit for each."""
@@ -25,16 +27,6 @@ MAX_WANT = 1024
 def life_from_proto(sender: common_pb2.Sender) -> Incarnation:
     """The caller."""
     return Incarnation(sender.task, sender.incarnation)
-
-
-def unit_to_proto(unit: Unit) -> common_pb2.Unit:
-    """A unit."""
-    return common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index)
-
-
-def unit_from_proto(unit: common_pb2.Unit) -> Unit:
-    """A unit."""
-    return Unit(unit.dataset, unit.epoch, unit.index)
 
 
 def update_to_proto(update: Update) -> common_pb2.Update:
@@ -101,25 +93,44 @@ def _checked(plan: Plan) -> Plan:
     return plan
 
 
-def lease_to_proto(lease: Lease) -> chief_pb2.Grant:
-    """A unit leased."""
-    return chief_pb2.Grant(
-        unit=unit_to_proto(lease.unit),
-        num_examples=lease.num_examples,
-        step=lease.step,
-        step_units=lease.step_units,
-        refresh=lease.refresh,
+def leases_to_proto(leases: Leases) -> chief_pb2.NextUnitsReply:
+    """The answer to a worker that asks for units."""
+    granted = [lease_to_proto(lease) for lease in leases.granted]
+    return chief_pb2.NextUnitsReply(leases=granted, end=leases.end, attempt=leases.attempt)
+
+
+def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseRequest:
+    """What a worker reports and wants.
+
+    Raises:
+        ProtocolError: the numbers make no plan.
+        LimitError: of too many units.
+    """
+    units_of: TrainingPass | EvaluationPass
+    if request.HasField("evaluation"):
+        units_of = evaluation_from_proto(request.evaluation)
+        deltas = [Delta(units_of.name, Unit(0, 0, each.index), each.data) for each in request.deltas]
+    else:
+        units_of = TrainingPass(request.dataset, request.epoch, request.stop or None, request.group)
+        deltas = deltas_from_proto(request.deltas, request.dataset, request.epoch)
+    return LeaseRequest(
+        life_from_proto(request.sender),
+        units_of,
+        request.accepted,
+        deltas,
+        request.held,
+        min(request.want, MAX_WANT),
+        min(request.at_most, MAX_WANT),
+        request.wait,
+        request.leave,
     )
 
 
-def lease_from_proto(grant: chief_pb2.Grant) -> Lease:
-    """A unit leased."""
-    return Lease(unit_from_proto(grant.unit), grant.num_examples, grant.step, tuple(grant.step_units), grant.refresh)
-
-
-def leases_to_proto(granted: Leases) -> chief_pb2.NextUnitsReply:
-    """The answer to a worker that asks for units."""
-    return chief_pb2.NextUnitsReply(grants=[lease_to_proto(lease) for lease in granted.granted], end=granted.end)
+def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest:
+    """What a worker reports that wants to start a step."""
+    deltas = deltas_from_proto(request.deltas, request.dataset, request.epoch)
+    units_of = TrainingPass(request.dataset, request.epoch)
+    return LeaseRequest(life_from_proto(request.sender), units_of, request.accepted, deltas)
 
 
 def tally_from_proto(name: chief_pb2.TallyName) -> TallyName:
@@ -132,25 +143,19 @@ def deltas_from_proto(deltas: Iterable[chief_pb2.UnitDelta], dataset: int, epoch
     return [Delta(tally_from_proto(each.tally), Unit(dataset, epoch, each.index), each.data) for each in deltas]
 
 
-def evaluation_from_proto(request: chief_pb2.NextEvaluationUnitsRequest) -> tuple[TallyName, Plan, list[Delta]]:
-    """Which evaluation is meant, how its data are cut, and what was counted.
+def evaluation_from_proto(evaluation: chief_pb2.EvaluationPass) -> EvaluationPass:
+    """Which evaluation is meant, and how its data are cut.
 
     Raises:
         ProtocolError: the numbers make no plan.
         LimitError: of too many units.
     """
-    name = tally_from_proto(request.evaluation)
+    name = tally_from_proto(evaluation.name)
     try:
-        plan = _checked(plan_of(request.num_examples, request.batch_size, request.drop_last))
+        plan = _checked(plan_of(evaluation.num_examples, evaluation.batch_size, evaluation.drop_last))
     except ValueError as error:
         raise ProtocolError(f"{name} has no valid plan (expected a batch size of at least 1): {error}") from None
-    return name, plan, [Delta(name, Unit(0, 0, each.index), each.data) for each in request.deltas]
-
-
-def evaluation_units_to_proto(granted: Leases, attempt: int) -> chief_pb2.NextEvaluationUnitsReply:
-    """The answer to a worker that evaluates."""
-    units = [lease.unit.index for lease in granted.granted]
-    return chief_pb2.NextEvaluationUnitsReply(units=units, end=granted.end, attempt=attempt)
+    return EvaluationPass(name, plan, evaluation.attempt)
 
 
 def logs_from_proto(logs: Iterable[chief_pb2.Log]) -> Logs:
@@ -179,7 +184,7 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
     """
     if request.HasField("join"):
         join = request.join
-        held = tuple(lease_from_proto(grant) for grant in join.held)
+        held = tuple(lease_from_proto(lease) for lease in join.held)
         return events.Join(join.task, join.address, join.pid, join.resume_incarnation, held, join.store_epoch)
     if request.HasField("heartbeat"):
         progress = request.heartbeat.progress

@@ -51,58 +51,23 @@ class ChiefClient:
         )
         return self._call(lambda stub: stub.OpenDataset, request).seed
 
-    def next_units(
-        self,
-        dataset: int,
-        epoch: int,
-        accepted: Sequence[int],
-        deltas: Sequence[chief_pb2.UnitDelta],
-        held: Sequence[int],
-        want: int,
-        wait: bool,
-        stop: int,
-        group: str,
-    ) -> chief_pb2.NextUnitsReply:
-        """Reports accepted units, with what was counted on them, and acquires up to ``want`` further ones before unit
-        ``stop`` (0: of all), to train with those who have not left ``group``."""
-        request = chief_pb2.NextUnitsRequest(
-            sender=self._sender,
-            dataset=dataset,
-            epoch=epoch,
-            accepted=accepted,
-            deltas=deltas,
-            held=held,
-            want=want,
-            wait=wait,
-            stop=stop,
-            group=group,
-        )
-        return self._call(lambda stub: stub.NextUnits, request, patient=wait)
+    def next_units(self, request: chief_pb2.NextUnitsRequest) -> chief_pb2.NextUnitsReply:
+        """Reports accepted units, with what was counted on them, and acquires further ones."""
+        request.sender.CopyFrom(self._sender)
+        return self._call(lambda stub: stub.NextUnits, request, patient=request.wait)
+
+    def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
+        """Reports units of a pass as accepted, and wants none."""
+        self.next_units(chief_pb2.NextUnitsRequest(dataset=dataset, epoch=epoch, accepted=accepted))
 
     def start_step(
         self, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[chief_pb2.UnitDelta], clock: int
-    ) -> int:
-        """Waits until the staleness bound lets this worker start; returns its clock."""
+    ) -> chief_pb2.StartStepReply:
+        """Waits until the staleness bound lets this worker start; the reply has its clock, and how far it may go."""
         request = chief_pb2.StartStepRequest(
             sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, deltas=deltas, clock=clock
         )
-        return self._call(lambda stub: stub.StartStep, request, patient=True).clock
-
-    def leave_epoch(
-        self, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[chief_pb2.UnitDelta] = ()
-    ) -> None:
-        """Gives back what was acquired for an epoch."""
-        request = chief_pb2.LeaveEpochRequest(
-            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, deltas=deltas
-        )
-        self._call(lambda stub: stub.LeaveEpoch, request)
-
-    def next_evaluation_units(
-        self, request: chief_pb2.NextEvaluationUnitsRequest
-    ) -> chief_pb2.NextEvaluationUnitsReply:
-        """Reports what was counted on units of evaluation data and acquires others."""
-        request.sender.CopyFrom(self._sender)
-        return self._call(lambda stub: stub.NextEvaluationUnits, request, patient=True)
+        return self._call(lambda stub: stub.StartStep, request, patient=True)
 
     def get_deltas(self, group: str, ordinal: int, first: int = 0, only_logs: bool = False) -> chief_pb2.GetDeltasReply:
         """What was counted in a tally, or what came of it."""

@@ -1,104 +1,154 @@
-"""Units leased to this worker, and the report of what was accepted."""
+"""Units leased to this worker, of training data or of an evaluation, and the report of what became of them.
+
+A lease covers about a second of this worker's work, so that it speaks with the chief about once in that time: what was
+accepted meanwhile is reported with the next call.
+"""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
+import math
+import time
+from collections.abc import Callable
 
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Lease, Plan, Unit
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.units import lease_from_proto, lease_to_proto
 from stratagem.worker.chief_client import ChiefClient
 
-
-@dataclasses.dataclass(frozen=True)
-class Grant:
-    """A unit leased."""
-
-    unit: Unit
-    num_examples: int
-    step: int = 0
-    """Staleness 0: the step of the job it is a slice of; 0 otherwise."""
-    step_units: tuple[Unit, ...] = ()
-    """Staleness 0: the units of all slices of the step, in slice order."""
-    refresh: bool = False
-    """Pull weights before computing: this worker had no part in the last step."""
+LEASE_S = 1.0
+"""Seconds of work that a lease may cover."""
+GROWTH = 4
+"""Times more units than last time, at most: the first steps say little about the next ones."""
+REPORT_S = 0.5
+"""Seconds after which a worker whose clock others may wait for says it, however few its steps."""
 
 
 class LeaseClient:
-    """Acquires units of one dataset.
+    """Acquires the units of a dataset, pass by pass.
 
     Args:
         chief: the chief.
-        dataset: ordinal of the dataset.
-        ahead: units to acquire at once.
+        plan: how a pass is cut into units.
+        first: units to acquire before the speed is known, and at least.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, chief: ChiefClient, dataset: int, ahead: int) -> None:
+    def __init__(
+        self, chief: ChiefClient, plan: Plan, first: int = 2, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._chief = chief
-        self._dataset = dataset
-        self._ahead = ahead
-        self._epoch = 0
-        self._stop = 0
-        self._ready: collections.deque[Grant] = collections.deque()
-        self._unreported: dict[Unit, chief_pb2.Grant] = {}
-        self._held: dict[Unit, chief_pb2.Grant] = {}
+        self._plan = plan
+        self._first = first
+        self._clock = clock
+        self._pass = chief_pb2.NextUnitsRequest()
+        self._ready: collections.deque[Lease] = collections.deque()
+        self._held: dict[Unit, Lease] = {}
+        self._unreported: dict[Unit, Lease] = {}
         self._deltas: dict[Unit, dict[str, chief_pb2.UnitDelta]] = {}
+        self._answered_at = clock()
+        self._num_last = first
+        self._limit = 0
+        self._reported_step = 0
+        self.attempt = 0
+        """Of an evaluation: units of others do not count; grows when the weights have changed."""
 
-    def start_epoch(self, epoch: int, stop: int) -> None:
-        """The following calls are about the units before ``stop`` of this pass over the dataset."""
-        self._epoch, self._stop = epoch, stop
+    def start_epoch(self, dataset: int, epoch: int, stop: int) -> None:
+        """The following calls are about the units before ``stop`` of this pass over a dataset."""
+        self._pass = chief_pb2.NextUnitsRequest(dataset=dataset, epoch=epoch, stop=stop)
+        self._answered_at = self._clock()
 
-    def next(self, wait: bool, group: str) -> Grant | None:
+    def start_evaluation(self, group: str, ordinal: int) -> None:
+        """The following calls are about the ``ordinal``-th pass of an evaluation."""
+        plan = self._plan
+        evaluation = chief_pb2.EvaluationPass(
+            name=chief_pb2.TallyName(group=group, ordinal=ordinal),
+            num_examples=plan.num_examples,
+            batch_size=plan.batch_size,
+            drop_last=plan.drop_last,
+        )
+        self.forget()
+        self.attempt = 0
+        self._pass = chief_pb2.NextUnitsRequest(evaluation=evaluation)
+        self._answered_at = self._clock()
+
+    def next(self, wait: bool, group: str = "") -> Lease | None:
         """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now."""
         if not self._ready:
-            held = [unit.index for unit in self._held if unit.epoch == self._epoch]
-            accepted, deltas = self._accepted()
-            reply = self._chief.next_units(
-                self._dataset, self._epoch, accepted, deltas, held, self._ahead, wait, self._stop, group
-            )
-            self._reported()
-            for grant in reply.grants:
-                unit = Unit(grant.unit.dataset, grant.unit.epoch, grant.unit.index)
-                self._held[unit] = grant
-                steps = tuple(Unit(unit.dataset, unit.epoch, index) for index in grant.step_units)
-                self._ready.append(Grant(unit, grant.num_examples, grant.step, steps, grant.refresh))
+            self.take(self._chief.next_units(self.request(wait, group)))
+        return self.ready()
+
+    def ready(self) -> Lease | None:
+        """The next unit that is here."""
         return self._ready.popleft() if self._ready else None
 
-    def accept(self, unit: Unit) -> None:
-        """Every ps has the unit's updates; the chief hears of it with the next call."""
-        grant = self._held.pop(unit, None)
-        if grant is not None:
-            self._unreported[unit] = grant
+    def request(self, wait: bool, group: str = "") -> chief_pb2.NextUnitsRequest:
+        """What to ask the chief for now."""
+        request = self._report()
+        request.held.extend(unit.index for unit in self._held if unit.epoch == self._epoch)
+        request.want, request.at_most, request.wait, request.group = self._first, self._affordable(), wait, group
+        return request
 
-    def count(self, unit: Unit, tally: chief_pb2.TallyName, data: bytes) -> None:
-        """What was counted on a unit; the chief hears of it with its acceptance."""
-        delta = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
-        self._deltas.setdefault(unit, {})[tally.group] = delta
-
-    def _accepted(self) -> tuple[list[int], list[chief_pb2.UnitDelta]]:
-        deltas = [delta for unit in self._unreported for delta in self._deltas.get(unit, {}).values()]
-        return [unit.index for unit in self._unreported], deltas
-
-    def _reported(self) -> None:
-        for unit in self._unreported:
-            self._deltas.pop(unit, None)
-        self._unreported.clear()
+    def take(self, reply: chief_pb2.NextUnitsReply) -> None:
+        """The chief's answer."""
+        self._reported()
+        if reply.attempt != self.attempt:
+            self.attempt = reply.attempt
+            self._held.clear()
+        for proto in reply.leases:
+            index = proto.unit.index
+            lease = lease_from_proto(proto, self._plan.unit_examples(index))
+            if self.attempt:
+                lease = Lease(Unit(0, self.attempt, index), lease.num_examples)
+            self._held[lease.unit] = lease
+            self._ready.append(lease)
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit is leased to this worker."""
         return unit in self._held
 
-    def start_step(self, clock: int) -> int:
-        """Waits for the staleness bound; returns the clock the chief holds for this worker."""
-        now = self._chief.start_step(self._dataset, self._epoch, *self._accepted(), clock)
+    def count(self, unit: Unit, data: bytes, tally: chief_pb2.TallyName | None = None) -> None:
+        """What was counted on a unit; the chief hears of it with its acceptance. In an evaluation there is one tally,
+        in training a name says which."""
+        delta = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
+        self._deltas.setdefault(unit, {})["" if tally is None else tally.group] = delta
+
+    def accept(self, unit: Unit) -> None:
+        """Every ps has the unit's updates, or it is evaluated; the chief hears of it with the next call."""
+        lease = self._held.pop(unit, None)
+        if lease is not None:
+            self._unreported[unit] = lease
+
+    def start_step(self, step: int, staleness: float) -> tuple[int, bool]:
+        """Waits for the staleness bound.
+
+        The chief is asked when the bound may be reached, and soon enough that others, which wait for this worker's
+        steps, need not wait for its report: half the bound at the latest.
+
+        Args:
+            step: steps that this worker has completed.
+            staleness: the bound.
+
+        Returns:
+            The number from which this worker counts its steps, and whether the chief was asked.
+        """
+        lag = step - self._reported_step
+        is_late = self._clock() - self._answered_at >= REPORT_S
+        if step < self._limit and lag < max(1, staleness // 2) and not (lag and is_late):
+            return step, False
+        request = self._pass
+        accepted, deltas = self._accepted()
+        reply = self._chief.start_step(request.dataset, request.epoch, accepted, deltas, step)
         self._reported()
-        return now
+        self._limit, self._reported_step = reply.limit, reply.clock
+        return reply.clock, True
 
     def leave(self) -> None:
         """Gives back everything that is not accepted."""
-        accepted, deltas = self._accepted()
+        request = self._report()
         self.forget()
-        self._chief.leave_epoch(self._dataset, self._epoch, accepted, deltas)
+        request.leave = True
+        self._chief.next_units(request)
 
     def forget(self) -> None:
         """The job went back to a checkpoint: the chief has taken everything back and leases anew."""
@@ -106,7 +156,40 @@ class LeaseClient:
         self._ready.clear()
         self._held.clear()
         self._deltas.clear()
+        self._limit = 0
 
-    def held(self) -> list[chief_pb2.Grant]:
+    def held(self) -> list[chief_pb2.Lease]:
         """Units leased, and those it has not heard the end of, for a chief that restarted."""
-        return [*self._unreported.values(), *self._held.values()]
+        return [lease_to_proto(lease) for lease in (*self._unreported.values(), *self._held.values())]
+
+    @property
+    def _epoch(self) -> int:
+        return self.attempt if self._pass.HasField("evaluation") else self._pass.epoch
+
+    def _report(self) -> chief_pb2.NextUnitsRequest:
+        request = chief_pb2.NextUnitsRequest()
+        request.CopyFrom(self._pass)
+        accepted, deltas = self._accepted()
+        request.accepted.extend(accepted)
+        request.deltas.extend(deltas)
+        if request.HasField("evaluation"):
+            request.evaluation.attempt = self.attempt
+        return request
+
+    def _affordable(self) -> int:
+        """Units that this worker needs :data:`LEASE_S` for, by what it did since the last answer."""
+        if self._unreported:
+            elapsed_s = max(self._clock() - self._answered_at, 1e-3)
+            speed = len(self._unreported) / elapsed_s
+            self._num_last = min(GROWTH * self._num_last, max(self._first, math.ceil(LEASE_S * speed)))
+        return self._num_last
+
+    def _accepted(self) -> tuple[list[int], list[chief_pb2.UnitDelta]]:
+        deltas = [delta for unit in self._unreported for delta in self._deltas.get(unit, {}).values()]
+        return [unit.index for unit in self._unreported], deltas
+
+    def _reported(self) -> None:
+        self._answered_at = self._clock()
+        for unit in self._unreported:
+            self._deltas.pop(unit, None)
+        self._unreported.clear()

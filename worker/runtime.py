@@ -168,8 +168,8 @@ class WorkerRuntime:
         reason = self.session.stopped
         return None if isinstance(reason, JobStoppedError) and reason.exit_code == 0 else reason
 
-    def _held(self) -> list[chief_pb2.Grant]:
-        return [grant for lease in self.leases for grant in lease.held()]
+    def _held(self) -> list[chief_pb2.Lease]:
+        return [held for lease in self.leases for held in lease.held()]
 
     def _spawn_chief(self) -> ChiefProcess | None:
         if self.cluster.chief or self.task != TaskId("worker", 0):

@@ -40,6 +40,25 @@ class Update:
     """Ordinal of the step within the last unit, starting at 0."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """A unit leased to a worker."""
+
+    unit: Unit
+    num_examples: int = 0
+    step: int = 0
+    """Staleness 0: number of the step of the job that it is a slice of; 0 otherwise."""
+    step_units: tuple[int, ...] = ()
+    """Staleness 0: indices of the units of all slices of the step, in slice order."""
+    refresh: bool = False
+    """The holder had no part in the last step and must pull weights before it computes."""
+
+    @property
+    def slices(self) -> tuple[Unit, ...]:
+        """Staleness 0: the units of all slices of the step, in slice order."""
+        return tuple(Unit(self.unit.dataset, self.unit.epoch, index) for index in self.step_units)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How every epoch of a dataset is cut into units.

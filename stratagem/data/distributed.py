@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from stratagem.cluster.units import Plan
+from stratagem.cluster.units import Lease, Plan
 from stratagem.data.loaders import Batches, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, to_device
 from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
-from stratagem.worker.leases import Grant
 
 
 class UnitSource(Protocol):
@@ -24,16 +23,16 @@ class UnitSource(Protocol):
     def start_epoch(self, epoch: int, stop: int) -> None:
         """A pass over the dataset begins, or goes on; its units before ``stop`` are meant."""
 
-    def next(self, wait: bool) -> Grant | None:
+    def next(self, wait: bool) -> Lease | None:
         """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now."""
 
-    def holds(self, grant: Grant) -> bool:
+    def holds(self, lease: Lease) -> bool:
         """Whether the unit is still leased here."""
 
-    def begin(self, grant: Grant, batch: Any) -> None:
+    def begin(self, lease: Lease, batch: Any) -> None:
         """The script is about to get ``batch``, which holds the examples of the unit."""
 
-    def done(self, grant: Grant) -> None:
+    def done(self, lease: Lease) -> None:
         """The script asked for the batch after it."""
 
     def end_epoch(self) -> None:
@@ -122,25 +121,25 @@ class DistributedDataset:
                 self._current = None
                 self._source.leave()
 
-    def _loaded(self, first: Grant, order: torch.Tensor) -> Iterator[Any]:
-        reading: collections.deque[Grant] = collections.deque()
+    def _loaded(self, first: Lease, order: torch.Tensor) -> Iterator[Any]:
+        reading: collections.deque[Lease] = collections.deque()
 
         def indices() -> Iterator[list[int]]:
-            grant: Grant | None = first
-            while grant is not None:
-                reading.append(grant)
-                start, stop = self.plan.bounds(grant.unit.index)
+            lease: Lease | None = first
+            while lease is not None:
+                reading.append(lease)
+                start, stop = self.plan.bounds(lease.unit.index)
                 # A share of size 0 has the form of a batch: one example is read, and cut off again.
-                yield order[start : stop if grant.num_examples else start + 1].tolist()
-                grant = self._source.next(wait=False)
+                yield order[start : stop if lease.num_examples else start + 1].tolist()
+                lease = self._source.next(wait=False)
 
         loader = rebuild(self.loader, Batches(indices()))
         seed_epoch(loader, self.plan.seed, self._ordinal, first.unit.epoch, first.unit.index)
         for batch in loader:
-            grant = reading.popleft()
-            if not self._source.holds(grant):
+            lease = reading.popleft()
+            if not self._source.holds(lease):
                 continue
-            batch = to_device(batch if grant.num_examples else empty_like(batch), self._device)
-            self._source.begin(grant, batch)
+            batch = to_device(batch if lease.num_examples else empty_like(batch), self._device)
+            self._source.begin(lease, batch)
             yield batch
-            self._source.done(grant)
+            self._source.done(lease)

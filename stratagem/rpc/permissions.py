@@ -20,8 +20,6 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "OpenDataset": _WORKER,
         "NextUnits": _WORKER,
         "StartStep": _WORKER,
-        "LeaveEpoch": _WORKER,
-        "NextEvaluationUnits": _WORKER,
         "GetDeltas": _WORKER,
         "SettleTally": _WORKER,
         "Agree": _WORKER,

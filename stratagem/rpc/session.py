@@ -50,7 +50,7 @@ class SessionClient:
         task: task id of the caller.
         address: host:port where the caller serves its peers; empty if it serves nobody.
         progress: asked at every heartbeat.
-        held: grants the task holds; asked when it joins a restarted chief.
+        held: leases the task holds; asked when it joins a restarted chief.
         store_epoch: epoch of the caller's store (ps); asked when it joins.
         chief_timeout_s: seconds the chief may be away before the task gives up.
         security: of this task.
@@ -63,7 +63,7 @@ class SessionClient:
         address: str,
         *,
         progress: Callable[[], chief_pb2.Progress] = chief_pb2.Progress,
-        held: Callable[[], Sequence[chief_pb2.Grant]] = list,
+        held: Callable[[], Sequence[chief_pb2.Lease]] = list,
         store_epoch: Callable[[], int] = lambda: 0,
         chief_timeout_s: float = 60.0,
         security: Security = OPEN,

@@ -120,7 +120,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         chief = self._runtime.chief
 
         def report(epoch: int, steps: Sequence[int]) -> None:
-            chief.leave_epoch(ordinal, epoch, [unit for step in steps for unit in plan.units_of(step)])
+            chief.report_units(ordinal, epoch, [unit for step in steps for unit in plan.units_of(step)])
 
         return report
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Lease, Unit
 from stratagem.data.distribute import leasable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
@@ -39,7 +39,7 @@ from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.watching import watch_torch
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy, RolledBack, StepSlice
-from stratagem.worker.leases import Grant, LeaseClient
+from stratagem.worker.leases import LeaseClient
 from stratagem.worker.remote_table import RemoteTable
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.unit_tracker import UnitTracker
@@ -107,7 +107,7 @@ class ParameterServerStrategy(Strategy):
         self._num_datasets = 0
         self._units: list[LeasedUnits] = []
         self._metrics: list[UnitListener] = []
-        self._grants: list[Grant] = []
+        self._leases: list[Lease] = []
         self._newest = 0, 0
         """Staleness 0: dataset and number of the newest step that this worker has a slice of."""
         self._missed: list[Callable[[int], None]] = []
@@ -262,24 +262,24 @@ class ParameterServerStrategy(Strategy):
                 f"staleness {self.staleness:g} needs to know which batch a step belongs to: iterate over "
                 "strategy.distribute_dataset(loader)"
             )
-        newest = self._grants[-1]
-        held = {unit: grant.num_examples for grant in self._grants for unit in (grant.unit,)}
+        newest = self._leases[-1]
+        held = {lease.unit: lease.num_examples for lease in self._leases}
         num_examples = sum(held.get(unit, 0) for unit in self._tracker.open_units)
         weight = float(num_examples) if self._weight is None else self._weight
-        return StepSlice(newest.step, newest.step_units, weight)
+        return StepSlice(newest.step, newest.slices, weight)
 
-    def _begin(self, grant: Grant | None, batch: Any) -> None:
+    def _begin(self, lease: Lease | None, batch: Any) -> None:
         self._weight = None
         open_units = set(self._tracker.open_units)
-        self._grants = [old for old in self._grants if old.unit in open_units]
+        self._leases = [old for old in self._leases if old.unit in open_units]
         known = open_units | self._tracker.left_early
         self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
-        if grant is not None:
+        if lease is not None:
             for missed in self._missed if self._newest[1] else ():
-                missed(max(0, grant.step - self._newest[1] - 1))
-            self._newest = grant.unit.dataset, grant.step
-            self._grants.append(grant)
-            self._batches[id(batch)] = batch, grant.unit
+                missed(max(0, lease.step - self._newest[1] - 1))
+            self._newest = lease.unit.dataset, lease.step
+            self._leases.append(lease)
+            self._batches[id(batch)] = batch, lease.unit
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` once. A batch of a distributed dataset among the arguments says which unit the steps belong to,
@@ -299,7 +299,7 @@ class ParameterServerStrategy(Strategy):
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
         self._tracker.abandon()
-        self._grants.clear()
+        self._leases.clear()
         self._batches.clear()
         for lease in self._runtime.leases:
             lease.forget()
@@ -328,12 +328,12 @@ class ParameterServerStrategy(Strategy):
         self._num_datasets += 1
         seed = self._runtime.chief.open_dataset(self._num_datasets, plan)
         plan = dataclasses.replace(plan, seed=seed)
-        ahead = 2 if self.staleness == math.inf else 1
-        lease = LeaseClient(self._runtime.chief, self._num_datasets, ahead)
-        self._runtime.leases.append(lease)
+        client = LeaseClient(self._runtime.chief, plan, first=2 if self.staleness == math.inf else 1)
+        self._runtime.leases.append(client)
         source_of_units = LeasedUnits(
             plan,
-            lease,
+            self._num_datasets,
+            client,
             self._accept,
             self._tracker,
             self._closes,

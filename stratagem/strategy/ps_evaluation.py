@@ -9,11 +9,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from stratagem.cluster.units import Plan, Unit
+from stratagem.cluster.units import Lease, Plan
 from stratagem.errors import StratagemError
 from stratagem.worker.chief_client import ChiefClient
-from stratagem.worker.evaluation_lease import EvaluationLease
-from stratagem.worker.leases import Grant
+from stratagem.worker.leases import LeaseClient
 from stratagem.worker.step_meter import StepMeter
 
 
@@ -30,16 +29,14 @@ class EvaluatedUnits:
     """
 
     def __init__(self, chief: ChiefClient, group: str, plan: Plan, pull: Callable[[], None], meter: StepMeter) -> None:
-        self._chief = chief
+        self._client = LeaseClient(chief, plan)
         self.group = group
         """Names the evaluation."""
         self.num_passes = 0
         """Passes that were begun; the newest is the ordinal of the tally."""
-        self._plan = plan
         self._pull = pull
         self._meter = meter
         self._pulled = 0
-        self._lease: EvaluationLease
         self._begin: Callable[[], None] = _nothing
         self._collect: Callable[[], bytes] = bytes
 
@@ -49,36 +46,35 @@ class EvaluatedUnits:
 
     def start_epoch(self, epoch: int, stop: int) -> None:
         self.num_passes = epoch + 1
-        self._lease = EvaluationLease(self._chief, self.group, epoch, self._plan)
+        self._client.start_evaluation(self.group, epoch)
         self._pulled = 0
 
-    def next(self, wait: bool) -> Grant | None:
-        if wait:
-            with self._meter.exposed("the other workers to finish the evaluation"):
-                index = self._lease.next(wait)
-        else:
-            index = self._lease.next(wait)
-        return None if index is None else Grant(Unit(0, self._lease.attempt, index), self._plan.unit_examples(index))
+    def next(self, wait: bool) -> Lease | None:
+        if not wait:
+            return self._client.next(wait)
+        with self._meter.exposed("the other workers to finish the evaluation"):
+            return self._client.next(wait)
 
-    def holds(self, grant: Grant) -> bool:
-        return self._lease.holds(grant.unit.index, grant.unit.epoch)
+    def holds(self, lease: Lease) -> bool:
+        return self._client.holds(lease.unit)
 
-    def begin(self, grant: Grant, batch: Any) -> None:
-        if self._pulled != self._lease.attempt:
+    def begin(self, lease: Lease, batch: Any) -> None:
+        if self._pulled != self._client.attempt:
             self._pull()
-            self._pulled = self._lease.attempt
+            self._pulled = self._client.attempt
         self._begin()
 
-    def done(self, grant: Grant) -> None:
-        if self.holds(grant):
-            self._lease.counted(grant.unit.index, self._collect())
+    def done(self, lease: Lease) -> None:
+        if self.holds(lease):
+            self._client.count(lease.unit, self._collect())
+            self._client.accept(lease.unit)
 
     def end_epoch(self) -> None:
         """See :class:`~stratagem.data.distributed.UnitSource`."""
 
     def leave(self) -> None:
         with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
-            self._lease.leave()
+            self._client.leave()
 
 
 class WholeData:
@@ -97,10 +93,10 @@ class WholeData:
         self._units.start_epoch(self._units.num_passes, 1)
         complete = False
         try:
-            while (grant := self._units.next(wait=True)) is not None:
-                self._units.begin(grant, None)
+            while (lease := self._units.next(wait=True)) is not None:
+                self._units.begin(lease, None)
                 yield from self._batches
-                self._units.done(grant)
+                self._units.done(lease)
             complete = True
         finally:
             if not complete:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stratagem.cluster.units import Plan, Unit
+from stratagem.cluster.units import Lease, Plan, Unit
 from stratagem.data.distribute import distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener, StepShare
@@ -18,7 +18,7 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.close_reports import CloseReports
-from stratagem.worker.leases import Grant, LeaseClient
+from stratagem.worker.leases import LeaseClient
 from stratagem.worker.step_meter import StepMeter
 from stratagem.worker.unit_tracker import UnitTracker
 
@@ -77,7 +77,8 @@ class LeasedUnits:
 
     Args:
         plan: the plan of the dataset.
-        lease: acquires its units.
+        dataset: its ordinal.
+        client: acquires its units.
         accept: hears which units are complete.
         tracker: matches units and steps.
         closes: tells the ps which units are complete, in the end at once.
@@ -91,19 +92,21 @@ class LeasedUnits:
     def __init__(
         self,
         plan: Plan,
-        lease: LeaseClient,
+        dataset: int,
+        client: LeaseClient,
         accept: Callable[[Sequence[Unit]], None],
         tracker: UnitTracker,
         closes: CloseReports,
         meter: StepMeter,
         pull: Callable[[], None],
         catch_up: Callable[[], None],
-        on_begin: Callable[[Grant | None, Any], None],
+        on_begin: Callable[[Lease | None, Any], None],
         listeners: Callable[[], Sequence[UnitListener]],
     ) -> None:
         self._plan = plan
         self._bounded = 0 < plan.staleness < math.inf
-        self._lease = lease
+        self._dataset = dataset
+        self._client = client
         self._accept = accept
         self._tracker = tracker
         self._closes = closes
@@ -119,42 +122,43 @@ class LeasedUnits:
 
     def start_epoch(self, epoch: int, stop: int) -> None:
         self.is_read = True
-        self._lease.start_epoch(epoch, stop)
+        self._client.start_epoch(self._dataset, epoch, stop)
         self._tracker.start_epoch()
         self._meter.epoch = epoch
         self._meter.start_clock()
 
-    def next(self, wait: bool) -> Grant | None:
+    def next(self, wait: bool) -> Lease | None:
         group = next((listener.group for listener in self._listeners() if listener.group), "")
-        grant = self._lease.next(wait=False, group=group)
-        if grant is not None or not wait:
-            return grant
+        lease = self._client.next(wait=False, group=group)
+        if lease is not None or not wait:
+            return lease
         for listener in self._listeners():
             listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
         self._accept(self._tracker.end())
         self._closes.flush()
         with self._meter.exposed("the other workers to finish the epoch"):
-            return self._lease.next(wait=True, group=group)
+            return self._client.next(wait=True, group=group)
 
-    def holds(self, grant: Grant) -> bool:
-        return self._lease.holds(grant.unit)
+    def holds(self, lease: Lease) -> bool:
+        return self._client.holds(lease.unit)
 
-    def begin(self, grant: Grant, batch: Any) -> None:
+    def begin(self, lease: Lease, batch: Any) -> None:
         if self._bounded:
             with self._meter.exposed("slower workers (staleness bound)"):
-                self._clock = self._lease.start_step(self._clock)
-                self._pull()
-        elif grant.refresh:
+                self._clock, has_asked = self._client.start_step(self._clock, self._plan.staleness)
+                if has_asked:  # else the weights of the last commit have what the bound asks for
+                    self._pull()
+        elif lease.refresh:
             with self._meter.exposed("weights of the step that was missed"):
                 self._catch_up()
-        self._tracker.take(grant.unit)
-        self._on_begin(grant, batch)
-        self._uncounted = grant.unit
+        self._tracker.take(lease.unit)
+        self._on_begin(lease, batch)
+        self._uncounted = lease.unit
         for listener in self._listeners():
             listener.begin_unit()
 
-    def done(self, grant: Grant) -> None:
+    def done(self, lease: Lease) -> None:
         self._count()
         self._accept(self._tracker.leave())
         if self._plan.staleness == 0 and self._tracker.num_idle:
@@ -164,7 +168,7 @@ class LeasedUnits:
             )
         self._on_begin(None, None)
         self._clock += 1
-        self._meter.step_done(grant.num_examples)
+        self._meter.step_done(lease.num_examples)
 
     def end_epoch(self) -> None:
         self.is_read = False
@@ -182,7 +186,7 @@ class LeasedUnits:
             for listener in self._listeners():
                 listener.collect()
         with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
-            self._lease.leave()
+            self._client.leave()
 
     def _count(self) -> None:
         unit, self._uncounted = self._uncounted, None
@@ -191,4 +195,4 @@ class LeasedUnits:
         for listener in self._listeners():
             if (counted := listener.collect()) is not None:
                 tally = chief_pb2.TallyName(group=counted.group, ordinal=counted.ordinal)
-                self._lease.count(unit, tally, counted.data)
+                self._client.count(unit, counted.data, tally)

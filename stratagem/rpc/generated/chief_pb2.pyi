@@ -76,7 +76,7 @@ class Join(_message.Message):
     store_epoch: _builtins.int
     """ps only: epoch of its store (changes with every restore); 0 when it holds no variables."""
     @_builtins.property
-    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]:
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """Units the worker holds while it resumes; the chief rebuilds its leases from them."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Join(_message.Message):
         address: _builtins.str = ...,
         pid: _builtins.int = ...,
         resume_incarnation: _builtins.int = ...,
-        held: _abc.Iterable[Global___Grant] | None = ...,
+        held: _abc.Iterable[Global___Lease] | None = ...,
         store_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -473,31 +473,42 @@ class NextUnitsRequest(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    AT_MOST_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
-    """Number of units wanted; fewer may be lent. 0: the call is only a report."""
+    """Number of units wanted; fewer may be leased. 0: the call is only a report."""
     wait: _builtins.bool
-    """Wait until a unit can be lent or the epoch is closed; false answers at once, perhaps with nothing."""
+    """Wait until a unit can be leased or the pass is closed; false answers at once, perhaps with nothing."""
     stop: _builtins.int
     """The caller is about the units of the epoch before this one only; 0: about all of them."""
     group: _builtins.str
     """The caller trains with those who have not left this group of agreements; empty: with all."""
+    at_most: _builtins.int
+    """What the caller can use, a second of its work, say: leased beyond `want` as far as that leaves others their share."""
+    leave: _builtins.bool
+    """The caller leaves the pass (the script left its loop): what is leased to it there goes to others."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Units of this dataset and epoch whose updates every ps has applied. Repeating one is harmless."""
+        """Units of this pass whose updates every ps has applied, or which are evaluated. Repeating one is harmless."""
 
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Units of this dataset and epoch on loan that the caller knows of. What the chief has lent beyond them
-        was in a reply that got lost, and is lent to the caller again.
+        """Units of this pass leased to the caller that it knows of. What the chief has leased to it beyond them
+        was in a reply that got lost, and is leased to it again.
         """
 
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
-        """What was counted on units in `accepted`, as far as somebody counts. The chief keeps the first of each unit."""
+        """What was counted on accepted units, as far as somebody counts. The chief keeps the first of each unit."""
+
+    @_builtins.property
+    def evaluation(self) -> Global___EvaluationPass:
+        """A pass over evaluation data; stands in the place of dataset, epoch, stop and group."""
 
     def __init__(
         self,
@@ -512,32 +523,72 @@ class NextUnitsRequest(_message.Message):
         deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
         stop: _builtins.int = ...,
         group: _builtins.str = ...,
+        at_most: _builtins.int = ...,
+        leave: _builtins.bool = ...,
+        evaluation: Global___EvaluationPass | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "group", b"group", "held", b"held", "sender", b"sender", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "sender", b"sender", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NextUnitsRequest: _TypeAlias = NextUnitsRequest  # noqa: Y015
 
 @_typing.final
-class Grant(_message.Message):
-    """A unit on loan."""
+class EvaluationPass(_message.Message):
+    """A pass over evaluation data. Nothing of it is on the ps: a unit is accepted when what was counted on it is here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    DROP_LAST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    num_examples: _builtins.int
+    """Examples that are evaluated; every worker must say the same."""
+    batch_size: _builtins.int
+    """Examples in a unit."""
+    drop_last: _builtins.bool
+    """Leave out a last unit that is not full."""
+    attempt: _builtins.int
+    """`attempt` of the reply that leased the units reported; with another one than the chief's they do not count."""
+    @_builtins.property
+    def name(self) -> Global___TallyName:
+        """Its group names the evaluation in the script, its ordinal the pass over the data."""
+
+    def __init__(
+        self,
+        *,
+        name: Global___TallyName | None = ...,
+        num_examples: _builtins.int = ...,
+        batch_size: _builtins.int = ...,
+        drop_last: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_size", b"batch_size", "drop_last", b"drop_last", "name", b"name", "num_examples", b"num_examples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluationPass: _TypeAlias = EvaluationPass  # noqa: Y015
+
+@_typing.final
+class Lease(_message.Message):
+    """A unit leased."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UNIT_FIELD_NUMBER: _builtins.int
-    NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     STEP_UNITS_FIELD_NUMBER: _builtins.int
     REFRESH_FIELD_NUMBER: _builtins.int
-    num_examples: _builtins.int
-    """Examples in the unit."""
     step: _builtins.int
     """Staleness 0 only: the step of the job this unit is a slice of, starting at 1; 0 otherwise."""
     refresh: _builtins.bool
-    """The borrower missed the last step and must pull weights before it computes."""
+    """The holder missed the last step and must pull weights before it computes."""
     @_builtins.property
     def unit(self) -> _common_pb2.Unit: ...
     @_builtins.property
@@ -548,40 +599,43 @@ class Grant(_message.Message):
         self,
         *,
         unit: _common_pb2.Unit | None = ...,
-        num_examples: _builtins.int = ...,
         step: _builtins.int = ...,
         step_units: _abc.Iterable[_builtins.int] | None = ...,
         refresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["unit", b"unit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_examples", b"num_examples", "refresh", b"refresh", "step", b"step", "step_units", b"step_units", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refresh", b"refresh", "step", b"step", "step_units", b"step_units", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Grant: _TypeAlias = Grant  # noqa: Y015
+Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
 class NextUnitsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    GRANTS_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     end: _builtins.bool
-    """The epoch is closed as far as the caller is about it: every unit of that is accepted."""
+    """The pass is closed as far as the caller is about it: every unit of that is accepted."""
+    attempt: _builtins.int
+    """Of an evaluation: grows when it had to begin anew because the weights changed: pull them, and forget units leased before."""
     @_builtins.property
-    def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]:
-        """Units on loan to the caller from now on, in the order to use them."""
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """Units leased to the caller from now on, in the order to use them."""
 
     def __init__(
         self,
         *,
-        grants: _abc.Iterable[Global___Grant] | None = ...,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
         end: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "grants", b"grants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "leases", b"leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -634,73 +688,24 @@ class StartStepReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLOCK_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     clock: _builtins.int
     """The clock the chief holds for the caller (a newcomer starts at the minimum of the live clocks)."""
+    limit: _builtins.int
+    """The caller may start steps below this one without asking: nobody who holds a unit, and nobody who will, is too late for them."""
     def __init__(
         self,
         *,
         clock: _builtins.int = ...,
+        limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "limit", b"limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartStepReply: _TypeAlias = StartStepReply  # noqa: Y015
-
-@_typing.final
-class LeaveEpochRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SENDER_FIELD_NUMBER: _builtins.int
-    DATASET_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    ACCEPTED_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.int
-    epoch: _builtins.int
-    @_builtins.property
-    def sender(self) -> _common_pb2.Sender: ...
-    @_builtins.property
-    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Units accepted so far, as in NextUnits."""
-
-    @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
-        """What was counted on units in `accepted`, as far as somebody counts. The chief keeps the first of each unit."""
-
-    def __init__(
-        self,
-        *,
-        sender: _common_pb2.Sender | None = ...,
-        dataset: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        accepted: _abc.Iterable[_builtins.int] | None = ...,
-        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "sender", b"sender"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaveEpochRequest: _TypeAlias = LeaveEpochRequest  # noqa: Y015
-
-@_typing.final
-class LeaveEpochReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LeaveEpochReply: _TypeAlias = LeaveEpochReply  # noqa: Y015
 
 @_typing.final
 class TallyName(_message.Message):
@@ -759,102 +764,6 @@ class UnitDelta(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UnitDelta: _TypeAlias = UnitDelta  # noqa: Y015
-
-@_typing.final
-class NextEvaluationUnitsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SENDER_FIELD_NUMBER: _builtins.int
-    EVALUATION_FIELD_NUMBER: _builtins.int
-    NUM_EXAMPLES_FIELD_NUMBER: _builtins.int
-    BATCH_SIZE_FIELD_NUMBER: _builtins.int
-    DROP_LAST_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    HELD_FIELD_NUMBER: _builtins.int
-    WANT_FIELD_NUMBER: _builtins.int
-    WAIT_FIELD_NUMBER: _builtins.int
-    LEAVE_FIELD_NUMBER: _builtins.int
-    num_examples: _builtins.int
-    """Examples that are evaluated; every worker must say the same."""
-    batch_size: _builtins.int
-    """Examples in a unit."""
-    drop_last: _builtins.bool
-    """Leave out a last unit that is not full."""
-    attempt: _builtins.int
-    """`attempt` of the reply that lent these units; with another one than the chief's they do not count."""
-    want: _builtins.int
-    """Number of units wanted; 0: the call is only a report."""
-    wait: _builtins.bool
-    """Wait until a unit can be lent or all are counted; false answers at once, perhaps with nothing."""
-    leave: _builtins.bool
-    """The caller gives up: what is on loan to it goes to others."""
-    @_builtins.property
-    def sender(self) -> _common_pb2.Sender: ...
-    @_builtins.property
-    def evaluation(self) -> Global___TallyName:
-        """The evaluation: its group names the evaluation in the script, its ordinal the pass over the data."""
-
-    @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
-        """What was counted since the last report. Repeating a unit is harmless."""
-
-    @_builtins.property
-    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Units on loan that the caller knows of, as in NextUnits."""
-
-    def __init__(
-        self,
-        *,
-        sender: _common_pb2.Sender | None = ...,
-        evaluation: Global___TallyName | None = ...,
-        num_examples: _builtins.int = ...,
-        batch_size: _builtins.int = ...,
-        drop_last: _builtins.bool = ...,
-        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
-        attempt: _builtins.int = ...,
-        held: _abc.Iterable[_builtins.int] | None = ...,
-        want: _builtins.int = ...,
-        wait: _builtins.bool = ...,
-        leave: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "batch_size", b"batch_size", "deltas", b"deltas", "drop_last", b"drop_last", "evaluation", b"evaluation", "held", b"held", "leave", b"leave", "num_examples", b"num_examples", "sender", b"sender", "wait", b"wait", "want", b"want"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NextEvaluationUnitsRequest: _TypeAlias = NextEvaluationUnitsRequest  # noqa: Y015
-
-@_typing.final
-class NextEvaluationUnitsReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    UNITS_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    end: _builtins.bool
-    """Every unit is counted."""
-    attempt: _builtins.int
-    """Grows when the evaluation had to begin anew because the weights changed: pull them, and forget units lent before."""
-    @_builtins.property
-    def units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices of units on loan to the caller from now on, in the order to use them."""
-
-    def __init__(
-        self,
-        *,
-        units: _abc.Iterable[_builtins.int] | None = ...,
-        end: _builtins.bool = ...,
-        attempt: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end", "units", b"units"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NextEvaluationUnitsReply: _TypeAlias = NextEvaluationUnitsReply  # noqa: Y015
 
 @_typing.final
 class GetDeltasRequest(_message.Message):
@@ -1127,7 +1036,7 @@ class TaskStatus(_message.Message):
     pid: _builtins.int
     """Process id."""
     units_held: _builtins.int
-    """Units on loan to the task."""
+    """Units leased to the task."""
     clock: _builtins.int
     """The clock the chief holds for a worker."""
     state: _builtins.str

@@ -54,20 +54,10 @@ class ChiefStub:
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.StartStepRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.StartStepReply.FromString,
                 _registered_method=True)
-        self.LeaveEpoch = channel.unary_unary(
-                '/stratagem.Chief/LeaveEpoch',
-                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.LeaveEpochRequest.SerializeToString,
-                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.LeaveEpochReply.FromString,
-                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/stratagem.Chief/SaveCheckpoint',
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.FromString,
-                _registered_method=True)
-        self.NextEvaluationUnits = channel.unary_unary(
-                '/stratagem.Chief/NextEvaluationUnits',
-                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsRequest.SerializeToString,
-                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsReply.FromString,
                 _registered_method=True)
         self.GetDeltas = channel.unary_unary(
                 '/stratagem.Chief/GetDeltas',
@@ -109,21 +99,15 @@ class ChiefServicer:
         raise NotImplementedError('Method not implemented!')
 
     def NextUnits(self, request, context):
-        """Reports accepted units and lends further ones; may wait until there is one or the epoch is closed.
+        """Reports accepted units and leases further ones, of training data or of an evaluation; may wait until there is one or the pass is closed.
+        While an evaluation runs, commits are held on all ps, so that everybody evaluates the same weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartStep(self, request, context):
-        """Waits until the staleness bound lets the caller start its step.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LeaveEpoch(self, request, context):
-        """Gives back the units lent to the caller for one epoch (the script left its loop).
+        """Waits until the staleness bound lets the caller start its step, and says which further ones it may start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,14 +115,6 @@ class ChiefServicer:
 
     def SaveCheckpoint(self, request, context):
         """Takes a consistent checkpoint of all ps and commits it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def NextEvaluationUnits(self, request, context):
-        """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
-        ps, so that everybody evaluates the same weights.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,20 +171,10 @@ def add_ChiefServicer_to_server(servicer, server):
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.StartStepRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.StartStepReply.SerializeToString,
             ),
-            'LeaveEpoch': grpc.unary_unary_rpc_method_handler(
-                    servicer.LeaveEpoch,
-                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.LeaveEpochRequest.FromString,
-                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.LeaveEpochReply.SerializeToString,
-            ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.SerializeToString,
-            ),
-            'NextEvaluationUnits': grpc.unary_unary_rpc_method_handler(
-                    servicer.NextEvaluationUnits,
-                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsRequest.FromString,
-                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsReply.SerializeToString,
             ),
             'GetDeltas': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDeltas,
@@ -350,33 +316,6 @@ class Chief:
             _registered_method=True)
 
     @staticmethod
-    def LeaveEpoch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/stratagem.Chief/LeaveEpoch',
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.LeaveEpochRequest.SerializeToString,
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.LeaveEpochReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def SaveCheckpoint(request,
             target,
             options=(),
@@ -393,33 +332,6 @@ class Chief:
             '/stratagem.Chief/SaveCheckpoint',
             stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.SerializeToString,
             stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def NextEvaluationUnits(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/stratagem.Chief/NextEvaluationUnits',
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsRequest.SerializeToString,
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.NextEvaluationUnitsReply.FromString,
             options,
             channel_credentials,
             insecure,

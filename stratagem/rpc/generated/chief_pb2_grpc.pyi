@@ -36,17 +36,13 @@ class ChiefStub:
     OpenDataset: _grpc.UnaryUnaryMultiCallable[_chief_pb2.OpenDatasetRequest, _chief_pb2.OpenDatasetReply]
     """Registers the plan of a distributed dataset; the first caller creates it, later callers must agree."""
     NextUnits: _grpc.UnaryUnaryMultiCallable[_chief_pb2.NextUnitsRequest, _chief_pb2.NextUnitsReply]
-    """Reports accepted units and lends further ones; may wait until there is one or the epoch is closed."""
+    """Reports accepted units and leases further ones, of training data or of an evaluation; may wait until there is one or the pass is closed.
+    While an evaluation runs, commits are held on all ps, so that everybody evaluates the same weights.
+    """
     StartStep: _grpc.UnaryUnaryMultiCallable[_chief_pb2.StartStepRequest, _chief_pb2.StartStepReply]
-    """Waits until the staleness bound lets the caller start its step."""
-    LeaveEpoch: _grpc.UnaryUnaryMultiCallable[_chief_pb2.LeaveEpochRequest, _chief_pb2.LeaveEpochReply]
-    """Gives back the units lent to the caller for one epoch (the script left its loop)."""
+    """Waits until the staleness bound lets the caller start its step, and says which further ones it may start."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SaveCheckpointRequest, _chief_pb2.SaveCheckpointReply]
     """Takes a consistent checkpoint of all ps and commits it."""
-    NextEvaluationUnits: _grpc.UnaryUnaryMultiCallable[_chief_pb2.NextEvaluationUnitsRequest, _chief_pb2.NextEvaluationUnitsReply]
-    """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
-    ps, so that everybody evaluates the same weights.
-    """
     GetDeltas: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetDeltasRequest, _chief_pb2.GetDeltasReply]
     """What was counted on the units of a tally, or the numbers that came of it."""
     SettleTally: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]
@@ -64,17 +60,13 @@ class ChiefAsyncStub(ChiefStub):
     OpenDataset: _aio.UnaryUnaryMultiCallable[_chief_pb2.OpenDatasetRequest, _chief_pb2.OpenDatasetReply]  # type: ignore[assignment]
     """Registers the plan of a distributed dataset; the first caller creates it, later callers must agree."""
     NextUnits: _aio.UnaryUnaryMultiCallable[_chief_pb2.NextUnitsRequest, _chief_pb2.NextUnitsReply]  # type: ignore[assignment]
-    """Reports accepted units and lends further ones; may wait until there is one or the epoch is closed."""
+    """Reports accepted units and leases further ones, of training data or of an evaluation; may wait until there is one or the pass is closed.
+    While an evaluation runs, commits are held on all ps, so that everybody evaluates the same weights.
+    """
     StartStep: _aio.UnaryUnaryMultiCallable[_chief_pb2.StartStepRequest, _chief_pb2.StartStepReply]  # type: ignore[assignment]
-    """Waits until the staleness bound lets the caller start its step."""
-    LeaveEpoch: _aio.UnaryUnaryMultiCallable[_chief_pb2.LeaveEpochRequest, _chief_pb2.LeaveEpochReply]  # type: ignore[assignment]
-    """Gives back the units lent to the caller for one epoch (the script left its loop)."""
+    """Waits until the staleness bound lets the caller start its step, and says which further ones it may start."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_chief_pb2.SaveCheckpointRequest, _chief_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     """Takes a consistent checkpoint of all ps and commits it."""
-    NextEvaluationUnits: _aio.UnaryUnaryMultiCallable[_chief_pb2.NextEvaluationUnitsRequest, _chief_pb2.NextEvaluationUnitsReply]  # type: ignore[assignment]
-    """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
-    ps, so that everybody evaluates the same weights.
-    """
     GetDeltas: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetDeltasRequest, _chief_pb2.GetDeltasReply]  # type: ignore[assignment]
     """What was counted on the units of a tally, or the numbers that came of it."""
     SettleTally: _aio.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]  # type: ignore[assignment]
@@ -107,7 +99,9 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         request: _chief_pb2.NextUnitsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.NextUnitsReply, _abc.Awaitable[_chief_pb2.NextUnitsReply]]:
-        """Reports accepted units and lends further ones; may wait until there is one or the epoch is closed."""
+        """Reports accepted units and leases further ones, of training data or of an evaluation; may wait until there is one or the pass is closed.
+        While an evaluation runs, commits are held on all ps, so that everybody evaluates the same weights.
+        """
 
     @_abc_1.abstractmethod
     def StartStep(
@@ -115,15 +109,7 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         request: _chief_pb2.StartStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.StartStepReply, _abc.Awaitable[_chief_pb2.StartStepReply]]:
-        """Waits until the staleness bound lets the caller start its step."""
-
-    @_abc_1.abstractmethod
-    def LeaveEpoch(
-        self,
-        request: _chief_pb2.LeaveEpochRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_chief_pb2.LeaveEpochReply, _abc.Awaitable[_chief_pb2.LeaveEpochReply]]:
-        """Gives back the units lent to the caller for one epoch (the script left its loop)."""
+        """Waits until the staleness bound lets the caller start its step, and says which further ones it may start."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -132,16 +118,6 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.SaveCheckpointReply, _abc.Awaitable[_chief_pb2.SaveCheckpointReply]]:
         """Takes a consistent checkpoint of all ps and commits it."""
-
-    @_abc_1.abstractmethod
-    def NextEvaluationUnits(
-        self,
-        request: _chief_pb2.NextEvaluationUnitsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_chief_pb2.NextEvaluationUnitsReply, _abc.Awaitable[_chief_pb2.NextEvaluationUnitsReply]]:
-        """Reports what was counted on units of evaluation data and lends further ones. While an evaluation runs, commits are held on all
-        ps, so that everybody evaluates the same weights.
-        """
 
     @_abc_1.abstractmethod
     def GetDeltas(

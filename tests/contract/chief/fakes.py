@@ -323,4 +323,4 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 def indices(reply: chief_pb2.NextUnitsReply) -> list[int]:
-    return [grant.unit.index for grant in reply.grants]
+    return [lease.unit.index for lease in reply.leases]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from stratagem.cluster.units import MAX_DELTA_BYTES, Unit
@@ -24,17 +25,13 @@ async def evaluate(
     task: Task, deltas: Any = (), *, attempt: int = 1, held: Any = (), want: int = 1, wait: bool = True, **more: Any
 ) -> Any:
     """Asks for units of an evaluation of 8 examples, 2 in a unit."""
-    request = chief_pb2.NextEvaluationUnitsRequest(
-        sender=task.sender,
-        evaluation=EVALUATION,
-        **{"num_examples": 8, "batch_size": 2, **more},
-        deltas=deltas,
-        attempt=attempt,
-        held=held,
-        want=want,
-        wait=wait,
+    sizes = {name: more.pop(name, default) for name, default in (("num_examples", 8), ("batch_size", 2))}
+    evaluation = chief_pb2.EvaluationPass(name=EVALUATION, attempt=attempt, **sizes)
+    request = chief_pb2.NextUnitsRequest(
+        sender=task.sender, evaluation=evaluation, deltas=deltas, held=held, want=want, wait=wait, **more
     )
-    return await task.stub.NextEvaluationUnits(request, timeout=DEADLINE_S)
+    reply = await task.stub.NextUnits(request, timeout=DEADLINE_S)
+    return SimpleNamespace(units=indices(reply), end=reply.end, attempt=reply.attempt)
 
 
 async def counted(task: Task, tally: chief_pb2.TallyName = EVALUATION, **more: Any) -> Any:

@@ -39,7 +39,7 @@ def test_a_plan_of_too_many_units_is_refused_and_answers_are_bounded() -> None:
             assert isinstance(error, LimitError) and "units in an epoch" in str(error)
             await workers[0].open(num_examples=5000, batch_size=1)
             reply = await workers[0].next(want=(1 << 32) - 1)
-            assert len(reply.grants) == wire.MAX_WANT
+            assert len(reply.leases) == wire.MAX_WANT
 
     run(scenario)
 

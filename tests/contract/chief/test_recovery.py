@@ -254,7 +254,7 @@ def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
                 await worker.open(**SYNC)
                 await worker.next()
             applied(servers, 0, 1)
-            [second] = (await workers[0].next([0])).grants
+            [second] = (await workers[0].next([0])).leases
             assert (second.step, second.unit.index) == (2, 2)
             # worker:1 is still in step 1 (its reply got lost with ps:1); worker:0 is in step 2.
             assert servers[1].session is not None
@@ -264,10 +264,10 @@ def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
                 await until(lambda: len(running.job.sessions.live("ps")) == 2)
                 assert servers[0].restored_from == reborn.restored_from == str(tmp_path / "step-00000000")
                 # worker:1 says that its slice is accepted, but it was so before the restore only.
-                [first] = (await workers[1].next([1], held=[], wait=False)).grants
+                [first] = (await workers[1].next([1], held=[], wait=False)).leases
                 assert running.job.lease_book.epoch(1, 0).num_accepted == 0
                 # Both forget what they held and ask anew: the units come in the order of the plan, in a new step.
-                [other] = (await workers[0].next([], held=[], wait=False)).grants
+                [other] = (await workers[0].next([], held=[], wait=False)).leases
                 assert {first.unit.index, other.unit.index} == {0, 1}
                 assert first.step == other.step == 3
                 for server in (servers[0], reborn):
@@ -288,8 +288,8 @@ def test_a_restarted_chief_goes_on_with_the_same_tasks(tmp_path: Path) -> None:
                 for worker in workers:
                     await worker.ready()
                     await worker.open()
-                held = list((await workers[0].next(want=2)).grants)
-                lost = list((await workers[1].next(want=1)).grants)
+                held = list((await workers[0].next(want=2)).leases)
+                lost = list((await workers[1].next(want=1)).leases)
                 applied(servers, 0)
                 assert indices(await workers[0].next([0], held=[1])) == [3]
                 await first.kill()
@@ -347,7 +347,7 @@ def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path)
                 for worker in workers:
                     await worker.ready()
                     await worker.open(**SYNC)
-                [mine] = (await workers[0].next()).grants
+                [mine] = (await workers[0].next()).leases
                 await first.kill()
             async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
                 assert server.session is not None
@@ -358,7 +358,7 @@ def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path)
                 ]
                 [other] = (await _welcomed(tasks))[1]
                 assert (other.unit.index, other.step, list(other.step_units)) == (1, 1, [0, 1])
-                [later] = (await tasks[0].next([0])).grants
+                [later] = (await tasks[0].next([0])).leases
                 assert later.step == 2
                 for task in tasks:
                     await task.die()
@@ -368,7 +368,7 @@ def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path)
     async def _welcomed(tasks: list[Task]) -> list[Any]:
         for task in tasks:
             await task.welcomed()
-        return [None, (await tasks[1].next()).grants]
+        return [None, (await tasks[1].next()).leases]
 
     run(scenario)
 

@@ -143,8 +143,8 @@ def test_synchronous_steps_go_on_without_a_dead_worker() -> None:
             plan = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
             for worker in workers:
                 await worker.open(**plan)
-            [mine] = (await workers[0].next()).grants
-            [theirs] = (await workers[1].next()).grants
+            [mine] = (await workers[0].next()).leases
+            [theirs] = (await workers[1].next()).leases
             assert (mine.step, list(mine.step_units), theirs.unit.index) == (1, [0, 1], 1)
             # worker:1 committed on ps:1 only, and died.
             servers[1].committed_refs = [(1, 0)]
@@ -155,7 +155,7 @@ def test_synchronous_steps_go_on_without_a_dead_worker() -> None:
             assert [update.units for update in committed] == [(Unit(1, 0, 1),)]
             for server in servers:
                 server.committed_refs = []
-            [alone] = (await workers[0].next([0])).grants
+            [alone] = (await workers[0].next([0])).leases
             assert (alone.unit.index, list(alone.step_units), alone.refresh) == (2, [2], False)
 
     run(scenario)
@@ -168,8 +168,8 @@ def test_slices_of_a_worker_that_leaves_are_closed_out() -> None:
             for worker in workers:
                 await worker.open(**plan)
                 await worker.next()
-            leave = chief_pb2.LeaveEpochRequest(sender=workers[1].sender, dataset=1, epoch=0)
-            await workers[1].stub.LeaveEpoch(leave)
+            leave = chief_pb2.NextUnitsRequest(sender=workers[1].sender, dataset=1, epoch=0, leave=True)
+            await workers[1].stub.NextUnits(leave)
             assert servers[0].closings == {1: ([Unit(1, 0, 0)], [])}
 
     run(scenario)

@@ -59,8 +59,8 @@ ALLOWED: dict[str, set[str]] = {
     "worker": HEALTH
     | REFLECTION
     | {
-        *("Chief.Session", "Chief.OpenDataset", "Chief.NextUnits", "Chief.StartStep", "Chief.LeaveEpoch"),
-        *("Chief.NextEvaluationUnits", "Chief.GetDeltas", "Chief.SettleTally", "Chief.Agree"),
+        *("Chief.Session", "Chief.OpenDataset", "Chief.NextUnits", "Chief.StartStep"),
+        *("Chief.GetDeltas", "Chief.SettleTally", "Chief.Agree"),
         *("Chief.SaveCheckpoint", "Chief.GetStatus"),
         *("ParameterServer.Hello", "ParameterServer.Transfer", "ParameterServer.OpenLane"),
         *("ParameterServer.CreateVariables", "ParameterServer.AssignValues", "ParameterServer.PrepareUpdate"),

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stratagem.chief.lease_book import Lease, LeaseBook
+from stratagem.chief.lease_book import LeaseBook
 from stratagem.chief.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
 
 

@@ -46,6 +46,15 @@ def test_the_epoch_is_closed_only_when_every_unit_is_accepted() -> None:
     assert leases.first_pending is None
 
 
+def test_more_than_is_wanted_is_leased_as_far_as_that_leaves_others_as_much() -> None:
+    leases = EpochLeases(Plan(num_examples=100, batch_size=1))
+    assert leases.ask(A, [], 2, 30, 100) == [*range(30)], "half of 100, if it were so many"
+    assert leases.ask(B, [], 2, 30, 100) == [*range(30, 47)], "70 are left: a quarter"
+    assert leases.ask(B, [*range(30, 46)], 2, 30, 50) == [46, 47], "units that it does not know of first"
+    assert leases.ask(A, range(30), 2, 0, 50) == [48, 49]
+    assert leases.ask(A, [*range(30), 48, 49], 2, 30, 50) == [], "the part is over"
+
+
 def test_an_epoch_without_units_is_closed() -> None:
     assert EpochLeases(Plan(num_examples=3, batch_size=4, drop_last=True)).closed
 

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader
 
 from stratagem.chief.lease_book import LeaseBook
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Plan
+from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
-from stratagem.worker.leases import Grant
 from tests.unit.data.reading import CPU, Numbers
 
 WORKER = Incarnation("worker:0", 1)
@@ -35,19 +34,19 @@ class OneWorker:
     def start_epoch(self, epoch: int, stop: int) -> None:
         self._place = (epoch, stop)
 
-    def next(self, wait: bool) -> Grant | None:
+    def next(self, wait: bool) -> Lease | None:
         epoch, stop = self._place
         granted = self.lending.ask(WORKER, 1, epoch, [*self.lending.epoch(1, epoch).held_by(WORKER)], 1, [WORKER], stop)
-        return Grant(granted.granted[0].unit, granted.granted[0].num_examples) if granted.granted else None
+        return granted.granted[0] if granted.granted else None
 
-    def holds(self, grant: Grant) -> bool:
+    def holds(self, lease: Lease) -> bool:
         return True
 
-    def begin(self, grant: Grant, batch: Any) -> None:
+    def begin(self, lease: Lease, batch: Any) -> None:
         """The batch is trained on."""
 
-    def done(self, grant: Grant) -> None:
-        self.lending.accept(WORKER, 1, grant.unit.epoch, [grant.unit.index])
+    def done(self, lease: Lease) -> None:
+        self.lending.accept(WORKER, 1, lease.unit.epoch, [lease.unit.index])
 
     def end_epoch(self) -> None:
         assert not self.lending.num_held(WORKER)

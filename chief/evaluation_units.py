@@ -1,0 +1,175 @@
+"""Units of evaluation data: leased while commits are held, so that all are evaluated on one version of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.commit_hold import CommitHold
+from stratagem.chief.evaluations import Evaluations, RunningEvaluation, Versions
+from stratagem.chief.journal import Journal
+from stratagem.chief.lease_book import Leases
+from stratagem.chief.lending import EvaluationPass, LeaseRequest
+from stratagem.chief.ps_pool import PsPool
+from stratagem.chief.tallies import Delta, TallyName
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.errors import PeerUnavailableError, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationUnits:
+    """Leases units of evaluation data: they are accepted when what was counted on them is here.
+
+    Args:
+        ps_pool: the ps.
+        commit_hold: holds commits while an evaluation runs.
+        journal: its history has the evaluations, and what was counted.
+        changed: notified at every change.
+        num_ps: ps of the cluster.
+        write: keeps what was counted.
+    """
+
+    def __init__(
+        self,
+        ps_pool: PsPool,
+        commit_hold: CommitHold,
+        journal: Journal,
+        changed: ChangeEvent,
+        *,
+        num_ps: int,
+        write: Callable[[Delta], None],
+    ) -> None:
+        self._ps_pool = ps_pool
+        self._commit_hold = commit_hold
+        self._journal = journal
+        self._changed = changed
+        self._num_ps = num_ps
+        self._write = write
+        self._pinning = asyncio.Lock()
+        self.evaluations = Evaluations()
+        tallies = journal.history.tallies
+        for name, pin in journal.history.evaluations.items():
+            self.evaluations.restore(name, pin, tallies.units(name), tallies.logs(name) is not None)
+
+    async def accept(self, request: LeaseRequest) -> None:
+        """Takes in what was counted.
+
+        Raises:
+            ConfigurationError: the evaluation is over other data.
+            ProtocolError: it has no such unit.
+        """
+        evaluated = _evaluated(request)
+        name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
+        if evaluated.attempt != evaluation.attempt:
+            return
+        for delta in request.deltas:
+            if delta.unit.index >= evaluation.plan.num_units:
+                raise ProtocolError(
+                    f"{request.incarnation} counted {delta.unit} of {name}, which has {evaluation.plan.num_units} units"
+                )
+            self._journal.history.tallies.check(delta)
+            # Whoever has it leased: the first who counted it does, as after a restart of the chief.
+            if evaluation.leases.settle(delta.unit.index):
+                self._write(delta)
+                if evaluation.leases.closed:
+                    self._changed.notify()
+
+    async def leave(self, request: LeaseRequest) -> None:
+        """The caller has given up."""
+        self.evaluations.leave(_evaluated(request).name, request.incarnation)
+        await self._let_go_of_deserted()
+        self._changed.notify()
+
+    async def ask(self, request: LeaseRequest) -> Leases:
+        """Leases units of the weights that there are now.
+
+        Raises:
+            PeerUnavailableError: commits cannot be held now.
+        """
+        evaluated = _evaluated(request)
+        name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
+        while True:
+            await self._pin(name, evaluation)
+            held = frozenset(request.held) if evaluated.attempt == evaluation.attempt else ()
+            leases = self.evaluations.ask(name, request.incarnation, held, request.want, request.at_most)
+            if not leases.end or evaluation.is_proven:
+                return leases
+            await self._prove(name, evaluation)
+
+    def what_for(self, request: LeaseRequest) -> str:
+        """Of whoever holds units."""
+        return f"to finish their part of {_evaluated(request).name}"
+
+    async def _pin(self, name: TallyName, evaluation: RunningEvaluation) -> None:
+        """Holds commits and notes of which weights the evaluation is, unless that is so, or it is over."""
+        async with self._pinning:
+            if evaluation.is_pinned or evaluation.is_proven:
+                return
+            if not evaluation.is_held:
+                await self._commit_hold.enter("an evaluation")
+                evaluation.is_held = True
+            self._note(name, evaluation, await self._versions())
+            evaluation.is_pinned = True
+
+    async def _prove(self, name: TallyName, evaluation: RunningEvaluation) -> None:
+        """Everything is counted: it counts if the weights are what they were."""
+        async with self._pinning:
+            if evaluation.is_proven:
+                return
+            if not self._note(name, evaluation, await self._versions()):
+                evaluation.is_proven = True
+                await self._let_go(evaluation)
+        self._changed.notify()
+
+    def _note(self, name: TallyName, evaluation: RunningEvaluation, versions: Versions) -> bool:
+        before = evaluation.record
+        begins_anew = evaluation.pin(versions)
+        if begins_anew:
+            logger.warning("The weights changed during %s: it begins anew", name)
+        if evaluation.record != before:
+            record = evaluation.record.to_record()
+            self._journal.write("evaluation", durable=False, name=[name.group, name.ordinal], pin=record)
+        return begins_anew
+
+    async def _versions(self) -> Versions:
+        described = await self._ps_pool.describe()
+        if len(described) < self._num_ps:
+            raise PeerUnavailableError(f"an evaluation needs all {self._num_ps} ps; {len(described)} are here now")
+        return {incarnation.task: (each.store_epoch, each.step) for incarnation, each in described.items()}
+
+    async def _let_go(self, evaluation: RunningEvaluation) -> None:
+        if evaluation.is_held:
+            evaluation.is_held = evaluation.is_pinned = False
+            # The call that ends an evaluation may be cancelled, the hold has to end all the same.
+            await asyncio.shield(self._commit_hold.leave())
+
+    async def _let_go_of_deserted(self) -> None:
+        """Nobody works at these evaluations any more: training may go on. Whoever asks again holds commits again."""
+        async with self._pinning:
+            for _, evaluation in self.evaluations.items():
+                if not evaluation.askers:
+                    await self._let_go(evaluation)
+
+    async def release(self, incarnation: Incarnation) -> None:
+        """``incarnation`` is over."""
+        self.evaluations.forget(incarnation)
+        await self._let_go_of_deserted()
+        self._changed.notify()
+
+    async def pin_again(self) -> None:
+        """A ps came back: what runs now is of the weights that there are now."""
+        async with self._pinning:
+            if len(self._ps_pool.servers) < self._num_ps:
+                return  # the last to come back is followed by another call
+            for name, evaluation in self.evaluations.items():
+                if evaluation.is_pinned:
+                    self._note(name, evaluation, await self._versions())
+        self._changed.notify()
+
+
+def _evaluated(request: LeaseRequest) -> EvaluationPass:
+    assert isinstance(request.units_of, EvaluationPass)
+    return request.units_of

@@ -1,0 +1,251 @@
+"""Leasing units to workers: one path, whatever the units are of. What an acceptance carries is up to their source."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.history import encode_units
+from stratagem.chief.journal import Journal
+from stratagem.chief.lease_book import LeaseBook, Leases
+from stratagem.chief.recovery import Recovery
+from stratagem.chief.sessions import Sessions
+from stratagem.chief.tallies import Delta, TallyName
+from stratagem.chief.waits import Waits
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.units import Plan
+
+RETRY_S = 0.25
+"""Between two looks whether all ps are back for the first checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPass:
+    """A pass over training data, or a part of one."""
+
+    dataset: int
+    epoch: int
+    stop: int | None = None
+    """Units before this one are meant; None: all."""
+    group: str = ""
+    """Of agreements: whoever has left it gets no part of the same step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationPass:
+    """A pass over evaluation data."""
+
+    name: TallyName
+    plan: Plan
+    attempt: int
+    """That the units reported and held are of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaseRequest:
+    """What a worker reports and wants."""
+
+    incarnation: Incarnation
+    units_of: TrainingPass | EvaluationPass
+    accepted: Sequence[int] = ()
+    deltas: Sequence[Delta] = ()
+    """What was counted on accepted units."""
+    held: Sequence[int] = ()
+    """Leases it knows of."""
+    want: int = 0
+    at_most: int = 0
+    wait: bool = False
+    """Until there is a unit, or the end."""
+    leave: bool = False
+    """It gives back what it holds of the pass."""
+
+
+class UnitLender(Protocol):
+    """Whose units are leased."""
+
+    async def accept(self, request: LeaseRequest) -> None:
+        """Takes in what is reported."""
+
+    async def leave(self, request: LeaseRequest) -> None:
+        """Takes back what the caller holds of the pass."""
+
+    async def ask(self, request: LeaseRequest) -> Leases:
+        """What can be leased now."""
+
+    def what_for(self, request: LeaseRequest) -> str:
+        """What those who hold the rest are waited for to do, for the status page."""
+
+
+class Lending:
+    """The verb NextUnits.
+
+    Args:
+        training: units of training data.
+        evaluation: units of evaluation data.
+        admit: waits until a caller may speak.
+        waits: what callers wait for, for the status page.
+        changed: notified when there may be units, or the end of a pass.
+    """
+
+    def __init__(
+        self,
+        training: UnitLender,
+        evaluation: UnitLender,
+        *,
+        admit: Callable[[Incarnation], Awaitable[None]],
+        waits: Waits,
+        changed: ChangeEvent,
+    ) -> None:
+        self._training = training
+        self._evaluation = evaluation
+        self._admit = admit
+        self._waits = waits
+        self._changed = changed
+
+    async def next_units(self, request: LeaseRequest) -> Leases:
+        """Takes in what is reported and leases what is wanted; with ``wait`` not before there is some, or the end."""
+        lender = self._evaluation if isinstance(request.units_of, EvaluationPass) else self._training
+        await self._admit(request.incarnation)
+        await lender.accept(request)
+        if request.leave:
+            await lender.leave(request)
+        if not request.want:
+            return Leases()
+        with self._waits.of(request.incarnation):
+            while True:
+                leases = await lender.ask(request)
+                if leases.granted or leases.end or not request.wait:
+                    return leases
+                self._waits.note(request.incarnation, lender.what_for(request), leases.waits_for)
+                await self._changed.wait()
+                await self._admit(request.incarnation)
+
+
+class FirstCheckpoint(Protocol):
+    """Whether units may be leased: no update can be lost before there is a checkpoint, where there is to be one."""
+
+    @property
+    def may_lease(self) -> bool:
+        """It is there, or there is to be none."""
+
+    async def before_leasing(self) -> None:
+        """Takes it, if it can be taken now."""
+
+
+class TrainingUnits:
+    """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted.
+
+    Args:
+        sessions: membership.
+        lease_book: the units.
+        recovery: knows which reports to believe, and what follows when units come back.
+        journal: where accepted units and composed steps are written.
+        changed: notified when somebody may go on.
+        first_checkpoint: has to be there before a unit is leased.
+        admit: waits until a caller may speak.
+        waits: what callers wait for, for the status page.
+        has_left: whether a worker has left a group of agreements.
+        keep: keeps what was counted on units.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        lease_book: LeaseBook,
+        recovery: Recovery,
+        journal: Journal,
+        changed: ChangeEvent,
+        *,
+        first_checkpoint: FirstCheckpoint,
+        admit: Callable[[Incarnation], Awaitable[None]],
+        waits: Waits,
+        has_left: Callable[[Incarnation, str], bool],
+        keep: Callable[[Sequence[Delta]], None],
+    ) -> None:
+        self._sessions = sessions
+        self._lease_book = lease_book
+        self._recovery = recovery
+        self._journal = journal
+        self._changed = changed
+        self._first_checkpoint = first_checkpoint
+        self._admit = admit
+        self._waits = waits
+        self._has_left = has_left
+        self._keep = keep
+
+    async def accept(self, request: LeaseRequest) -> None:
+        """Counts units as accepted."""
+        incarnation, data = request.incarnation, _training(request)
+        believed = await self._recovery.believe(incarnation, data.dataset, data.epoch, request.accepted)
+        await self._admit(incarnation)
+        accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
+        self._recovery.accepted(accepted)
+        self._keep(request.deltas)
+        # Others wait for the end of what they are about, or for a step: not for each unit on the way there.
+        leases = self._lease_book.epoch(data.dataset, data.epoch)
+        is_end = leases.is_closed_before(leases.plan.num_units if data.stop is None else data.stop)
+        if accepted and (is_end or request.leave or not math.isinf(leases.plan.staleness)):
+            self._changed.notify()
+
+    async def leave(self, request: LeaseRequest) -> None:
+        """Takes units back."""
+        data = _training(request)
+        removal = self._lease_book.leave(request.incarnation, data.dataset, data.epoch)
+        await self._recovery.carry_out(request.incarnation, removal)
+
+    async def ask(self, request: LeaseRequest) -> Leases:
+        """Leases units, the first ones once there is a checkpoint."""
+        incarnation, data = request.incarnation, _training(request)
+        await self._first_checkpoint.before_leasing()
+        await self._admit(incarnation)
+        while not self._first_checkpoint.may_lease:
+            await asyncio.sleep(RETRY_S)
+            await self._first_checkpoint.before_leasing()
+            await self._admit(incarnation)
+
+        def workers() -> list[Incarnation]:
+            live = [session.incarnation for session in self._sessions.live("worker")]
+            return [each for each in live if not self._has_left(each, data.group)]
+
+        held, steps = frozenset(request.held), self._lease_book.steps
+        first = steps.next_number
+        leases = self._lease_book.ask(
+            incarnation, data.dataset, data.epoch, held, request.want, workers, data.stop, data.group, request.at_most
+        )
+        for number in range(first, steps.next_number):
+            units = encode_units(steps.open[number].units)
+            self._journal.write("step", durable=False, step=number, units=units)
+        return leases
+
+    def what_for(self, request: LeaseRequest) -> str:
+        """Of whoever holds units."""
+        return "to finish their units"
+
+    async def start_step(self, request: LeaseRequest, clock: int) -> tuple[int, int]:
+        """Waits until the staleness bound lets the caller start the step after ``clock`` others; returns its clock, and
+        the first step for which it has to ask again."""
+        incarnation = request.incarnation
+        await self._admit(incarnation)
+        await self.accept(request)
+        with self._waits.of(incarnation):
+            while True:
+                workers = [session.incarnation for session in self._sessions.live("worker")]
+                known = self._lease_book.clocks.clock(incarnation)
+                dataset = _training(request).dataset
+                now, limit, late = self._lease_book.start_step(incarnation, dataset, clock, workers)
+                if now != known:
+                    self._changed.notify()
+                if not late:
+                    return now, limit
+                self._waits.note(incarnation, f"to finish steps before step {now} may start", late)
+                await self._changed.wait()
+                await self._admit(incarnation)
+
+
+def _training(request: LeaseRequest) -> TrainingPass:
+    assert isinstance(request.units_of, TrainingPass)
+    return request.units_of
