@@ -63,6 +63,7 @@ class LeaseBook:
         self._prior: Positions = {}
         self._asked: dict[Incarnation, set[int]] = {}
         self._left: set[tuple[Incarnation, int, int]] = set()
+        self._counting: set[Incarnation] = set()
 
     @property
     def synchronous(self) -> bool:
@@ -277,6 +278,14 @@ class LeaseBook:
         removal.accepted = self.settle(removal.accepted)
         return removal
 
+    def note_counts(self, incarnation: Incarnation, counts: bool) -> None:
+        """Whether what ``incarnation`` counts on a unit is wanted: then a unit that it did not report is not done."""
+        (self._counting.add if counts else self._counting.discard)(incarnation)
+
+    def is_done_where_closed(self, incarnation: Incarnation) -> bool:
+        """Whether units of ``incarnation`` are done that every ps has closed, though it did not report them."""
+        return not self.synchronous and incarnation not in self._counting
+
     def give_back(self, incarnation: Incarnation | None, units: Iterable[Unit]) -> list[Unit]:
         """Makes units pending that are (still) leased to ``incarnation``; returns them."""
         back = []
@@ -292,6 +301,7 @@ class LeaseBook:
         self.clocks.forget(incarnation)
         self.steps.forget(incarnation)
         self._asked.pop(incarnation, None)
+        self._counting.discard(incarnation)
         self._left = {left for left in self._left if left[0] != incarnation}
 
     def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> None:
@@ -303,6 +313,7 @@ class LeaseBook:
             leases = self.epoch(unit.dataset, unit.epoch)
             leases.acquire(unit.index, incarnation, self.restores)
             self._asked.setdefault(incarnation, set()).add(unit.dataset)
+            self._counting.add(incarnation)  # until it says otherwise
             if lease.step:
                 units = [Unit(unit.dataset, unit.epoch, index) for index in lease.step_units]
                 self.steps.readmit(lease.step, units, {u for u in units if u.index in leases.accepted})

@@ -62,6 +62,8 @@ class LeaseRequest:
     """Until there is a unit, or the end."""
     leave: bool = False
     """It gives back what it holds of the pass."""
+    counts: bool = False
+    """A unit that it does not report has to be computed again, for what is counted on it."""
 
 
 class UnitLender(Protocol):
@@ -211,6 +213,7 @@ class TrainingUnits:
             live = [session.incarnation for session in self._sessions.live("worker")]
             return [each for each in live if not self._has_left(each, data.group)]
 
+        self._lease_book.note_counts(incarnation, request.counts)
         held, steps = frozenset(request.held), self._lease_book.steps
         first = steps.next_number
         leases = self._lease_book.ask(

@@ -98,6 +98,8 @@ class Recovery:
     async def _release(self, incarnation: Incarnation) -> None:
         refs = self._committed.pop(incarnation, set())
         units = self._lease_book.held(incarnation)
+        if units and self._lease_book.is_done_where_closed(incarnation):
+            units = await self._accept_closed(units)
         committed = await self._committed_ordinals(units, refs) if self._lease_book.synchronous and units else {}
         removal = self._lease_book.remove(units, committed)
         back = await self.carry_out(incarnation, removal)
@@ -105,6 +107,16 @@ class Recovery:
         if back:
             logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
         self._changed.notify()
+
+    async def _accept_closed(self, units: Sequence[Unit]) -> list[Unit]:
+        """Accepts units that their worker did not live to report, though every ps has closed them; returns the rest."""
+        described = await self._ps_pool.describe()
+        if len(described) < sum(session.task.type == "ps" for session in self._sessions.tasks.values()):
+            return [*units]
+        closed = _common([*described.values()])
+        done = [unit for unit in units if unit.index in closed.get((unit.dataset, unit.epoch), UnitBitmap())]
+        self.accepted(self._lease_book.settle(done))
+        return [unit for unit in units if unit not in done]
 
     async def _committed_ordinals(self, units: Sequence[Unit], refs: set[tuple[int, int]]) -> dict[Unit, list[int]]:
         """Ordinals that some ps has committed (``refs``) or applied."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from stratagem.chief import wire
-from stratagem.chief.events import Request
+from stratagem.chief.events import Event, Request
 from stratagem.chief.job import ChiefJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 
@@ -22,11 +22,14 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     def __init__(self, job: ChiefJob) -> None:
         self._job = job
+        self._told: tuple[Event | None, chief_pb2.SessionEvent] = None, chief_pb2.SessionEvent()
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[chief_pb2.SessionEvent]:
         """A session."""
         async for event in self._job.session(_decoded(request_iterator)):
-            yield wire.event_to_proto(event)
+            if event is not self._told[0]:  # what all are told is encoded once
+                self._told = event, wire.event_to_proto(event)
+            yield self._told[1]
 
     async def OpenDataset(self, request: chief_pb2.OpenDatasetRequest, context: Any) -> chief_pb2.OpenDatasetReply:
         """Registers a dataset."""

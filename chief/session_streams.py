@@ -33,6 +33,11 @@ MAX_UNREAD_EVENTS = 256
 MAX_PROGRESS_BYTES = 64 << 10
 """What a task may say about its progress in a heartbeat."""
 
+ANNOUNCE_S = 0.001
+"""Seconds between two announcements of the membership, for each session."""
+MAX_NAMED = 10
+"""Missing tasks that a line of the log names."""
+
 Carry = Callable[[Prepare | Fence | Release | StopJob], None]
 """Carries out what goes beyond the streams."""
 Resume = Callable[[Incarnation, tuple[Lease, ...]], None]
@@ -84,6 +89,8 @@ class SessionStreams:
         self._last_missing: list[str] = []
         self._stop: Stop | None = None
         self._closed = False
+        self._announcing: asyncio.TimerHandle | None = None
+        self._announce_at = 0.0
 
     async def attend(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
         """One stream, from join to end.
@@ -166,7 +173,8 @@ class SessionStreams:
         self.perform(self._sessions.tick(self._clock()))
         missing = [] if self._sessions.ready else self._sessions.waiting_for
         if missing and missing != self._last_missing:
-            logger.info("Waiting for the cluster: %s", ", ".join(missing))
+            more = f" and {len(missing) - MAX_NAMED} others" if len(missing) > MAX_NAMED else ""
+            logger.info("Waiting for the cluster: %s%s", ", ".join(missing[:MAX_NAMED]), more)
         self._last_missing = missing
 
     def membership(self) -> Membership:
@@ -213,10 +221,19 @@ class SessionStreams:
                 self._dismiss(action)
             elif not isinstance(action, Announce):
                 self._carry(action)
-        if any(isinstance(action, Announce) for action in actions):
-            self.broadcast(self.membership())
+        if any(isinstance(action, Announce) for action in actions) and self._announcing is None:
+            loop = asyncio.get_running_loop()
+            self._announcing = loop.call_at(max(loop.time(), self._announce_at), self._announce)
         if actions:
             self._changed.notify()
+
+    def _announce(self) -> None:
+        """Tells all how the cluster stands. Of many changes at once (a thousand tasks join) they hear together: each
+        announcement names every task to every task."""
+        self._announcing = None
+        self._announce_at = asyncio.get_running_loop().time() + ANNOUNCE_S * len(self._outboxes)
+        if not self._closed:
+            self.broadcast(self.membership())
 
     def _write_over(self, incarnation: Incarnation, done: bool) -> None:
         self._journal.write("over", task=incarnation.task, incarnation=incarnation.number, done=done)

@@ -123,6 +123,7 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
         min(request.at_most, MAX_WANT),
         request.wait,
         request.leave,
+        request.counts,
     )
 
 

@@ -22,6 +22,8 @@ class UnitTracker:
         self._accumulating: list[Unit] = []
         self._idle: list[Unit] = []
         self._left_early: set[Unit] = set()
+        self.accumulates = False
+        """Whether an update has held the gradients of several units."""
 
     @property
     def current(self) -> Unit | None:
@@ -96,6 +98,7 @@ class UnitTracker:
     def stepped(self) -> list[Unit]:
         """The step was accepted. Returns the accumulated units that are complete with it."""
         closed = self._accumulating
+        self.accumulates |= bool(closed)
         self._accumulating = []
         self._num_steps += 1
         self._has_gradients = False

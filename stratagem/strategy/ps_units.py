@@ -129,7 +129,9 @@ class LeasedUnits:
 
     def next(self, wait: bool) -> Lease | None:
         group = next((listener.group for listener in self._listeners() if listener.group), "")
-        lease = self._client.next(wait=False, group=group)
+        # Of an update of several units a part alone cannot be made again: a dead worker's stand as they are there.
+        counts = bool(self._listeners()) and not self._tracker.accumulates
+        lease = self._client.next(wait=False, group=group, counts=counts)
         if lease is not None or not wait:
             return lease
         for listener in self._listeners():
@@ -138,7 +140,7 @@ class LeasedUnits:
         self._accept(self._tracker.end())
         self._closes.flush()
         with self._meter.exposed("the other workers to finish the epoch"):
-            return self._client.next(wait=True, group=group)
+            return self._client.next(wait=True, group=group, counts=counts)
 
     def holds(self, lease: Lease) -> bool:
         return self._client.holds(lease.unit)

@@ -476,6 +476,7 @@ class NextUnitsRequest(_message.Message):
     AT_MOST_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
@@ -490,6 +491,10 @@ class NextUnitsRequest(_message.Message):
     """What the caller can use, a second of its work, say: leased beyond `want` as far as that leaves others their share."""
     leave: _builtins.bool
     """The caller leaves the pass (the script left its loop): what is leased to it there goes to others."""
+    counts: _builtins.bool
+    """What is counted on a unit matters and is reported with it: a unit that the caller dies with is computed again, also where every ps
+    has its updates already, which counts as accepted otherwise.
+    """
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -526,10 +531,11 @@ class NextUnitsRequest(_message.Message):
         at_most: _builtins.int = ...,
         leave: _builtins.bool = ...,
         evaluation: Global___EvaluationPass | None = ...,
+        counts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "sender", b"sender", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "sender", b"sender", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief import wire
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
@@ -133,6 +134,41 @@ def test_unknown_and_wrong_callers_are_refused() -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="expected Join as the first message"):
                 async for _ in call:
                     pass
+
+    run(scenario)
+
+
+def test_what_every_ps_has_closed_of_a_dead_worker_is_accepted_unless_it_has_to_be_counted() -> None:
+    async def scenario(counts: bool, expected: list[int]) -> None:
+        async with cluster() as (running, workers, servers):
+            for worker in workers:
+                await worker.open()
+            request = chief_pb2.NextUnitsRequest(sender=workers[1].sender, dataset=1, want=3, counts=counts)
+            assert indices(await workers[1].stub.NextUnits(request)) == [0, 1, 2]
+            for fake in servers:
+                fake.close_unit(Unit(1, 0, 0))
+                fake.apply(Unit(1, 0, 1))
+            servers[0].close_unit(Unit(1, 0, 1))
+            await workers[1].die()
+            await until(lambda: not running.job.lease_book.num_held(Incarnation("worker:1", workers[1].incarnation)))
+            assert indices(await workers[0].next(want=4)) == expected
+            assert (0 in running.job.lease_book.epoch(1, 0).accepted) is (0 not in expected)
+
+    run(lambda: scenario(False, [1, 2, 3]))
+    run(lambda: scenario(True, [0, 1, 2, 3]))
+
+
+def test_changes_at_once_are_told_together() -> None:
+    async def scenario() -> None:
+        async with chief(num_workers=40, num_ps=0) as running:
+            tasks = [Task(running.address, f"worker:{index}") for index in range(40)]
+            for task in tasks:
+                await task.ready()
+            told = [sum(event.HasField("membership") for event in task.events) for task in tasks]
+            assert max(told) <= 20, f"40 joins made {max(told)} announcements"
+            assert all(sum(info.live for info in task.membership.tasks) == 40 for task in tasks)
+            for task in tasks:
+                await task.die()
 
     run(scenario)
 
