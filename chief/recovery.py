@@ -180,6 +180,8 @@ class Recovery:
 
     async def _is_put_back(self, server: Server) -> bool:
         """Puts the ps back if it can be said already to what; whether it could."""
+        if self._sessions.stopping is not None:
+            return True  # no checkpoint was whole, say; another search, of fewer ps by now, would move folders aside
         sessions = [each for each in self._sessions.tasks.values() if each.task.type == "ps"]
         if any(each.resumed and each.open for each in sessions):
             # Others have their memory. What this one lacks of it, settle() counts.
