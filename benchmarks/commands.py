@@ -6,7 +6,7 @@ import re
 
 import click
 
-from benchmarks import apply, apply_rows, chief, pull
+from benchmarks import apply, apply_rows, chief, pull, start
 from benchmarks.collectives.cases import LANES as ALL_LANES
 from benchmarks.collectives.cases import allreduce_cases
 from benchmarks.collectives.sizes import DEFAULT_SIZES
@@ -184,6 +184,14 @@ def rows_command(blocks: int, as_json: bool) -> None:
     report([apply_rows.apply_rows_cases()], blocks, as_json)
 
 
+@click.command("start")
+@blocks_option
+@json_option
+def start_command(blocks: int, as_json: bool) -> None:
+    """From the command to the end of a small job, beside torchrun."""
+    report([start.start_cases()], blocks, as_json)
+
+
 @click.command("chief")
 @click.option(
     "--workers", "counts", type=click.IntRange(min=1), multiple=True, default=(10, 100, 1000), show_default=True
@@ -223,4 +231,5 @@ COMMANDS = (
     apply_command,
     rows_command,
     chief_command,
+    start_command,
 )

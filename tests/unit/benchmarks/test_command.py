@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import apply, commands, machine
+from benchmarks import apply, commands, machine, start
+from benchmarks.jobs import JobFailedError
 from benchmarks.peers import PeerMissingError, find_tensorflow
 from benchmarks.runner import Case, Sample
 from stratagem.ps.shard_group import ShardGroup
@@ -115,3 +116,12 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     cpuinfo.write_text("flags : x\nmodel name\t: Fast CPU\n")
     assert machine.processor_name(cpuinfo) == "Fast CPU"
     assert machine.processor_name(tmp_path / "none")
+
+
+def test_a_job_is_timed_with_all_its_processes_and_a_failed_one_is_no_sample() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    sample = start.run_to_end([sys.executable, "-c", child])
+    assert sample["cpu_s"] is not None and sample["cpu_s"] >= 0.3
+    with pytest.raises(JobFailedError, match=r"(?s)ended with exit code 3:.*no accuracy"):
+        start.run_to_end([sys.executable, "-c", "import sys; print('no accuracy'); sys.exit(3)"])
