@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import secrets
 import socket
@@ -111,7 +112,11 @@ def form(
         member.close(reason)
         server.stop(0.2)
 
-    return LaneProcessGroup(communicator, messages, store, options.timeout_seconds or DEFAULT_TIMEOUT_S, close)
+    def split(at: Store, chosen: list[int], timeout: datetime.timedelta | None) -> LaneProcessGroup:
+        seconds = timeout_s if timeout is None else timeout.total_seconds()
+        return form(at, chosen.index(rank), [ranks[each] for each in chosen], seconds, options)
+
+    return LaneProcessGroup(communicator, messages, store, options.timeout_seconds or DEFAULT_TIMEOUT_S, split, close)
 
 
 def _lane_between(options: CommunicationOptions, is_same_place: bool) -> PairLane:

@@ -182,12 +182,13 @@ class Operations:
         self, outputs: list[torch.Tensor], values: list[torch.Tensor], rooms: Tensors, sources: Tensors
     ) -> Operation:
         """With lengths that only the two ranks concerned know: they are compared first."""
+        _check_like(rooms[self.rank], sources[self.rank])
         sent = torch.tensor([source.numel() for source in sources])
         every = [torch.empty_like(sent) for _ in range(self.size)]
 
         def exchange(group: Group, tag: Tag) -> None:
             for rank, (room, theirs) in enumerate(zip(rooms, every, strict=True)):
-                if room.numel() != int(theirs[self.rank]):
+                if room.numel() != int(theirs[self.rank]):  # of another rank: the own ones were compared before
                     raise CollectiveError(
                         f"rank {rank} sends {int(theirs[self.rank]):,} elements to rank {self.rank}, which expects "
                         f"{room.numel():,}: split sizes of an all_to_all have to fit together",

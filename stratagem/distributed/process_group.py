@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
 import functools
 import threading
 import weakref
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.operations import Operation, Operations
 from stratagem.distributed.tensors import flat, movable, put, room_for, told
 from stratagem.distributed.work import LaneWork, ReceiveWork
+from stratagem.errors import CollectiveError
 from stratagem.worker.ring.communicator import Communicator
 
 Tensors = list[torch.Tensor]
@@ -46,6 +48,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         messages: for send and recv.
         store: of this group.
         timeout_s: seconds a receive waits.
+        split: makes a group of some of these ranks, at a store.
         close: frees what the group stands on, with a reason.
     """
 
@@ -55,6 +58,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         messages: Messages,
         store: Store,
         timeout_s: float,
+        split: Callable[[Store, list[int], datetime.timedelta | None], LaneProcessGroup],
         close: Callable[[str], None],
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
@@ -63,7 +67,9 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._timeout_s = timeout_s
         self._operations = Operations(communicator.rank, communicator.size)
         self._store = store
+        self._split = split
         self._close = close
+        self._ended = ""
         self._name = self._description = ""
         _open.add(self)
 
@@ -92,6 +98,44 @@ class LaneProcessGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> LaneProcessGroup:
+        """Itself: there is nothing under it. What torch asks a backend for follows."""
+        return self
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """No: torch's own memory is as good."""
+        return False
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> LaneProcessGroup | None:
+        """A group of some ranks of this one, each of which calls it; None on the others.
+
+        Args:
+            new_ranks: ranks in this group.
+            timeout: of the new group; None: as this one's.
+            group_name: unlike any before, and the same on every rank; None: made of the ranks.
+        """
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"split:{','.join(map(str, new_ranks))}"
+        made = self._split(PrefixStore(f"{name}/", self._store), list(new_ranks), timeout)
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or "")
+        return made
+
+    splitGroup = split_group
 
     def get_group_store(self) -> Store:
         """Where the ranks met."""
@@ -210,19 +254,27 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Ends what runs, here and at the other ranks: they raise ``CollectiveError``."""
-        self._close("the process group was aborted")
+        self._end("the process group was aborted")
 
     def shutdown(self) -> None:
         """Frees lanes, threads and memory; what is queued fails."""
-        self._close(f"rank {self.communicator.rank} has destroyed its process group, or ended")
+        self._end(f"rank {self.communicator.rank} has destroyed its process group, or ended")
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._close(reason)
 
     def _run(self, operation: Operation, opts: Any) -> LaneWork:
+        if self._ended:
+            raise CollectiveError(f"{operation.what}: {self._ended}")
         communicator = self.communicator
+        is_inference = torch.is_inference_mode_enabled()
 
         def run() -> None:
-            for what, step in operation.steps:
-                communicator.collective(what, lambda tag, step=step: step(communicator.group, tag))  # type: ignore[misc]
-            operation.finish()
+            with torch.inference_mode(is_inference):  # what was made in that mode can be written in it alone
+                for what, step in operation.steps:
+                    communicator.collective(what, lambda tag, step=step: step(communicator.group, tag))  # type: ignore[misc]
+                operation.finish()
 
         done: concurrent.futures.Future[None]
         if getattr(opts, "asyncOp", True):

@@ -40,8 +40,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def told(tensor: torch.Tensor) -> str:
-    """For errors: "1,024 float32"."""
-    return f"{tensor.numel():,} {name_of(tensor.dtype)}"
+    """For errors: "float32 [16, 64]"."""
+    return f"{name_of(tensor.dtype)} {list(tensor.shape)}"
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:

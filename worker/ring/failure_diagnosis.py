@@ -75,13 +75,14 @@ class FailureDiagnosis:
         cause = self._find_cause(error)
         with self._changed:
             first = not self._reason
-            self._reason = self._reason or cause
+            if first:
+                self._reason = f"{cause} [{self._session.task} was at {position}]"
             self._explaining = False
             self._changed.notify_all()
         if first:
             # Until they have heard of it: one that only saw our lanes close would blame this rank, which may end now.
-            self._peers.abort(f"{self._reason} [{self._session.task} was at {position}]", TELL_S)
-        return CollectiveError(f"aborted at {position}: {self._reason}", error.rank)
+            self._peers.abort(self._reason, TELL_S)
+        return CollectiveError(f"aborted at {position}: {cause if first else self._reason}", error.rank)
 
     def _find_cause(self, error: CollectiveError) -> str:
         deadline = time.monotonic() + BLAME_S

@@ -314,7 +314,7 @@ def test_the_future_has_the_tensors(groups: Groups) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_sent(groups: Groups) -> None:
     size = len(groups)
     with pytest.raises(
-        ConfigurationError, match=f"expected {size} × 2 float32 in a all_gather of {size} ranks, got 1 float32"
+        ConfigurationError, match=rf"expected {size} × float32 .2. in a all_gather of {size} ranks, got float32 .1."
     ):
         groups[0].all_gather_single(torch.zeros(1), torch.zeros(2))
     with pytest.raises(ConfigurationError, match=f"expected {size} outputs, one for each rank, got 7"):
@@ -360,5 +360,38 @@ def test_a_message_of_another_length_names_both(groups: Groups) -> None:
     if len(groups) == 1:
         pytest.skip("nobody to send to")
     groups[0].send([torch.zeros(3)], 1, 9).wait()
-    with pytest.raises(CollectiveError, match="rank 0 sent 3 float32 with tag 9, rank 1 expects 5 float32"):
+    with pytest.raises(CollectiveError, match=r"rank 0 sent float32 .3. with tag 9, rank 1 expects float32 .5."):
         groups[1].recv([torch.zeros(5)], 0, 9).wait()
+
+
+def test_inference_tensors(groups: Groups) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        with torch.inference_mode():
+            tensor = torch.ones(5)
+            group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [float(len(groups))] * 5
+
+    on_every_rank(groups, run)
+
+
+def test_a_part_of_a_group(groups: Groups) -> None:
+    """Beside the group itself, whose collectives go on."""
+    if len(groups) != 3:
+        pytest.skip("a part of three")
+
+    def run(group: LaneProcessGroup) -> None:
+        tensor, part = torch.ones(2), group.split_group([0, 2], group_name="ends")
+        work = group.allreduce([tensor])
+        if part is not None:
+            total = torch.tensor(float(group.rank()))
+            part.allreduce([total]).wait()
+            assert (
+                float(total) == 2.0
+                and part.group_name == "ends"
+                and (part.rank(), part.size()) == (group.rank() // 2, 2)
+            )
+            part.shutdown()
+        work.wait()
+        assert (part is None) == (group.rank() == 1) and float(tensor[0]) == 3.0
+
+    on_every_rank(groups, run)
