@@ -71,8 +71,8 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
     if print_address:
         print(server.address, flush=True)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, job.stop, 143, f"the chief got {signal.Signals(number).name}")
+    for number, end in ((signal.SIGTERM, job.leave), (signal.SIGINT, job.stop)):
+        loop.add_signal_handler(number, end, 143, f"the chief got {signal.Signals(number).name}")
     if until_eof:
         loop.add_reader(sys.stdin.fileno(), _on_input, job)
     async with contextlib.AsyncExitStack() as servers:

@@ -44,6 +44,7 @@ from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
 
+LEAVE_S = 15.0  # for the checkpoint of a chief that leaves: less than a supervisor waits before it kills
 LATE_S = 20.0  # for tasks that have not joined yet, or a ps that was lost, when the job is over already
 
 
@@ -73,6 +74,7 @@ class ChiefJob:
             max_workers=config.max_workers,
             num_ps=config.num_ps,
             session_timeout_s=config.session_timeout_s,
+            session_grace_s=config.session_grace_s,
             worker_timeout_s=config.worker_timeout_s,
             start_timeout_s=config.start_timeout_s,
             now=clock(),
@@ -257,6 +259,24 @@ class ChiefJob:
         """Ends the job."""
         self.streams.perform(self.sessions.stop(exit_code, reason))
 
+    def leave(self, exit_code: int, reason: str) -> None:
+        """Ends this chief and not the job: the next one goes on from the journal. A job without one ends."""
+        if not self.config.state_dir:
+            self.stop(exit_code, reason)
+        elif not self._finishing:
+            self._finishing = True
+            self.spawn(self._leave, exit_code, reason)
+
+    async def _leave(self, exit_code: int, reason: str) -> None:
+        """Saves first: perhaps all tasks are told to end, and then the memory of the ps goes too."""
+        logger.warning("%s: it saves and leaves; the job goes on with the chief that is started in its place", reason)
+        try:
+            await asyncio.wait_for(self._maintenance.save_last(), LEAVE_S)
+        except (StratagemError, TimeoutError) as error:
+            logger.warning("No checkpoint before the chief leaves: %s", error)
+        if not self.finished.done():
+            self.finished.set_result(exit_code)
+
     def spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         """Runs work beside the requests; its failure stops the job."""
         task = asyncio.create_task(self._guard(work, *arguments))
@@ -315,7 +335,7 @@ class ChiefJob:
                     await self._maintenance.save_last()
                 except StratagemError as error:
                     logger.error("No last checkpoint: %s", error)
-            self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")])
+            self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all goes on with that; only then the next one begins another job.
         self.journal.write("ending" if is_good else "stopped", reason=stop.reason)
         self.streams.broadcast(Stop(stop.exit_code, stop.reason))
@@ -325,7 +345,7 @@ class ChiefJob:
             return sessions.deserted and not (is_good and is_late)
 
         await self._until(all_gone, max(deadline, self._clock() + self.config.session_timeout_s))
-        self._write_end(stop, sessions.absent_servers)
+        self._write_end(stop, sessions.absent_servers + sessions.unfinished)
         if is_good:
             self.journal.write("stopped", reason=stop.reason)
         if not self.finished.done():
@@ -338,7 +358,7 @@ class ChiefJob:
                 await asyncio.wait_for(self.changed.wait(), left_s)
 
     def _write_end(self, stop: StopJob, missing: Sequence[str]) -> None:
-        """For the ps that have not said goodbye: those that start again find no chief any more."""
+        """For the tasks that have not said goodbye: those that start again find no chief any more."""
         if stop.exit_code == 0 and self.config.checkpoint_dir:
             try:
                 write_end(self.config.checkpoint_dir, stop.reason, missing)

@@ -23,6 +23,7 @@ from stratagem.chief.sessions import (
 )
 from stratagem.chief.status import member_of
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.spec import split_address
 from stratagem.cluster.units import Lease
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 
@@ -91,6 +92,7 @@ class SessionStreams:
         self._closed = False
         self._announcing: asyncio.TimerHandle | None = None
         self._announce_at = 0.0
+        self._knocks: set[asyncio.Future[None]] = set()
 
     async def attend(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
         """One stream, from join to end.
@@ -117,8 +119,24 @@ class SessionStreams:
             reader.cancel()
             self._outboxes.pop(stream, None)
             self.perform(self._sessions.stream_ended(str(session.task), stream, self._clock()))
+            if not self._closed and session.open and not session.stream:
+                knock = asyncio.ensure_future(self._knock(session.incarnation, session.address))
+                self._knocks.add(knock)
+                knock.add_done_callback(self._knocks.discard)
+
+    async def _knock(self, incarnation: Incarnation, address: str) -> None:
+        """A process that is gone has left its port: then nobody need wait for it to come back."""
+        try:
+            _, writer = await asyncio.open_connection(*split_address(address))
+            writer.close()
+        except ConnectionRefusedError:
+            self.perform(self._sessions.nobody_there(incarnation, self._clock()))
+        except (OSError, StratagemError):
+            pass  # the network, or no address: the grace decides
 
     def _join(self, join: Join, stream: int, outbox: asyncio.Queue[Event | None]) -> Session:
+        known = self._sessions.tasks.get(join.task)
+        was_open = known is not None and known.open
         session, actions = self._sessions.join(
             join.task, join.address, join.pid, join.resume_incarnation, stream, self._clock()
         )
@@ -136,7 +154,7 @@ class SessionStreams:
         self._outboxes[stream] = outbox
         how = "resumed" if join.resume_incarnation else "joined"
         logger.info("%s %s at %s", session.incarnation, how, join.address or "-")
-        if join.resume_incarnation:
+        if join.resume_incarnation and not was_open:  # else the book is right: this chief has written it
             self._resume(session.incarnation, join.held)
         self.perform(actions)
         if not any(isinstance(action, Announce) for action in actions):

@@ -46,7 +46,9 @@ class Session:
     address: str = ""
     pid: int = 0
     stream: int = 0
-    """Number of the stream that carries the session; events of older streams are ignored."""
+    """Number of the stream that carries the session; events of older streams are ignored. 0: none does."""
+    broken_at: float = 0.0
+    """When the last stream broke off; means something while none carries the session."""
     heard_at: float = 0.0
     lost_at: float = 0.0
     resumed: bool = False
@@ -61,7 +63,7 @@ class Session:
 
     @property
     def open(self) -> bool:
-        """Whether a stream carries the session."""
+        """Whether the process takes part; its stream may have broken off a moment ago."""
         return self.state in (SessionState.JOINED, SessionState.LIVE)
 
 
@@ -122,6 +124,7 @@ class Sessions:
             servers none may: a ring is made of num_workers.
         num_ps: parameter servers that the cluster waits for.
         session_timeout_s: seconds of silence after which a session is lost.
+        session_grace_s: seconds in which a session whose connection broke off may come back as if nothing had been.
         worker_timeout_s: seconds a lost worker or ps may stay away before the job stops.
         start_timeout_s: seconds for the whole cluster to come up.
         now: seconds on a monotonic clock.
@@ -139,6 +142,7 @@ class Sessions:
         max_workers: int = 0,
         num_ps: int,
         session_timeout_s: float,
+        session_grace_s: float = 0.0,
         worker_timeout_s: float,
         start_timeout_s: float,
         now: float,
@@ -160,6 +164,7 @@ class Sessions:
         self.fenced = dict(fenced or {})
         self._newest_incarnation = newest_incarnation
         self._session_timeout_s = session_timeout_s
+        self._session_grace_s = session_grace_s
         self._worker_timeout_s = worker_timeout_s
         self._start_deadline = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
@@ -219,6 +224,12 @@ class Sessions:
         """ps that were in the cluster and are away without a goodbye, or are back and not prepared."""
         away = (SessionState.LOST, SessionState.JOINED)
         return [str(s.task) for s in self.tasks.values() if s.task.type == "ps" and s.state in away]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Workers that are away and have not finished: the others have done their work."""
+        lost = [session for session in self.tasks.values() if session.state is SessionState.LOST]
+        return [str(session.task) for session in lost if session.task.type == "worker"]
 
     def is_live(self, incarnation: Incarnation) -> bool:
         """Whether this life is, and is known to all."""
@@ -352,11 +363,21 @@ class Sessions:
         return actions
 
     def stream_ended(self, task: str, stream: int, now: float) -> list[Action]:
-        """The stream of a session is gone."""
+        """The stream of a session is gone: the connection may be, or the process."""
         session = self.tasks[task]
         if session.stream != stream or not session.open:
             return []
+        session.stream, session.broken_at = 0, now
+        if self._session_grace_s and self.stopping is None:
+            return []
         return self._lose(session, now, "its session broke off without a goodbye")
+
+    def nobody_there(self, incarnation: Incarnation, now: float) -> list[Action]:
+        """Its address refuses connections: the process is gone, unless the session has come back meanwhile."""
+        session = self.tasks[incarnation.task]
+        if session.incarnation != incarnation or session.stream or not session.open:
+            return []
+        return self._lose(session, now, "its session broke off without a goodbye, and nothing listens at its address")
 
     def fence_acknowledged(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
         """A ps refuses ``incarnation`` from now on."""
@@ -369,6 +390,9 @@ class Sessions:
             silent_s = now - session.heard_at
             if (session.open or session.state is SessionState.AWAITED) and silent_s > self._session_timeout_s:
                 actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
+            elif session.open and not session.stream and (broken_s := now - session.broken_at) > self._session_grace_s:
+                why = f"its session broke off without a goodbye {broken_s:.1f} s ago and did not come back"
+                actions += self._lose(session, now, why)
         if self.stopping is not None:
             return actions
         if not self.ready and now > self._start_deadline:

@@ -56,7 +56,10 @@ _SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
 
 def member_of(session: Session) -> Member:
     """A task as the others see it."""
-    return Member(str(session.task), session.address, session.number, session.state is SessionState.LIVE)
+    # A worker that has not come back to a restarted chief yet is no loss: the others of its ring would break it off.
+    is_awaited = session.state is SessionState.AWAITED and session.task.type == "worker"
+    is_live = session.state is SessionState.LIVE or is_awaited
+    return Member(str(session.task), session.address, session.number, is_live)
 
 
 def chief_report(address: str, chief_epoch: int, pid: int) -> TaskReport:

@@ -131,7 +131,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
 
     session.on_membership(note_ready)
     try:
-        session.start(config.start_timeout_s, lambda: _end_of_job(config))
+        session.start(config.start_timeout_s, lambda: take_end(config.checkpoint_dir, config.task))
         stopped = session.wait_stopped(None)
         assert stopped is not None
         raise stopped
@@ -145,12 +145,6 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
         raise
     finally:
         session.close()
-
-
-def _end_of_job(config: PsConfig) -> JobStoppedError | None:
-    """That the job has ended, when its chief has written so for this ps."""
-    reason = take_end(config.checkpoint_dir, config.task) if config.checkpoint_dir else ""
-    return JobStoppedError(f"{reason} (written in {config.checkpoint_dir}; the chief has ended)", 0) if reason else None
 
 
 def _progress(store: Store) -> chief_pb2.Progress:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
+from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
@@ -97,9 +98,9 @@ class WorkerRuntime:
             raise
 
     def _join(self) -> None:
-        self.session.start(self.config.start_timeout_s)
-        self.session.wait_ready(self.config.start_timeout_s)
         config = self.config
+        self.session.start(config.start_timeout_s, lambda: take_end(config.checkpoint_dir, config.task))
+        self.session.wait_ready(config.start_timeout_s)
         self.clients = [
             PsClient(
                 self.session,

@@ -1,6 +1,6 @@
-"""The end of a job, written into its checkpoint folder for a ps that comes too late to hear it from the chief.
+"""The end of a job, written into its checkpoint folder for a task that comes too late to hear it from the chief.
 
-Only a ps whose goodbye the chief did not get has a file: it died at the end, and whoever supervises it starts it again.
+Only a task whose goodbye the chief did not get has one: it died at the end, and whoever supervises it starts it again.
 It looks only when no chief answers, and takes the file away with it, so that one end is taken once; the chief of the
 next job in the folder removes what nobody came for, and an old file says nothing.
 """
@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterable
 
 from stratagem.checkpoint.durable import sync_directory, write_durably
+from stratagem.errors import JobStoppedError
 
 MAX_AGE_S = 3600.0
-"""For how long after the end a ps may come late; Kubernetes waits up to 5 minutes before it starts one again."""
+"""For how long after the end a task may come late; Kubernetes waits up to 5 minutes before it starts one again."""
 
 
 def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
-    """Says that the job has ended well, to these ps alone; what was said before is removed.
+    """Says that the job has ended well, to these tasks alone; what was said before is removed.
 
     Raises:
         OSError: it cannot be written.
@@ -36,16 +37,18 @@ def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
         sync_directory(folder)
 
 
-def take_end(directory: str, task: str) -> str:
-    """Why the job of this ps has ended, told once; empty when nobody has said that to it."""
+def take_end(directory: str, task: str) -> JobStoppedError | None:
+    """That the job of this task has ended, told once; None when nobody has said that to it, or it knows no folder."""
+    if not directory:
+        return None
     path = _path(directory, task)
     try:
         is_new = time.time() - path.stat().st_mtime < MAX_AGE_S
         reason = path.read_text()
         path.unlink()
     except (OSError, UnicodeDecodeError):
-        return ""
-    return reason if is_new else ""
+        return None
+    return JobStoppedError(f"{reason} (written in {directory}; the chief has ended)", 0) if is_new else None
 
 
 def _path(directory: str, task: str) -> pathlib.Path:

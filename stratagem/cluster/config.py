@@ -94,6 +94,9 @@ class ChiefConfig(ServerConfig):
     """Seconds between heartbeats."""
     session_timeout_s: float = pydantic.Field(default=6.0, gt=0)
     """Seconds of silence after which a session is lost."""
+    session_grace_s: float = pydantic.Field(default=3.0, ge=0)
+    """Seconds in which a task whose connection to the chief broke off may come back as if nothing had been; less when
+    its address refuses connections or a new process joins in its place."""
     worker_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds a lost worker may stay away before the job is stopped."""
     seed: int = pydantic.Field(default=0, ge=0)
@@ -149,6 +152,9 @@ class WorkerConfig(LaneConfig):
     """Bytes of frames in one lane that came before they were asked for."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
+    checkpoint_dir: str = ""
+    """The chief's checkpoint_dir where this worker sees it: there it finds the end of a job that it comes too late
+    for."""
 
 
 class EvaluatorConfig(RoleConfig):

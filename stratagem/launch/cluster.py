@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import selectors
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -189,7 +190,8 @@ class LocalCluster:
                 case Start(task):
                     self._start(task)
                 case Signal(task, signum):
-                    self._processes[task].send(signum)
+                    # SIGTERM tells a chief to leave a job that goes on; here it ends.
+                    self._processes[task].send(signal.SIGINT if task.type == "chief" else signum)
                 case Kill(task):
                     self._processes[task].kill()
                 case Renew():

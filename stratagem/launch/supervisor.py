@@ -178,7 +178,7 @@ class Supervisor:
             reason = self._why_not_again(task, code)
             if reason is None:
                 self.restarts[task] = self.restarts.get(task, 0) + 1
-                if self._takes_all_along(task, code):
+                if self._is_in_ring(task):  # this life of the job ends with it
                     self.phase, self._deadline = Phase.RENEWING, now + self.policy.shutdown_timeout_s
                     return self._renew(task, now)
                 return [self._start(task)]
@@ -254,11 +254,6 @@ class Supervisor:
 
     def _is_in_ring(self, task: TaskId) -> bool:
         return task.type == "worker" and not self.policy.restart_workers
-
-    def _takes_all_along(self, task: TaskId, code: int) -> bool:
-        """Whether the end of a task is that of this life of the job."""
-        told = task.type == "chief" and code == EXIT_PREEMPTED and self._resumes  # it has told the workers
-        return self._is_in_ring(task) or (told and not self.policy.restart_workers)
 
     @property
     def _workers_run(self) -> bool:

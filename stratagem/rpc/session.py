@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +78,9 @@ class SessionClient:
         self._store_epoch = store_epoch
         self._chief_timeout_s = chief_timeout_s
         self._heartbeat_interval_s = 0.5
-        self._outbox: queue.SimpleQueue[chief_pb2.SessionRequest] = queue.SimpleQueue()
+        self._goodbye: chief_pb2.SessionRequest | None = None
+        self._leaving = threading.Event()
+        """Set when there is a goodbye to say, and when the session is closed."""
         self._changed = threading.Condition()
         self._welcomed = False
         self._stopped: StratagemError | None = None
@@ -190,17 +191,24 @@ class SessionClient:
             return self._stopped
 
     def goodbye(self, exit_code: int, message: str = "", timeout_s: float = 5.0) -> None:
-        """Ends the session by the task's own will, and closes the connection."""
-        request = chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=exit_code, message=message))
-        self._closing = True
-        self._outbox.put(request)
+        """Ends the session by the task's own will, and closes the connection.
+
+        Who has finished (exit code 0) waits longer for a chief that is away: it would take the task for lost and wait
+        for it.
+        """
+        self._goodbye = chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=exit_code, message=message))
+        self._leaving.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+            if exit_code == 0 and self._welcomed and self._stopped is None and self._thread.is_alive():
+                logger.info("Finished; the chief at %s is away and has to hear of it", self.chief_address)
+                self._thread.join(self._chief_timeout_s)
         self.close()
 
     def close(self) -> None:
         """Drops the connection; to the chief this looks like a crash unless :meth:`goodbye` came first."""
         self._closing = True
+        self._leaving.set()
         if self._call is not None:
             self._call.cancel()
         self._channel.close()
@@ -223,6 +231,8 @@ class SessionClient:
             except ValueError:  # the channel was closed under the call
                 break
             else:
+                if self._goodbye is not None:
+                    break
                 if not self._closing and self._stopped is None:
                     self._handle_loss(
                         PeerUnavailableError("the chief ended the session"), time.monotonic() - lost_since
@@ -250,18 +260,14 @@ class SessionClient:
             )
         )
         while True:
-            try:
-                request = self._outbox.get(timeout=self._heartbeat_interval_s)
-            except queue.Empty:
-                request = chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat(progress=self._progress()))
-            if request.HasField("goodbye"):
-                yield chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat(progress=self._progress()))
-                yield request
+            self._leaving.wait(self._heartbeat_interval_s)
+            yield chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat(progress=self._progress()))
+            if self._goodbye is not None:
+                yield self._goodbye
                 return
-            yield request
             # After a stop the task still says goodbye: without it, it would count as lost.
             is_told = isinstance(self._stopped, JobStoppedError)
-            if (self._closing and self._outbox.empty()) or (self._stopped is not None and not is_told):
+            if self._closing or (self._stopped is not None and not is_told):
                 return
 
     def _handle(self, event: chief_pb2.SessionEvent) -> None:

@@ -38,7 +38,7 @@ class PreemptionCheckpointHandler:
         handler.close()
 
     The constructor restores the newest checkpoint. From then on the first SIGTERM or SIGINT that any worker gets (and a
-    SIGTERM of the chief) is noted; in the backward that follows all workers learn of it, and after that step they save
+    SIGINT of the chief) is noted; in the backward that follows all workers learn of it, and after that step they save
     together and end with exit code 143, which asks for a restart. A second signal ends the process at once. Workers
     that run in step need a ``backward()`` in the function that they run, because that is how they agree.
 

@@ -65,6 +65,7 @@ class Chief:
 async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief]:
     """A chief for two workers and two ps, unless ``config`` says otherwise."""
     defaults: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "heartbeat_interval_s": 0.05, "session_timeout_s": 5.0}
+    defaults["session_grace_s"] = 0.0  # a fake that dies is dead
     defaults["checkpoint_roots"] = tempfile.gettempdir()
     settings = ChiefConfig(bind=bind, **{**defaults, **config})
     job = ChiefJob(

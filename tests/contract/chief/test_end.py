@@ -83,11 +83,12 @@ def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path, monkeypatch
             servers[0].session.goodbye()
             assert await running.exit_code() == 0
         assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-1"], "ps:0 has said goodbye"
-        assert ended.take_end(str(tmp_path), "ps:1") == "every worker has finished"
-        assert ended.take_end(str(tmp_path), "ps:1") == "", "the ps of another job, before its chief"
+        told = ended.take_end(str(tmp_path), "ps:1")
+        assert told is not None and "every worker has finished" in str(told) and told.exit_code == 0
+        assert ended.take_end(str(tmp_path), "ps:1") is None, "the ps of another job, before its chief"
         ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
         async with chief(checkpoint_dir=str(tmp_path)):
-            assert ended.take_end(str(tmp_path), "ps:1") == "", "another job has begun"
+            assert ended.take_end(str(tmp_path), "ps:1") is None, "another job has begun"
 
     run(scenario)
 
@@ -127,6 +128,22 @@ def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
             journal = Journal(folders["state_dir"])
             journal.close()
             assert not journal.history.done, "the next chief begins another job"
+
+    run(scenario)
+
+
+def test_the_end_is_written_for_a_worker_that_the_others_did_without(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path), worker_timeout_s=0.2) as (running, workers, servers):
+            await until(lambda: running.job.journal.history.checkpoint)
+            workers[0].goodbye(143)
+            workers[1].goodbye()
+            for server in servers:
+                assert server.session is not None
+                await until(functools.partial(server.session.ended, "stop"))
+                server.session.goodbye()
+            assert await running.exit_code() == 0
+        assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-worker-0"]
 
     run(scenario)
 

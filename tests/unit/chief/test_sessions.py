@@ -305,3 +305,46 @@ def test_a_restarted_chief_knows_its_additional_workers() -> None:
     sessions = make(max_workers=3, awaited={"worker:2": 7, "worker:0": 5}, done={"worker:1": 6}, ready=True)
     assert sessions.tasks["worker:2"].state is SessionState.AWAITED
     assert make(awaited={"worker:2": 7}).tasks.get("worker:2") is None
+
+
+def broken() -> Sessions:
+    """Two workers and a ps with a grace of 3 s; the stream of worker:1 broke off at 1."""
+    sessions = ready(session_grace_s=3.0)
+    assert sessions.stream_ended("worker:1", 2, 1.0) == []
+    return sessions
+
+
+def test_a_session_that_comes_back_within_its_grace_has_lost_nothing() -> None:
+    sessions = broken()
+    assert sessions.tick(3.9) == [] and sessions.is_live(W1)
+    session, actions = sessions.join("worker:1", "", 1, W1.number, 9, 3.9)
+    assert session.incarnation == W1 and actions == [Announce()]
+    assert sessions.tick(4.1) == [] and not sessions.fenced
+
+
+def test_a_session_that_stays_away_is_lost_when_its_grace_is_over() -> None:
+    sessions = broken()
+    (dismissed, *_) = sessions.tick(4.1)
+    assert isinstance(dismissed, Dismiss)
+    assert "worker:1" in dismissed.reason and "broke off without a goodbye 3.1 s ago" in dismissed.reason
+    assert sessions.fenced == {"worker:1": W1.number}
+
+
+def test_a_grace_ends_when_nothing_listens_there_any_more_or_another_process_comes() -> None:
+    sessions = broken()
+    assert any(
+        "nothing listens" in action.reason for action in sessions.nobody_there(W1, 1.1) if isinstance(action, Dismiss)
+    )
+    assert sessions.nobody_there(W1, 1.2) == [], "it is lost already"
+    sessions = broken()
+    sessions.join("worker:1", "", 1, W1.number, 9, 1.1)
+    assert sessions.nobody_there(W1, 1.2) == [], "it has come back meanwhile"
+    sessions = broken()
+    _, actions = sessions.join("worker:1", "", 1, 0, 9, 1.1)
+    assert any("a new process joined" in action.reason for action in actions if isinstance(action, Dismiss))
+
+
+def test_who_breaks_off_while_the_job_ends_is_not_waited_for() -> None:
+    sessions = ready(session_grace_s=3.0)
+    sessions.stop(0, "done")
+    assert any(isinstance(action, Dismiss) for action in sessions.stream_ended("worker:1", 2, 1.0))

@@ -308,17 +308,12 @@ def test_a_worker_that_does_not_leave_a_broken_ring_is_killed() -> None:
     assert supervisor.exited(W0, -9, 11.2) == [Renew(), Start(CHIEF)]
 
 
-def test_a_chief_that_was_told_to_end_takes_its_ring_along() -> None:
-    supervisor = _ring()
-    assert supervisor.exited(CHIEF, 143, 1.0) == []
-    assert supervisor.phase is Phase.RENEWING
-    assert supervisor.exited(W0, 143, 1.1) == []
-    assert supervisor.exited(W1, 143, 1.1) == [Renew(), Start(CHIEF)]
+@pytest.mark.parametrize("code", [143, -9])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_chief_that_leaves_its_ring_is_started_again_alone(code: int, resumes: bool) -> None:
+    supervisor = _ring(resumes=resumes)
+    assert supervisor.exited(CHIEF, code, 1.0) == [Start(CHIEF)]  # the workers have not noticed
     assert supervisor.restarts == {CHIEF: 1}
-    supervisor = _ring()
-    assert supervisor.exited(CHIEF, -9, 1.0) == [Start(CHIEF)]  # the workers have not noticed
-    supervisor = _ring(resumes=False)
-    assert supervisor.exited(CHIEF, 143, 1.0) == [Start(CHIEF)]
 
 
 def test_a_chief_that_leaves_a_broken_ring_first() -> None:
