@@ -327,18 +327,15 @@ class ChiefJob:
         # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
         # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
         sessions, is_good = self.sessions, stop.exit_code == 0
-        deadline = self._clock() + (LATE_S if is_good else 0.0)
         if not self.journal.history.ending:  # else an earlier incarnation of the chief has come that far
-            await self._until(lambda: not sessions.absent_servers, deadline)
             if stop.exit_code in (0, 143):
-                try:
-                    await self._maintenance.save_last()
-                except StratagemError as error:
-                    logger.error("No last checkpoint: %s", error)
+                await self._save_last(self._clock() + (self.config.worker_timeout_s if is_good else 0.0))
             self._write_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all goes on with that; only then the next one begins another job.
         self.journal.write("ending" if is_good else "stopped", reason=stop.reason)
         self.streams.broadcast(Stop(stop.exit_code, stop.reason))
+
+        deadline = self._clock() + (LATE_S if is_good else 0.0)
 
         def all_gone() -> bool:
             is_late = sessions.absent_servers or sessions.never_came
@@ -350,6 +347,17 @@ class ChiefJob:
             self.journal.write("stopped", reason=stop.reason)
         if not self.finished.done():
             self.finished.set_result(stop.exit_code)
+
+    async def _save_last(self, deadline: float) -> None:
+        """Waits for a ps that is away as long as while the job ran: without it, what the others hold is not saved."""
+        while True:
+            await self._until(lambda: not self.sessions.absent_servers, deadline)
+            try:
+                return await self._maintenance.save_last()
+            except StratagemError as error:
+                if not self.sessions.absent_servers or self._clock() >= deadline:
+                    newest = self.journal.history.checkpoint or "none"
+                    return logger.error("No last checkpoint: %s; the newest is %s", error, newest)
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
         """Waits for it, on the clock of the job."""

@@ -222,8 +222,9 @@ class Sessions:
     @property
     def absent_servers(self) -> list[str]:
         """ps that were in the cluster and are away without a goodbye, or are back and not prepared."""
+        servers = [s for s in self.tasks.values() if s.task.type == "ps"]
         away = (SessionState.LOST, SessionState.JOINED)
-        return [str(s.task) for s in self.tasks.values() if s.task.type == "ps" and s.state in away]
+        return [str(s.task) for s in servers if s.state in away or (s.open and not s.stream)]
 
     @property
     def unfinished(self) -> list[str]:

@@ -72,7 +72,8 @@ def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path, monkeypatch
     monkeypatch.setattr(chief_job, "LATE_S", 0.2)
 
     async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path), session_timeout_s=1.0) as (running, workers, servers):
+        away = {"session_timeout_s": 1.0, "worker_timeout_s": 0.2}
+        async with cluster(checkpoint_dir=str(tmp_path), **away) as (running, workers, servers):
             await until(lambda: running.job.journal.history.checkpoint)
             assert servers[1].session is not None and servers[0].session is not None
             await servers[1].session.die()
