@@ -52,8 +52,6 @@ from .strategy.replicas.cross_device_ops import (
 from .strategy.replicas.variable import Variable, VariableAggregation, VariableSynchronization
 from .strategy.tpu import TPUStrategy
 from .training import callbacks
-from .training.checkpoint import Checkpoint
-from .training.checkpoint_retention import CheckpointManager
 from .training.estimator.cluster_run import EvalSpec, Evaluated, TrainSpec, train_and_evaluate
 from .training.estimator.estimator import Estimator
 from .training.estimator.exporters import BestExporter, Exporter, FinalExporter, LatestExporter
@@ -61,12 +59,14 @@ from .training.estimator.from_model import model_to_estimator
 from .training.estimator.objects import get_global_step, get_or_create
 from .training.estimator.run_config import RunConfig
 from .training.estimator.spec import EstimatorSpec, ModeKeys
-from .training.export import export_model
-from .training.export_inputs import TensorSpec
-from .training.loaded_model import LoadedModel, load_model
+from .training.export.export import export_model
+from .training.export.inputs import TensorSpec
+from .training.export.loaded_model import LoadedModel, load_model
 from .training.model import Model
-from .training.new_checkpoints import new_checkpoints
 from .training.preemption import PreemptionCheckpointHandler
+from .training.saving.checkpoint import Checkpoint
+from .training.saving.manager import CheckpointManager
+from .training.saving.new_checkpoints import new_checkpoints
 
 __version__: str
 

@@ -20,7 +20,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.ps_servers import Servers
+from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.replicas.copyable import check_parameters
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.worker.ring.communicator import Communicator

@@ -30,10 +30,10 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.ps_schedules import follow, keep_up
-from stratagem.strategy.ps_servers import Servers
-from stratagem.strategy.ps_units import LeasedUnits, UnitListener, own_batches
-from stratagem.strategy.ps_variables import VariableGroups
+from stratagem.strategy.ps.schedules import follow, keep_up
+from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.ps.units import LeasedUnits, UnitListener, own_batches
+from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.strategy.replicas.context import run_alone
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.watching import watch_torch
@@ -196,7 +196,7 @@ class ParameterServerStrategy(Strategy):
 
     def _prepare_metric(self, metric: Any) -> Any:
         from stratagem.strategy.prepared_metric import prepare_metric
-        from stratagem.strategy.ps_metrics import CountedMetric
+        from stratagem.strategy.ps.metrics import CountedMetric
 
         made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self, self.servers.counts))]
         self._metrics += made

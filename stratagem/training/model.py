@@ -13,17 +13,18 @@ from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import current_strategy
 from stratagem.strategy.default import get_strategy
-from stratagem.training import fit_loop
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
 from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
 from stratagem.training.compiled import Compiled
-from stratagem.training.evaluation import Evaluation
-from stratagem.training.fit_agreement import FitAgreement, FitOnServers, InStep, check_groups
-from stratagem.training.fit_batches import sample_of, unpack
-from stratagem.training.fit_position import FitPosition
-from stratagem.training.fit_sources import (
+from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
+from stratagem.training.fit import loop as fit_loop
+from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
+from stratagem.training.fit.batches import sample_of, unpack
+from stratagem.training.fit.evaluation import Evaluation
+from stratagem.training.fit.position import FitPosition
+from stratagem.training.fit.sources import (
     Arrays,
     Heard,
     Passes,
@@ -33,15 +34,14 @@ from stratagem.training.fit_sources import (
     source_of,
     validation_source,
 )
-from stratagem.training.fit_steps import FitSteps
+from stratagem.training.fit.steps import FitSteps
+from stratagem.training.fit.tally import Tally
 from stratagem.training.layer_table import layer_table
-from stratagem.training.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.losses import Loss, LossFunction
 from stratagem.training.metrics import Metrics, metrics_of
 from stratagem.training.optimizers import OptimizerFactory, optimizer_of
 from stratagem.training.progress import Pace, Verbose, display, numbers
 from stratagem.training.single_batches import SingleBatches, as_asked
-from stratagem.training.tally import Tally
 from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
 

@@ -15,10 +15,10 @@ from torch import nn
 from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy
-from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.export import export_model
-from stratagem.training.fit_position import FitPosition
-from stratagem.training.tally import Tally
+from stratagem.training.export.export import export_model
+from stratagem.training.fit.position import FitPosition
+from stratagem.training.fit.tally import Tally
+from stratagem.training.saving.checkpoint import Checkpoint
 
 
 class ModelState:

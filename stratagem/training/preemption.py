@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import interrupts
 from stratagem.worker.preemption_request import preemption
 

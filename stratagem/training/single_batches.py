@@ -8,7 +8,7 @@ from typing import Any
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.history import History
-from stratagem.training.fit_sources import Arrays
+from stratagem.training.fit.sources import Arrays
 from stratagem.training.model_state import ModelState
 
 

@@ -15,7 +15,7 @@ import torch
 from stratagem.checkpoint.catalog import find_damage
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.checkpoint.summary import summarize
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 from tests.cluster.scripts.train_checkpoint import batch_of, make
 
 Start = Callable[..., Any]

@@ -16,8 +16,8 @@ from torch import nn
 from stratagem.checkpoint.catalog import find_damage
 from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError
-from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

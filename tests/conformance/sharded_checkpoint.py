@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import torch
 from stratagem.checkpoint.catalog import scan
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
-from stratagem.training.checkpoint import Checkpoint
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
+from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.worker import interrupts
 from stratagem.worker.preemption_request import preemption
 

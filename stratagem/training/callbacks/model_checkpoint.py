@@ -11,7 +11,7 @@ from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 

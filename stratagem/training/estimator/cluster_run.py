@@ -20,7 +20,7 @@ from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME
 from stratagem.training.estimator.training import SavedStep
 from stratagem.training.estimator.untouched_random import random_untouched
-from stratagem.training.new_checkpoints import JobWatch
+from stratagem.training.saving.new_checkpoints import JobWatch
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from stratagem.training.estimator.run_config import CHECKPOINT_NAME, RunConfig, 
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries
 from stratagem.training.estimator.training import EstimatorTraining, SavingListener
-from stratagem.training.export import export_model
-from stratagem.training.export_inputs import batch_of
+from stratagem.training.export.export import export_model
+from stratagem.training.export.inputs import batch_of
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from stratagem.training.estimator.inputs import Input, sample, split
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving
 from stratagem.training.estimator.spec import EstimatorSpec, MetricValue, ModeKeys
-from stratagem.training.fit_batches import sample_of
-from stratagem.training.fit_sources import devices_of, for_evaluation, for_prediction
+from stratagem.training.fit.batches import sample_of
+from stratagem.training.fit.sources import devices_of, for_evaluation, for_prediction
+from stratagem.training.fit.tally import StepResult, Tally
 from stratagem.training.metrics import Mean, Metric, metrics_of
-from stratagem.training.tally import StepResult, Tally
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from stratagem.strategy.base import Strategy
 from stratagem.training.estimator.input_position import InputPosition
 from stratagem.training.estimator.inputs import Input, sample
 from stratagem.training.estimator.repeated import NumberedBatch, repeated
-from stratagem.training.fit_sources import Passes, for_training
+from stratagem.training.fit.sources import Passes, for_training
 
 ORDER_SEED = 0
 """Of shuffled examples: that of the other strategies, so that a training may go on under another one."""

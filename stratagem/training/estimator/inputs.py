@@ -15,7 +15,7 @@ from stratagem.training.estimator.model_function import taken
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.spec import ModeKeys
 from stratagem.training.estimator.untouched_random import random_untouched
-from stratagem.training.fit_batches import sample_of
+from stratagem.training.fit.batches import sample_of
 
 InputFunction = Callable[..., Any]
 

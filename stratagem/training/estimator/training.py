@@ -14,8 +14,6 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_retention import CheckpointManager
 from stratagem.training.estimator import served_start
 from stratagem.training.estimator.feeds import Feed, batch_in, open_feed
 from stratagem.training.estimator.input_position import InputPosition
@@ -27,6 +25,8 @@ from stratagem.training.estimator.save_schedule import SaveSchedule
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.estimator.summaries import Summaries
 from stratagem.training.preemption import GRACE_S, leave, say_it_resumes
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
 from stratagem.worker import interrupts
 from stratagem.worker.preemption_request import preemption
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.strategy.ps_counts import SharedCounts
+from stratagem.strategy.ps.counts import SharedCounts
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stratagem.checkpoint import draft, tensor_file
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 
 CALLS = {
     "tensors": (tensor_file, "write_tensors"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 
 
 def make(dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:

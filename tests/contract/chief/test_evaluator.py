@@ -11,8 +11,8 @@ from torch import nn
 
 from stratagem.checkpoint.catalog import remove
 from stratagem.checkpoint.reading import load_checkpoint
-from stratagem.training import new_checkpoints as module
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving import new_checkpoints as module
+from stratagem.training.saving.checkpoint import Checkpoint
 from tests.cluster.test_checkpoint_faults import flip
 from tests.contract.chief.fakes import chief, run
 

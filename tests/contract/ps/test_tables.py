@@ -41,7 +41,7 @@ from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.strategy.ps_variables import OptimizedVariables, VariableGroups
+from stratagem.strategy.ps.variables import OptimizedVariables, VariableGroups
 from stratagem.worker import gradient_push, remote_table
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.gradient_push import GradientPush, PushPolicy

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.ps_metrics import MAX_NUMBERS, numbers_of, value_from
+from stratagem.strategy.ps.metrics import MAX_NUMBERS, numbers_of, value_from
 
 
 @pytest.fixture

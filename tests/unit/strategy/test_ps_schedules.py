@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from stratagem.strategy.ps_schedules import follow, keep_up
+from stratagem.strategy.ps.schedules import follow, keep_up
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 
 
 class Script:

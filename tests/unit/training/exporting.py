@@ -12,7 +12,7 @@ import torch
 from packaging.requirements import Requirement
 from torch import nn
 
-from stratagem.training.export import export_model
+from stratagem.training.export.export import export_model
 
 OF_TORCH_ALONE = (
     "Failed to initialize NumPy",

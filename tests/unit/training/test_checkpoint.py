@@ -18,8 +18,8 @@ from stratagem.checkpoint.reading import latest_checkpoint, load_checkpoint
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.one_device import OneDeviceStrategy
 from stratagem.strategy.replicas.variable import Variable
-from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
 from tests.unit.training.checkpoint_objects import Script, same
 
 torch.set_num_threads(1)

@@ -15,10 +15,10 @@ from torch import nn
 from stratagem.checkpoint.reading import load_checkpoint
 from stratagem.errors import CheckpointError
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.training import checkpoint_members
-from stratagem.training.checkpoint import Checkpoint
-from stratagem.training.checkpoint_members import CheckpointMembers
-from stratagem.training.checkpoint_retention import CheckpointManager
+from stratagem.training.saving import members
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
+from stratagem.training.saving.members import CheckpointMembers
 from stratagem.worker.reduction.batch_norm import average_buffers
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
@@ -96,7 +96,7 @@ def test_what_the_first_cannot_write_is_raised_by_all(tmp_path: Path) -> None:
 
 
 def test_a_long_write_keeps_the_others_informed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_members, "BEAT_S", 0.01)
+    monkeypatch.setattr(members, "BEAT_S", 0.01)
     heard = threading.Event()
 
     class Counting(CheckpointMembers):

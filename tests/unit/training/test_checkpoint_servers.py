@@ -17,8 +17,8 @@ from stratagem.errors import CheckpointError
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.strategy.ps_servers import Servers
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.strategy.ps.servers import Servers
+from stratagem.training.saving.checkpoint import Checkpoint
 from tests.unit.ps.driver import DirectWorker
 from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
 from tests.unit.ps.test_checkpoint import unit

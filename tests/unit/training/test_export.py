@@ -17,10 +17,10 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.one_device import OneDeviceStrategy
-from stratagem.training import export
-from stratagem.training.export import export_model
-from stratagem.training.export_inputs import TensorSpec
-from stratagem.training.loaded_model import load_model
+from stratagem.training.export import export
+from stratagem.training.export.export import export_model
+from stratagem.training.export.inputs import TensorSpec
+from stratagem.training.export.loaded_model import load_model
 from stratagem.worker.reduction.batch_norm import convert_batch_norm
 from tests.unit.strategy.mirrored_replicas import Replicas
 from tests.unit.training.exporting import answer_of, exported_reader, reader, words

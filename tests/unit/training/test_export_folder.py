@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.errors import ExportError
-from stratagem.training import export_folder
-from stratagem.training.export_folder import ExportDraft, read, writing
+from stratagem.training.export import folder as export_folder
+from stratagem.training.export.folder import ExportDraft, read, writing
 
 
 def write(target: Path, text: str) -> None:

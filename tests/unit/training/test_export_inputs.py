@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.training.export_inputs import TensorSpec, as_arguments, batch_of, growing, spec_of
+from stratagem.training.export.inputs import TensorSpec, as_arguments, batch_of, growing, spec_of
 
 
 def nested() -> Any:

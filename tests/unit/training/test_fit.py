@@ -336,7 +336,7 @@ def test_an_uncompiled_model_predicts(data: tuple[torch.Tensor, torch.Tensor]) -
 def test_save_asks_for_nothing_after_a_fit_and_the_program_evaluates_alike(
     data: tuple[torch.Tensor, torch.Tensor], tmp_path: Any
 ) -> None:
-    from stratagem.training.loaded_model import load_model
+    from stratagem.training.export.loaded_model import load_model
 
     model = make_model()
     with pytest.raises(ConfigurationError, match="example_inputs"):

@@ -11,8 +11,8 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.one_device import OneDeviceStrategy
-from stratagem.training.export import export_model
-from stratagem.training.loaded_model import load_model
+from stratagem.training.export.export import export_model
+from stratagem.training.export.loaded_model import load_model
 from tests.unit.training.exporting import answer_of, exported_reader, reader, words
 
 

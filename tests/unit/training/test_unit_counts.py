@@ -13,12 +13,12 @@ import torchmetrics
 from stratagem.cluster.units import MAX_DELTA_BYTES, Plan
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.strategy.ps_counts import SharedCounts
-from stratagem.strategy.ps_servers import Servers
-from stratagem.training.fit_agreement import check_groups
+from stratagem.strategy.ps.counts import SharedCounts
+from stratagem.strategy.ps.servers import Servers
+from stratagem.training.fit.agreement import check_groups
+from stratagem.training.fit.tally import StepResult, Tally
+from stratagem.training.fit.unit_counts import UnitCounts
 from stratagem.training.metrics import metrics_of
-from stratagem.training.tally import StepResult, Tally
-from stratagem.training.unit_counts import UnitCounts
 
 
 class Shared(SharedCounts):

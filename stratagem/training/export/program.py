@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from stratagem.data.nested import leaves
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.replicas.copyable import copied
-from stratagem.training.export_inputs import batch_of, growing
+from stratagem.training.export.inputs import batch_of, growing
 
 _TRACED_ROWS = 2  # torch.export would take 0 and 1 for sizes that never change
 _CHECKED_ROWS = (1, 3)

@@ -15,12 +15,12 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
-from stratagem.training.fit_agreement import FitAgreement
-from stratagem.training.fit_position import FitPosition
-from stratagem.training.fit_sources import Passes, close
-from stratagem.training.fit_steps import FitSteps
+from stratagem.training.fit.agreement import FitAgreement
+from stratagem.training.fit.position import FitPosition
+from stratagem.training.fit.sources import Passes, close
+from stratagem.training.fit.steps import FitSteps
+from stratagem.training.fit.tally import Tally
 from stratagem.training.model_state import ModelState
-from stratagem.training.tally import Tally
 
 
 class Training:

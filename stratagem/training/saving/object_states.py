@@ -15,7 +15,7 @@ from stratagem.checkpoint.tree import EncodedState, StateOnServers, encode
 from stratagem.data.distributed import DistributedDataset
 from stratagem.errors import CheckpointError, ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.ps_servers import Place, Servers, place_of
+from stratagem.strategy.ps.servers import Place, Servers, place_of
 from stratagem.strategy.replicas.variable import Variable
 
 logger = logging.getLogger(__name__)

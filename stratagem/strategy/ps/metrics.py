@@ -18,8 +18,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.prepared_metric import PreparedMetric
-from stratagem.strategy.ps_counts import SharedCounts
-from stratagem.strategy.ps_units import Counted
+from stratagem.strategy.ps.counts import SharedCounts
+from stratagem.strategy.ps.units import Counted
 from stratagem.strategy.torchmetrics_states import num_updates, states_of
 
 MAX_NUMBERS = 4096
@@ -27,14 +27,14 @@ MAX_NUMBERS = 4096
 
 
 class CountedMetric(PreparedMetric):
-    """Implements :class:`~stratagem.strategy.ps_units.UnitListener`: each unit counts once, whatever dies.
+    """Implements :class:`~stratagem.strategy.ps.units.UnitListener`: each unit counts once, whatever dies.
 
     The value is of the units that the chief has: of all, once a loop over a dataset is over. Workers that reset the
     metric begin another count; who is slower reads the value that the first of them had.
     """
 
     group = ""
-    """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+    """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
 
     def __init__(self, metric: torchmetrics.Metric, strategy: Strategy, counts: SharedCounts) -> None:
         super().__init__(metric, strategy)
@@ -81,12 +81,12 @@ class CountedMetric(PreparedMetric):
     # UnitListener
 
     def begin_unit(self) -> None:
-        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._copies[0].reset()
         self._in_unit = True
 
     def collect(self) -> Counted | None:
-        """See :class:`~stratagem.strategy.ps_units.UnitListener`.
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`.
 
         Raises:
             ConfigurationError: it is too much to travel.
@@ -103,7 +103,7 @@ class CountedMetric(PreparedMetric):
         return Counted(self._group, self._ordinal, data)
 
     def flush(self) -> None:
-        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
 
 
 def numbers_of(value: Any) -> dict[str, float]:

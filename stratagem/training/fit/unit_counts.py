@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from stratagem.cluster.units import MAX_DELTA_BYTES
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import from_bytes, to_bytes
-from stratagem.strategy.ps_counts import SharedCounts
-from stratagem.training.tally import StepResult, Tally
+from stratagem.strategy.ps.counts import SharedCounts
+from stratagem.training.fit.tally import StepResult, Tally
 
 
 class UnitCounts:

@@ -8,7 +8,7 @@ import pathlib
 from stratagem.checkpoint.catalog import named, newest_undamaged, remove
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.errors import ConfigurationError
-from stratagem.training.checkpoint import Checkpoint
+from stratagem.training.saving.checkpoint import Checkpoint
 
 
 class CheckpointManager:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratagem.strategy.metric_states import pack, unpack
-from stratagem.training.checkpoint_state import Stateful
-from stratagem.training.tally import Tally
+from stratagem.training.fit.tally import Tally
+from stratagem.training.saving.object_states import Stateful
 
 
 class FitPosition:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError, ExportError
-from stratagem.training import export_folder
+from stratagem.training.export import folder as export_folder
 
 NOT_TRAINED = (
     "a loaded model is a program in eval mode and cannot be trained; build the model from its class and load its "

@@ -13,14 +13,14 @@ from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
 from stratagem.data.placement import InputPlacement
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.ps_evaluation import EvaluatedUnits
-from stratagem.strategy.ps_servers import Servers
+from stratagem.strategy.ps.evaluation import EvaluatedUnits
+from stratagem.strategy.ps.servers import Servers
 from stratagem.training.callbacks.call_list import CallbackList
-from stratagem.training.fit_loop import evaluating, first_batches
-from stratagem.training.fit_sources import for_evaluation
-from stratagem.training.fit_steps import FitSteps
-from stratagem.training.tally import Tally
-from stratagem.training.unit_counts import UnitCounts
+from stratagem.training.fit.loop import evaluating, first_batches
+from stratagem.training.fit.sources import for_evaluation
+from stratagem.training.fit.steps import FitSteps
+from stratagem.training.fit.tally import Tally
+from stratagem.training.fit.unit_counts import UnitCounts
 
 
 class Evaluation:

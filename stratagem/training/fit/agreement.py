@@ -11,10 +11,10 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.ps_servers import Servers
-from stratagem.strategy.ps_units import Counted
-from stratagem.training.tally import StepResult, Tally
-from stratagem.training.unit_counts import UnitCounts
+from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.ps.units import Counted
+from stratagem.training.fit.tally import StepResult, Tally
+from stratagem.training.fit.unit_counts import UnitCounts
 
 
 class FitAgreement(Protocol):
@@ -114,15 +114,15 @@ class FitOnServers:
     # What units are counted under; UnitListener
 
     def begin_unit(self) -> None:
-        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._units.begin()
 
     def collect(self) -> Counted:
-        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         return Counted(self._counted, self._epoch, self._units.collect())
 
     def flush(self) -> None:
-        """See :class:`~stratagem.strategy.ps_units.UnitListener`."""
+        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._flush()
 
     # Agreement

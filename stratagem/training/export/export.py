@@ -16,10 +16,10 @@ from torch import nn
 import stratagem
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.default import is_lead
-from stratagem.training import export_folder
-from stratagem.training.export_inputs import as_arguments
-from stratagem.training.export_onnx import missing_packages, write_onnx
-from stratagem.training.export_program import bare_copy, check, describe, names_of, trace
+from stratagem.training.export import folder as export_folder
+from stratagem.training.export.inputs import as_arguments
+from stratagem.training.export.program import bare_copy, check, describe, names_of, trace
+from stratagem.training.export.to_onnx import missing_packages, write_onnx
 
 logger = logging.getLogger(__name__)
 

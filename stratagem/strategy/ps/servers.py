@@ -20,10 +20,10 @@ from stratagem.cluster.units import Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.errors import ClusterTimeoutError
-from stratagem.strategy.ps_counts import SharedCounts
-from stratagem.strategy.ps_evaluation import EvaluatedUnits, WholeData
-from stratagem.strategy.ps_units import UnitListener
-from stratagem.strategy.ps_variables import VariableGroups
+from stratagem.strategy.ps.counts import SharedCounts
+from stratagem.strategy.ps.evaluation import EvaluatedUnits, WholeData
+from stratagem.strategy.ps.units import UnitListener
+from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)

@@ -31,10 +31,10 @@ from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy
-from stratagem.strategy.ps_servers import Servers
-from stratagem.training.checkpoint_members import CheckpointMembers
-from stratagem.training.checkpoint_random import all_random_states, set_all_random_states
-from stratagem.training.checkpoint_state import kind_of, put_back, states_of_variables, take
+from stratagem.strategy.ps.servers import Servers
+from stratagem.training.saving.members import CheckpointMembers
+from stratagem.training.saving.object_states import kind_of, put_back, states_of_variables, take
+from stratagem.training.saving.random_states import all_random_states, set_all_random_states
 from stratagem.worker.runtime import active_runtime
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from torch import nn
 from stratagem.data.nested import map_leaves, num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.training.fit_batches import Batch, call, unpack
+from stratagem.training.fit.batches import Batch, call, unpack
+from stratagem.training.fit.tally import StepResult
 from stratagem.training.losses import Loss
-from stratagem.training.tally import StepResult
 
 
 @dataclasses.dataclass(frozen=True)

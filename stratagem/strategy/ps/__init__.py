@@ -1,0 +1,1 @@
+"""What :class:`ParameterServerStrategy` is made of."""

@@ -1,0 +1,1 @@
+"""Trained models as programs that plain PyTorch runs."""

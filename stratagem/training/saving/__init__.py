@@ -1,0 +1,1 @@
+"""Saving what a script has made: its objects and their states, who saves together, the newest that stay."""
