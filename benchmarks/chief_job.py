@@ -65,13 +65,13 @@ class SimulatedWorker:
         await asyncio.sleep(random.random())
         due = time.perf_counter()
         while not until.is_set():
-            if (lease := self._leases.ready()) is None:
-                self._leases.take(await self._call(self._leases.request(wait=True)))
-                continue
-            due = max(due + self._period_s, time.perf_counter() - self._period_s)
+            self._leases.take(await self._call(self._leases.request(wait=True)))
+            units = [lease.unit for lease in iter(self._leases.ready, None)]
+            due = max(due, time.perf_counter() - self._period_s) + len(units) * self._period_s
             await asyncio.sleep(due - time.perf_counter())
-            self._leases.accept(lease.unit)
-            self.num_trained += 1
+            for unit in units:
+                self._leases.accept(unit)
+            self.num_trained += len(units)
         report = self._leases.request(wait=False)
         report.want = 0
         await self._call(report)

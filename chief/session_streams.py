@@ -33,9 +33,10 @@ MAX_UNREAD_EVENTS = 256
 """Events that may wait for a task; one that reads none of them loses its session."""
 MAX_PROGRESS_BYTES = 64 << 10
 """What a task may say about its progress in a heartbeat."""
-
 ANNOUNCE_S = 0.001
 """Seconds between two announcements of the membership, for each session."""
+HEARTBEAT_S = 0.0015
+"""Seconds between the heartbeats of all tasks together, at least, as far as the session timeout has time for it."""
 MAX_NAMED = 10
 """Missing tasks that a line of the log names."""
 
@@ -53,7 +54,7 @@ class SessionStreams:
         journal: where incarnations and losses are written before anybody hears of them.
         changed: rung at every change.
         clock: seconds, monotonic.
-        heartbeat_interval_s: what tasks are told.
+        heartbeat_interval_s: what tasks are told, where they are not too many.
         session_timeout_s: what tasks are told.
         job_started: whether the job has trained before.
         carry: carries out the actions that concern ps and job.
@@ -146,7 +147,7 @@ class SessionStreams:
             Welcome(
                 incarnation=session.number,
                 chief_epoch=self._journal.history.chief_epoch,
-                heartbeat_interval_s=self._heartbeat_interval_s,
+                heartbeat_interval_s=self._interval_s(),
                 session_timeout_s=self._session_timeout_s,
                 job_started=self._job_started(),
             )
@@ -162,6 +163,11 @@ class SessionStreams:
         if self._stop is not None:
             outbox.put_nowait(self._stop)
         return session
+
+    def _interval_s(self) -> float:
+        """Between heartbeats: longer where so many tasks send them that they would keep the chief busy."""
+        shared_s = min(HEARTBEAT_S * len(self._sessions.required), self._session_timeout_s / 4)
+        return max(self._heartbeat_interval_s, shared_s)
 
     async def _read(
         self, task: str, stream: int, requests: AsyncIterator[Request], outbox: asyncio.Queue[Event | None]

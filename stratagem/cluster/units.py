@@ -8,6 +8,7 @@ order of the examples into units once; units are never regrouped. An *update* is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -87,7 +88,7 @@ class Plan:
         if self.num_examples < 0 or self.batch_size < 1 or self.num_slices < 1 or not self.staleness >= 0:
             raise ValueError(f"not a plan: {self}")
 
-    @property
+    @functools.cached_property
     def num_batches(self) -> int:
         """Global batches in an epoch."""
         if self.drop_last:
@@ -101,12 +102,12 @@ class Plan:
     def _batch_examples(self, batch: int) -> int:
         return min(self.batch_size, self.num_examples - batch * self.batch_size)
 
-    @property
+    @functools.cached_property
     def units_per_batch(self) -> int:
         """Units in a full batch."""
         return self._slices(self.batch_size)
 
-    @property
+    @functools.cached_property
     def num_units(self) -> int:
         """Units in an epoch."""
         if self.num_batches == 0:
@@ -140,6 +141,9 @@ class Plan:
 
     def unit_examples(self, index: int) -> int:
         """Examples in unit ``index``."""
+        if self.num_slices == 1:
+            self._check(index)
+            return self._batch_examples(index)
         start, stop = self.bounds(index)
         return stop - start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -156,6 +157,24 @@ def test_what_every_ps_has_closed_of_a_dead_worker_is_accepted_unless_it_has_to_
 
     run(lambda: scenario(False, [1, 2, 3]))
     run(lambda: scenario(True, [0, 1, 2, 3]))
+
+
+def test_of_many_tasks_each_sends_fewer_heartbeats() -> None:
+    async def interval_s(**config: Any) -> float:
+        async with chief(heartbeat_interval_s=0.5, **config) as running:
+            task = Task(running.address, "worker:0")
+            await task.welcomed()
+            welcome = next(event.welcome for event in task.events if event.HasField("welcome"))
+            assert welcome.session_timeout_s >= 4 * welcome.heartbeat_interval_s
+            await task.die()
+            return float(welcome.heartbeat_interval_s)
+
+    async def scenario() -> None:
+        assert await interval_s(num_workers=100) == 0.5
+        assert await interval_s(num_workers=500, num_ps=100, session_timeout_s=6.0) == pytest.approx(0.9)
+        assert await interval_s(num_workers=4000, session_timeout_s=6.0) == 1.5
+
+    run(scenario)
 
 
 def test_changes_at_once_are_told_together() -> None:
