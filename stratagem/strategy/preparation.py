@@ -10,6 +10,8 @@ import torch
 
 from stratagem.errors import ConfigurationError
 
+_NUM_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
+
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
@@ -20,6 +22,7 @@ class Preparation:
     nan: Literal["error", "skip"] = "error"
     sync_batchnorm: bool = False
     torch_compile: bool | str | Mapping[str, Any] | None = None
+    memory_format: torch.memory_format | None = None
 
     def __post_init__(self) -> None:
         if self.gradients not in ("mean", "sum"):
@@ -30,6 +33,18 @@ class Preparation:
             raise ConfigurationError(f"expected clip_norm above 0 or None, got {self.clip_norm!r}")
         if not isinstance(self.torch_compile, bool | str | Mapping | None):
             raise ConfigurationError(f"expected torch_compile=True, a mode or options, got {self.torch_compile!r}")
+        if self.memory_format is not None and self.memory_format not in _NUM_DIMENSIONS:
+            known = " or ".join(map(str, _NUM_DIMENSIONS))
+            raise ConfigurationError(f"expected memory_format={known}, or None, got {self.memory_format!r}")
+
+    def lay_out(self, model: torch.nn.Module) -> None:
+        """Gives what convolutions compute with the memory format that was asked for, in place."""
+        if self.memory_format is None:
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            lazy = isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
+            if not lazy and tensor.dim() == _NUM_DIMENSIONS[self.memory_format]:
+                tensor.data = tensor.data.contiguous(memory_format=self.memory_format)
 
     def compile(self, models: Iterable[torch.nn.Module]) -> None:
         """Has torch compile models, in place, if that was asked for."""

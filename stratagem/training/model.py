@@ -91,6 +91,7 @@ class Model(SingleBatches):
         nan: Literal["error", "skip"] = "error",
         sync_batchnorm: bool = False,
         torch_compile: bool | str | Mapping[str, Any] = False,
+        memory_format: torch.memory_format | None = None,
     ) -> None:
         """Says how the model is trained, and prepares it and its optimizer.
 
@@ -107,6 +108,7 @@ class Model(SingleBatches):
             nan: "error": a NaN or Inf in a gradient is an error; "skip": the update is left out and counted.
             sync_batchnorm: BatchNorm over the batches of all replicas in sync.
             torch_compile: True, a mode or arguments of ``torch.compile``: the module is compiled, on each replica.
+            memory_format: ``torch.channels_last`` for convolutions; see ``Strategy.prepare``.
 
         Raises:
             ConfigurationError: an argument out of its range, an unknown name, or an optimizer for a model that a worker
@@ -135,6 +137,7 @@ class Model(SingleBatches):
             "nan": nan,
             "sync_batchnorm": sync_batchnorm,
             "torch_compile": torch_compile,
+            "memory_format": memory_format,
         }
         with self._scope():
             prepared = self.strategy.prepare(*objects, **preparation)

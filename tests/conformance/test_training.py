@@ -327,6 +327,11 @@ def test_sync_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
     check(column, results, alone(normalised.sync_workload()))
 
 
+@law("`memory_format=torch.channels_last`: as one process without it", normalised.channels_last, without=OWN_PACE)
+def test_channels_last(column: Column, results: list[dict[str, Any]]) -> None:
+    check(column, results, alone(normalised.layout_workload(None)))
+
+
 @law(
     "dropout: as one process that runs the slices with each replica's seed",
     normalised.dropout,

@@ -62,6 +62,26 @@ def sync_batch_norm(strategy: sg.Strategy) -> News:
     return train(strategy, sync_workload())
 
 
+def layout_workload(memory_format: torch.memory_format | None) -> Workload:
+    """With a convolution, whose weights are looked at in every step."""
+    convolution = nn.Conv2d(2, 4, 2)
+    layers = nn.Linear(5, 18), nn.Unflatten(1, (2, 3, 3)), convolution, nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+    model = filled(nn.Sequential(*layers))
+
+    def step(objects: Sequence[Any], batch: Batch, number: int) -> tuple[torch.Tensor, float]:
+        weight = objects[0][2].weight
+        assert memory_format is None or weight.is_contiguous(memory_format=memory_format) > weight.is_contiguous()
+        return usual()(objects, batch, number)
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    prepare = {"memory_format": memory_format}
+    return Workload((model, optimizer), rows(EXAMPLES), step, BATCH_SIZE, epochs=2, prepare=prepare)
+
+
+def channels_last(strategy: sg.Strategy) -> News:
+    return train(strategy, layout_workload(torch.channels_last))
+
+
 def dropout_net() -> nn.Module:
     return filled(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.4), nn.Linear(8, 3)))
 
