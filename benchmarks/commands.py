@@ -6,7 +6,7 @@ import re
 
 import click
 
-from benchmarks import apply, apply_rows, chief, pull, start
+from benchmarks import apply, apply_rows, chief, memory, pull, start
 from benchmarks.collectives.cases import LANES as ALL_LANES
 from benchmarks.collectives.cases import allreduce_cases
 from benchmarks.collectives.sizes import DEFAULT_SIZES
@@ -28,7 +28,7 @@ from benchmarks.options import (
 )
 from benchmarks.training.cases import LANES as TRAIN_LANES
 from benchmarks.training.cases import fit_cases, ps_cases, step_cases, train_cases
-from benchmarks.training.workloads import ALL_REDUCED, CLASSIFIERS, ON_SERVERS, WORKLOADS
+from benchmarks.training.workloads import ALL_REDUCED, CHANNELS_LAST, CLASSIFIERS, ON_SERVERS, WORKLOADS
 
 LINK_SIZES = "4MB,16MB"
 
@@ -120,7 +120,7 @@ def links_command(
 
 
 @click.command("ps")
-@workload_option(ON_SERVERS)
+@workload_option((*ON_SERVERS, CHANNELS_LAST.name))
 @lane_option(ALL_LANES, ALL_LANES)
 @peer_option("tf")
 @tf_python_option
@@ -184,6 +184,16 @@ def rows_command(blocks: int, as_json: bool) -> None:
     report([apply_rows.apply_rows_cases()], blocks, as_json)
 
 
+@click.command("memory")
+@lane_option(ALL_LANES, ("shm", "tcp"))
+@workers_option
+@blocks_option
+@json_option
+def memory_command(lanes: tuple[str, ...], num_workers: int, blocks: int, as_json: bool) -> None:
+    """What each process of a large model has, by ring and by one ps, beside DistributedDataParallel."""
+    report([memory.memory_cases(lanes, num_workers)], blocks, as_json)
+
+
 @click.command("start")
 @blocks_option
 @json_option
@@ -232,4 +242,5 @@ COMMANDS = (
     rows_command,
     chief_command,
     start_command,
+    memory_command,
 )

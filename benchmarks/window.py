@@ -44,7 +44,7 @@ def read_counters(root_pid: int, proc: Path = Path("/proc")) -> Reading:
     family = family_cpu_s(root_pid, proc)
     by_role: dict[str, float] = {}
     for pid, cpu_s in family.items():
-        if role := _role_of(pid, proc):
+        if role := role_of(pid, proc):
             by_role[role] = by_role.get(role, 0.0) + cpu_s
     return Reading(time.perf_counter(), sum(family.values()), loopback_bytes(proc), by_role)
 
@@ -75,7 +75,7 @@ def family_cpu_s(root_pid: int, proc: Path = Path("/proc")) -> dict[int, float]:
     return {pid: ticks[pid] / os.sysconf("SC_CLK_TCK") for pid in parents if _descends(pid, root_pid, parents)}
 
 
-def _role_of(pid: int, proc: Path) -> str:
+def role_of(pid: int, proc: Path = Path("/proc")) -> str:
     """The role of one of our tasks, by its command line; of any other process nothing."""
     try:
         words = (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()

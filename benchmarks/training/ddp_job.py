@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.job_files import root_pid
 from benchmarks.training.result import write_result, write_steps
-from benchmarks.training.torch_models import make_loader, make_model, make_step, weights_checksum, weights_finite
+from benchmarks.training.torch_models import (
+    in_format,
+    make_loader,
+    make_model,
+    make_step,
+    weights_checksum,
+    weights_finite,
+)
 from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS, Workload
 from benchmarks.window import between, read_counters
 
@@ -22,10 +29,10 @@ def train(workload: Workload, warmup_steps: int, timed_steps: int) -> None:
     """Warms up, times, reports; every rank runs this. Steps are counted over all ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(SEED)
-    model = make_model(workload)
+    model = in_format(make_model(workload), workload)
     # A static graph lets DDP plan its buckets once; gradients that are views of the buckets need no copy.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    train_step = make_step(replica, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    train_step = make_step(replica, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=workload.momentum))
     losses = [train_step(batch) for batch in make_loader(workload, warmup_steps, rank, num_ranks)]
     loader = make_loader(workload, timed_steps, rank, num_ranks)
     dist.barrier()

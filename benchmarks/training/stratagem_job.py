@@ -14,7 +14,14 @@ import stratagem as sg
 from benchmarks.collectives.stratagem_job import check_lane
 from benchmarks.job_files import root_pid
 from benchmarks.training.result import write_result, write_steps
-from benchmarks.training.torch_models import make_loader, make_model, make_step, weights_checksum, weights_finite
+from benchmarks.training.torch_models import (
+    make_loader,
+    make_model,
+    make_step,
+    memory_format,
+    weights_checksum,
+    weights_finite,
+)
 from benchmarks.training.workloads import LEARNING_RATE, SEED, WORKLOADS
 from benchmarks.window import between, read_counters
 from stratagem.worker.runtime import active_runtime
@@ -30,8 +37,8 @@ def main() -> None:
     strategy = make_strategy(sys.argv[4] if len(sys.argv) > 4 else None)
     with strategy.scope():
         model = make_model(workload)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    model, optimizer = strategy.prepare(model, optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=workload.momentum)
+    model, optimizer = strategy.prepare(model, optimizer, memory_format=memory_format(workload))
     train_step = make_step(model, optimizer)
     num_in_sync = strategy.num_replicas_in_sync
     joined = workload.of_all(num_in_sync)

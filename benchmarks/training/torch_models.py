@@ -12,7 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import stratagem as sg
-from benchmarks.training.workloads import NUM_CLASSES, SEED, TABLE_ROWS, TABLE_WIDTH, Workload, make_examples
+from benchmarks.training.workloads import (
+    CHANNELS_LAST,
+    NUM_CLASSES,
+    SEED,
+    TABLE_ROWS,
+    TABLE_WIDTH,
+    Workload,
+    make_examples,
+)
 from examples.charlm import GPT, Windows, read_source_text
 from stratagem.nn.remote_rows import RemoteRows
 
@@ -25,13 +33,15 @@ TEXT_BYTES = 4_000_000
 
 def make_model(workload: Workload) -> nn.Module:
     """The model of ``workload``, with torch's own initial values."""
-    if workload.name == "cnn":
+    if workload.name in ("cnn", CHANNELS_LAST.name):
         return nn.Sequential(
             nn.Conv2d(1, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(5408, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES),
         )  # fmt: skip
     if workload.name == "empty":
         return SumOfWeights(workload.num_parameters)
+    if workload.name == "wide":
+        return nn.Sequential(TwoTowers(4096, 3), nn.Linear(4096, NUM_CLASSES))
     if workload.name == "charlm":
         return GPT(workload.example_shape[0], GPT_WIDTH, GPT_LAYERS)
     if workload.name == "sparse":
@@ -41,6 +51,35 @@ def make_model(workload: Workload) -> nn.Module:
         nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(),
         nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, NUM_CLASSES),
     )  # fmt: skip
+
+
+def memory_format(workload: Workload) -> torch.memory_format | None:
+    """What ``prepare`` is asked for."""
+    return torch.channels_last if workload.name == CHANNELS_LAST.name else None
+
+
+def in_format(model: nn.Module, workload: Workload) -> nn.Module:
+    """A peer's model in the same memory format, as torch itself does it."""
+    chosen = memory_format(workload)
+    return model if chosen is None else model.to(memory_format=chosen)  # type: ignore[call-overload]
+
+
+class TwoTowers(nn.Module):
+    """The sum of two stacks of dense layers without biases."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(
+                *(layer for _ in range(num_layers) for layer in (nn.Linear(width, width, bias=False), nn.ReLU()))
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """``inputs`` and result are ``(batch, width)``."""
+        total: torch.Tensor = self.towers[0](inputs) + self.towers[1](inputs)
+        return total
 
 
 class SumOfWeights(nn.Module):

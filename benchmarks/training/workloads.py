@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 LEARNING_RATE = 0.01
-"""Of plain SGD, for every workload and system."""
+"""Of SGD, for every workload and system."""
 SEED = 0
 """Of the data and of the initial weights."""
 
@@ -26,6 +26,8 @@ class Workload:
     """Worker-steps, summed over the workers, before the clock starts."""
     timed_steps: int
     """Worker-steps, summed over the workers, in the timed window."""
+    momentum: float = 0.0
+    """Of SGD; with it an optimizer keeps one slot for each parameter."""
 
     def of_all(self, num_workers: int) -> Workload:
         """The same work as one process would see it: batches of all workers joined, and so many times fewer steps.
@@ -60,12 +62,20 @@ or 8 workers divide them."""
 EMPTY = Workload("empty", (1,), 1, 1024, warmup_steps=200, timed_steps=2000)
 """One variable of 4 KB whose sum is the loss: a step is what a step costs beside model and bytes."""
 WORKLOADS[EMPTY.name] = EMPTY
+WIDE = Workload("wide", (4096,), 8, 100_704_266, warmup_steps=4, timed_steps=12, momentum=0.9)
+"""Two towers of three dense layers of 4096, and 10 classes: 384 MiB of weights in parts of 64 MiB, and as much
+momentum."""
+WORKLOADS[WIDE.name] = WIDE
+CHANNELS_LAST = dataclasses.replace(WORKLOADS["cnn"], name="cnn-channels-last")
+"""The cnn with its weights in torch's memory format channels_last, under every system of torch; TensorFlow's cnn has no
+other."""
+WORKLOADS[CHANNELS_LAST.name] = CHANNELS_LAST
 
 CLASSIFIERS = ("cnn", "dense")
 """Workloads whose examples :func:`make_examples` makes of patterns."""
 ON_SERVERS = (*CLASSIFIERS, "sparse")
 """Workloads of the benchmark with parameter servers; the peers in other environments know these alone."""
-ALL_REDUCED = (*CLASSIFIERS, "charlm")
+ALL_REDUCED = (*CLASSIFIERS, "charlm", CHANNELS_LAST.name)
 """Workloads of the benchmark with an all-reduce."""
 NUM_CLASSES = 10
 TABLE_ROWS, TABLE_WIDTH = 1_000_000, 64

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import __main__ as command
-from benchmarks import apply, commands, machine, start
+from benchmarks import apply, commands, machine, memory, start
 from benchmarks.jobs import JobFailedError
 from benchmarks.peers import PeerMissingError, find_tensorflow
 from benchmarks.runner import Case, Sample
@@ -125,3 +127,24 @@ def test_a_job_is_timed_with_all_its_processes_and_a_failed_one_is_no_sample() -
     assert sample["cpu_s"] is not None and sample["cpu_s"] >= 0.3
     with pytest.raises(JobFailedError, match=r"(?s)ended with exit code 3:.*no accuracy"):
         start.run_to_end([sys.executable, "-c", "import sys; print('no accuracy'); sys.exit(3)"])
+
+
+def test_the_memory_of_processes_is_watched_by_role() -> None:
+    code = "import sys; held = bytearray(b'x') * (64 << 20); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    watch = memory.Watch(os.getpid(), lambda pid: "worker" if pid == child.pid else "")
+    with watch.running():
+        child.stdout.readline()
+        deadline = time.monotonic() + 30
+        while (peak := watch.of("worker")) is None or peak.pss_bytes < 64 << 20:
+            assert time.monotonic() < deadline, peak
+            time.sleep(0.02)
+    child.communicate()
+    assert peak.usual_bytes <= peak.pss_bytes and peak.shared_bytes < 64 << 20
+    assert watch.of("ps") is None
+
+
+def test_the_proportional_size_of_a_process_is_read() -> None:
+    rollup = "55d0-7ffd ---p 00000000 00:00 0 [rollup]\nRss: 9 kB\nPss: 2048 kB\nPss_Shmem: 1024 kB\n"
+    assert memory.read_pss(rollup) == memory.Peak(2 << 20, 1 << 20)
