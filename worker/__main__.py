@@ -43,7 +43,8 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     if isinstance(config, WorkerConfig):
         job_script.begin(num_replicas)
     outcome = run_script(script, arguments)
-    if outcome.exit_code == 0 and num_replicas > 1 and job_script.awaits_strategy():
+    alone = not job_script.uses_torch_distributed()
+    if outcome.exit_code == 0 and num_replicas > 1 and alone and job_script.awaits_strategy():
         outcome = Outcome(EXIT_USAGE, job_script.trains_alone(num_replicas, "and has ended"))
     runtime = active_runtime()
     reason = runtime.stop_reason() if runtime is not None else None
@@ -60,7 +61,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message)
     elif isinstance(config, WorkerConfig) and config.chief:
-        _end_without_strategy(config, outcome)
+        _end_without_strategy(config, outcome, alone)
     return outcome.exit_code
 
 
@@ -75,9 +76,9 @@ def _num_replicas(config: WorkerConfig) -> int:
     return num_workers * max(1, own)
 
 
-def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
+def _end_without_strategy(config: WorkerConfig, outcome: Outcome, alone: bool) -> None:
     """Tells the chief, if there is one: the script has never joined its cluster, which would wait for it."""
-    if outcome.exit_code == 0:
+    if outcome.exit_code == 0 and alone:
         print(
             f"{config.task}: the script has ended without making a strategy: it took no part in its cluster's work. "
             "`strategy = sg.strategy_from_environment()` makes the one that the cluster was started for",

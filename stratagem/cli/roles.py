@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ def _refuse_without_chief(config: RoleConfig) -> None:
         )
 
 
-def script_environment(resolved: Resolved[RoleConfig], placement: TaskPlacement | None) -> dict[str, str]:
+def script_environment(
+    resolved: Resolved[RoleConfig], placement: TaskPlacement | None, environ: Mapping[str, str]
+) -> dict[str, str]:
     """What a training script finds in its environment.
 
     TF_CONFIG and torchrun's names; and what flags or a cluster file say, as ``STRATAGEM_<FIELD>``, because the
@@ -47,7 +49,9 @@ def script_environment(resolved: Resolved[RoleConfig], placement: TaskPlacement 
     if placement is None or placement.task is None:
         return variables
     variables["TF_CONFIG"] = emit_tf_config(placement.cluster, placement.task)
-    return variables | torchrun_environment(placement.cluster, placement.task)
+    told = torchrun_environment(placement.cluster, placement.task)
+    port = environ.get("MASTER_PORT", "")  # was compared with the cluster, or is the launcher's
+    return variables | told | ({"MASTER_PORT": port} if told and port else {})
 
 
 @click.command("chief")
@@ -83,7 +87,7 @@ def _run_script(
         _refuse_without_chief(config)
     if role == "evaluator":
         _refuse_without_chief(config)
-    os.environ.update(script_environment(resolved, placement))
+    os.environ.update(script_environment(resolved, placement, os.environ))
     return role_entry(role)(config, str(script), list(args))
 
 

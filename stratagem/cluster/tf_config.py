@@ -89,13 +89,15 @@ def emit_tf_config(cluster: ClusterSpec, task: TaskId) -> str:
 def torchrun_environment(cluster: ClusterSpec, task: TaskId) -> dict[str, str]:
     """torchrun's variables for a worker; ranks count workers only. Empty for any other task.
 
-    LOCAL_RANK counts the workers on the same host; MASTER_ADDR and MASTER_PORT are the chief's.
+    LOCAL_RANK counts the workers on the same host. MASTER_ADDR and MASTER_PORT are worker 0's: a script of
+    ``torch.distributed`` opens its store there, which it could not where the chief listens. Worker 0 of a local job has
+    no port of its own: what its launcher says counts, else they are the chief's.
     """
     if task.type != "worker":
         return {}
     cluster.check_task(task)
     hosts = [split_address(address)[0] for address in cluster.worker]
-    host, port = split_address(cluster.chief_address)
+    host, port = split_address(cluster.worker[0] if _has_master(cluster) else cluster.chief_address)
     return {
         "RANK": str(task.index),
         "WORLD_SIZE": str(cluster.num_workers),
@@ -104,6 +106,11 @@ def torchrun_environment(cluster: ClusterSpec, task: TaskId) -> dict[str, str]:
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+
+
+def _has_master(cluster: ClusterSpec) -> bool:
+    """Whether the cluster says where worker 0's script can open a store."""
+    return split_address(cluster.worker[0])[1] != 0
 
 
 def parse_torchrun(environ: Mapping[str, str]) -> TaskPlacement | None:
@@ -177,6 +184,8 @@ def _check_agreement(cluster: ClusterSpec, task: TaskId, environ: Mapping[str, s
         return
     told = torchrun_environment(cluster, task)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name == "MASTER_PORT" and not _has_master(cluster):
+            continue
         if name in environ and _normal(environ[name]) != _normal(told[name]):
             raise ClusterSpecError(
                 f"TF_CONFIG and torchrun's variables disagree: by TF_CONFIG ({task} of {cluster.num_workers} workers, "

@@ -21,6 +21,7 @@ from stratagem.launch.signals import signal_pipe
 from stratagem.launch.summary import build_summary, failure_words, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.launch.tls import AUTO, make_throw_away
+from stratagem.rpc.binding import listening
 from stratagem.rpc.security import OPEN, operator_security
 
 _INTERRUPTED = (130, 143)
@@ -48,9 +49,11 @@ def run_local(
     out, err = stdout or sys.stdout, stderr or sys.stderr
     folders = _make_folders(job)
     num_cores = len(os.sched_getaffinity(0))
+    with listening("127.0.0.1") as free:
+        master_port = free.getsockname()[1]
 
     def launch(task: TaskId, chief_address: str) -> Launch:
-        return plan_launch(job, task, folders, os.environ, num_cores, chief_address)
+        return plan_launch(job, task, folders, os.environ, num_cores, chief_address, master_port)
 
     display = make_display(out, err)
     output = OutputRouter(display, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))

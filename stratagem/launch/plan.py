@@ -157,6 +157,7 @@ def plan_launch(
     environ: Mapping[str, str],
     num_cores: int,
     chief_address: str = _LOCAL,
+    master_port: int = 0,
 ) -> Launch:
     """How to start ``task``.
 
@@ -167,6 +168,7 @@ def plan_launch(
         environ: the launcher's own environment; its description of another cluster is left out.
         num_cores: cores of this machine.
         chief_address: where the chief listens; for the chief itself, where it should (again) listen.
+        master_port: a free port, for scripts of ``torch.distributed``; 0: there is none.
     """
     num_threads = job.threads_per_process(num_cores)
     variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN)}
@@ -187,7 +189,7 @@ def plan_launch(
         variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
         variables["STRATAGEM_RESUME_FILE"] = str(folders.resume_mark)
     command = _command(job, task, folders, chief_address, num_threads)
-    return Launch(command, variables | _place(job, task, chief_address))
+    return Launch(command, variables | _place(job, task, chief_address, master_port))
 
 
 def certificates_of(job: LocalJob, folders: RunFolders) -> str:
@@ -202,12 +204,15 @@ def _strategy_flag(job: LocalJob) -> str:
     return job.strategy if job.chosen_strategy in ONE_PROCESS else job.chosen_strategy
 
 
-def _place(job: LocalJob, task: TaskId, chief_address: str) -> dict[str, str]:
+def _place(job: LocalJob, task: TaskId, chief_address: str, master_port: int) -> dict[str, str]:
     if task.type == "chief" or not job.servers:
         return {}
     workers, ps = (_LOCAL,) * job.num_workers, (_LOCAL,) * job.num_ps
     cluster = ClusterSpec(chief=(chief_address,), worker=workers, ps=ps, evaluator=(_LOCAL,) if job.evaluator else ())
-    return {"TF_CONFIG": emit_tf_config(cluster, task), **torchrun_environment(cluster, task)}
+    told = torchrun_environment(cluster, task)
+    if told and master_port:
+        told["MASTER_PORT"] = str(master_port)
+    return {"TF_CONFIG": emit_tf_config(cluster, task), **told}
 
 
 def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: str, num_threads: int) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def test_torchrun_names_count_workers() -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
+        "MASTER_PORT": "2",
     }
     assert torchrun_environment(CLUSTER, TaskId("worker", 2))["LOCAL_RANK"] == "0"
     assert torchrun_environment(CLUSTER, TaskId("ps", 0)) == {}
@@ -121,7 +121,7 @@ def test_torchrun_refused(changes: dict[str, str | None], words: str) -> None:
         ("worker:1", {"RANK": "0"}, ["TF_CONFIG", "RANK is 1", "RANK=0", "unset one"]),
         ("worker:1", {"WORLD_SIZE": "4"}, ["WORLD_SIZE is 3", "WORLD_SIZE=4"]),
         ("worker:1", {"MASTER_ADDR": "x"}, ["MASTER_ADDR is h", "MASTER_ADDR=x"]),
-        ("worker:1", {"MASTER_PORT": "9"}, ["MASTER_PORT is 1", "MASTER_PORT=9"]),
+        ("worker:1", {"MASTER_PORT": "9"}, ["MASTER_PORT is 2", "MASTER_PORT=9"]),
         ("ps:0", {"RANK": "0"}, ["ps:0, which has no rank", "RANK=0"]),
     ],
 )
@@ -131,6 +131,14 @@ def test_conflicts_name_both(task: str, variables: dict[str, str], words: list[s
         placement_from_environment(environ)
     for word in words:
         assert word in str(refusal.value)
+
+
+def test_a_launcher_says_where_the_first_worker_of_a_local_job_opens_a_store() -> None:
+    """Not where the chief listens: torch.distributed could not bind there."""
+    cluster = ClusterSpec(chief=("127.0.0.1:7",), worker=("127.0.0.1:0", "127.0.0.1:0"))
+    environ = {"TF_CONFIG": emit_tf_config(cluster, TaskId("worker", 1)), "MASTER_PORT": "4711"}
+    assert placement_from_environment(environ) is not None
+    assert torchrun_environment(cluster, TaskId("worker", 1))["MASTER_PORT"] == "7"
 
 
 def test_localhost_is_no_conflict() -> None:
