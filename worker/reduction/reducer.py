@@ -9,23 +9,22 @@ one small vector that says who has a gradient for what, waits, and merges.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import copy
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.preemption_request import PreemptionRequest, preemption
+from stratagem.worker.reduction.backward import Backward, BackwardReducer
 from stratagem.worker.reduction.backward_status import BackwardStatus, MergedStatus
 from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
-from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot, WeakHook
-from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
+from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
+from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
@@ -33,7 +32,7 @@ from stratagem.worker.step_meter import StepMeter
 __all__ = ["GradientReducer", "Weight"]
 
 
-class GradientReducer:
+class GradientReducer(BackwardReducer["_Backward"]):
     """Reduces the gradients of parameters over all ranks, whenever ``backward()`` reaches one of them.
 
     All ranks need the same parameters and have to make the same ``backward()`` calls. What a backward leaves in
@@ -79,19 +78,14 @@ class GradientReducer:
         same_bits: SameBits | None = None,
         request: PreemptionRequest = preemption,
     ) -> None:
+        super().__init__(weight, _Backward)
         self._communicator = communicator
         self._request = request
         self._same_bits = same_bits
         self._meter = meter
-        self._weight = weight
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._compression = copy.deepcopy(compression)
         self._early = early
-        self._lock = threading.RLock()  # each device has its own thread in a backward
-        self._paused = 0
-        self._pending_weights = WeightSum()
-        self._num_reduced = 0
-        self._backward: _Backward | None = None
         self._futures: list[concurrent.futures.Future[None]] = []
         self.buckets: list[PlacedBucket] = []
         """In the order in which they leave."""
@@ -113,23 +107,6 @@ class GradientReducer:
         self._lay_out()
 
     # -- what a strategy calls --------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards that begin inside add to this rank's pending gradients; the next one outside reduces the whole.
-
-        With ``set_weight`` the whole is divided by the sum of all their weights: it is one mean over all of them.
-        """
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether ``no_sync`` has left gradients that are this rank's own: a step with them would part the ranks."""
-        return any(slot.pending and slot.parameter.grad is not None for slot in self._slots)
 
     def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """A step was made with the gradients of ``parameters`` (None: all): what compression left out is owed."""
@@ -193,61 +170,30 @@ class GradientReducer:
                 f"a parameter of shape {list(parameter.shape)} was unfrozen and has a gradient that may not be "
                 "reduced: set its gradient to None when it is unfrozen, or prepare the model after that"
             )
-        slot.handles.append(parameter.register_hook(functools.partial(self._on_leaf, slot)))
-        slot.handles.append(parameter.register_post_accumulate_grad_hook(WeakHook(self._on_gradient, slot)))
+        self._hook(slot)
 
     # -- one backward ------------------------------------------------------------------------------------------
 
-    def _on_leaf(self, slot: ParameterGradient, _: torch.Tensor) -> None:
-        """Runs before autograd adds to ``p.grad``; also for ``torch.autograd.grad`` of the parameter."""
-        task = torch._C._current_graph_task_id()
-        with self._lock:
-            if self._backward is not None and self._backward.task != task:
-                self._end(self._backward)  # a backward inside a backward (reentrant checkpointing): one after the other
-            if self._backward is None:
-                self._backward = _Backward(task)
-                end = _EndOfBackward(self, self._backward)
-                torch.autograd.Variable._execution_engine.queue_callback(end)
-            slot.take()
-
-    def _on_gradient(self, slot: DenseSlot | SparseSlot, parameter: torch.Tensor) -> None:
-        """Runs after autograd added to ``p.grad``, which holds this backward's own gradient alone."""
-        with self._lock:
-            backward, delta = self._backward, parameter.grad
-            if backward is None or delta is None:
-                return
-            if not backward.begun:
-                self._begin(backward, slot)
-            parameter.grad = None
-            slot.add(delta, backward.weight)
-            assert self._layout is not None
-            bucket = self._layout.bucket_of.get(slot.index)
-            if bucket is None or backward.local:
-                return
-            bucket.area.wrote()
-            backward.num_missing[bucket.index] -= 1
-            while backward.waiting and backward.num_missing[backward.waiting[0].index] == 0:
-                self._launch(backward, backward.waiting.pop(0))
-
     def _begin(self, backward: _Backward, first: ParameterGradient) -> None:
-        """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
         self._drain()
         self.refresh()
-        pending = [slot for slot in self._slots if slot.pending]
-        for slot in pending:
-            slot.settle()
-        if any(slot.pending for slot in pending):
-            backward.weights = dataclasses.replace(self._pending_weights)
-        backward.weight = self._weight()
-        backward.weights.add(backward.weight)
-        backward.local = self._paused > 0
+        super()._begin(backward, first)
         backward.group = self._groups[first.index]
         backward.num_missing = [len(bucket.slots) for bucket in self.buckets]
         if self._early:
             others = self._follow[backward.group] - {backward.group}
             backward.waiting = [bucket for bucket in self.buckets if bucket.group == backward.group]
             backward.waiting += [bucket for bucket in self.buckets if bucket.group in others]
-        backward.begun = True
+
+    def _added(self, slot: DenseSlot | SparseSlot, backward: _Backward) -> None:
+        assert self._layout is not None
+        bucket = self._layout.bucket_of.get(slot.index)
+        if bucket is None or backward.local:
+            return
+        bucket.area.wrote()
+        backward.num_missing[bucket.index] -= 1
+        while backward.waiting and backward.num_missing[backward.waiting[0].index] == 0:
+            self._launch(backward, backward.waiting.pop(0))
 
     def _launch(self, backward: _Backward, bucket: PlacedBucket) -> None:
         result = bucket.area.result
@@ -267,39 +213,6 @@ class GradientReducer:
         else:
             self._communicator.all_reduce(source, out=result)
         bucket.area.after_reduce()
-
-    def _end(self, backward: _Backward) -> None:
-        """All gradients of the backward have come."""
-        with self._lock:
-            if backward is not self._backward:
-                return
-            try:
-                if backward.begun and not backward.local:
-                    self._synchronise(backward)
-                elif backward.begun:
-                    for slot in self._slots:
-                        if slot.fired or (slot.taken and slot.pending):
-                            slot.keep()
-                    self._pending_weights = backward.weights
-            finally:
-                self._backward = None
-                for slot in self._slots:
-                    slot.restore()
-
-    def _abandon(self, backward: _Backward) -> None:
-        """The backward raised. The other ranks wait for the rest of it: they get it, with the word that it failed."""
-        with self._lock:
-            if backward is not self._backward:
-                return
-            self._backward = None
-            try:
-                if backward.begun and not backward.local:
-                    for bucket in backward.waiting:
-                        self._launch(backward, bucket)
-                    self._submit_tail(backward, failed=True)
-            finally:
-                for slot in self._slots:
-                    slot.restore()
 
     def _synchronise(self, backward: _Backward) -> None:
         self.num_early = len(backward.launched)
@@ -334,13 +247,17 @@ class GradientReducer:
             else:
                 slot.merge(slot.result if merged.present[slot.index] else None)
 
+    def _tell_failure(self, backward: _Backward) -> None:
+        for bucket in backward.waiting:  # the other ranks wait for the rest of it
+            self._launch(backward, bucket)
+        self._submit_tail(backward, failed=True)
+
     def _submit_tail(self, backward: _Backward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
-        present = [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
         group = backward.group if self._early else 0
         asked = self._request.requested
         looked = (0, 0) if self._same_bits is None else self._same_bits.look()
         tail = BackwardStatus(
-            present, backward.weights, group, self._num_groups, self._num_reduced, failed, asked, *looked
+            self._present(), backward.weights, group, self._num_groups, self._num_reduced, failed, asked, *looked
         )
         self._num_reduced += 1
         mine = tail.encode(self._communicator.rank, self._communicator.size)
@@ -364,39 +281,13 @@ class GradientReducer:
 
 
 @dataclasses.dataclass(eq=False)
-class _Backward:
-    """One run of autograd."""
-
-    task: int
-    """Of the engine; nested runs have their own."""
-    begun: bool = False
-    """Whether a gradient has come; all that follows has a meaning only then."""
-    local: bool = False
-    """Inside ``no_sync``."""
+class _Backward(Backward):
     group: int = 0
-    weight: Weight = dataclasses.field(default_factory=lambda: Weight(1.0))
-    weights: WeightSum = dataclasses.field(default_factory=WeightSum)
-    """With those of the pending gradients that are reduced along."""
     num_missing: list[int] = dataclasses.field(default_factory=list)
     """By bucket: parameters whose gradient has not come."""
     waiting: list[PlacedBucket] = dataclasses.field(default_factory=list)
     """Buckets that leave before the tail, and have not yet."""
     launched: list[PlacedBucket] = dataclasses.field(default_factory=list)
-
-
-class _EndOfBackward:
-    """The engine calls it when a backward is done, and drops it uncalled when it failed."""
-
-    def __init__(self, reducer: GradientReducer, backward: _Backward) -> None:
-        self._reducer = reducer
-        self._backward = backward
-
-    def __call__(self) -> None:
-        self._reducer._end(self._backward)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the error of the backward is on its way; this one would hide it
-            self._reducer._abandon(self._backward)
 
 
 def _discard(_: torch.Tensor) -> None:

@@ -1,0 +1,175 @@
+"""One ``backward()`` after the other: when one begins, what it brings, how it ends, whatever reduces the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
+from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
+
+
+@dataclasses.dataclass(eq=False)
+class Backward:
+    """One run of autograd."""
+
+    task: int
+    """Of the engine; nested runs have their own."""
+    begun: bool = False
+    """Whether a gradient has come; all that follows has a meaning only then."""
+    local: bool = False
+    """Inside ``no_sync``."""
+    weight: Weight = dataclasses.field(default_factory=lambda: Weight(1.0))
+    weights: WeightSum = dataclasses.field(default_factory=WeightSum)
+    """With those of the pending gradients that are reduced along."""
+
+
+B = TypeVar("B", bound=Backward)
+
+
+class BackwardReducer(Generic[B]):
+    """Hears of the gradients of parameters, and has those of each ``backward()`` reduced at its end.
+
+    A hook on a parameter puts ``p.grad`` aside before autograd adds to it, so that the post-accumulate hook sees the
+    gradient of this backward alone.
+
+    Args:
+        weight: how much this rank counts; asked once at the start of each backward, in a thread of autograd.
+        new_backward: makes the record of one, of the engine's number of it.
+    """
+
+    _slots: Sequence[ParameterGradient]
+
+    def __init__(self, weight: Callable[[], Weight], new_backward: Callable[[int], B]) -> None:
+        self._weight = weight
+        self._new_backward = new_backward
+        self._lock = threading.RLock()  # each device has its own thread in a backward
+        self._paused = 0
+        self._pending_weights = WeightSum()
+        self._num_reduced = 0
+        self._backward: B | None = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that begin inside add to this rank's pending gradients; the next one outside reduces the whole.
+
+        With ``set_weight`` the whole is divided by the sum of all their weights: it is one mean over all of them.
+        """
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether ``no_sync`` has left gradients that are this rank's own: a step with them would part the ranks."""
+        return any(slot.pending and slot.parameter.grad is not None for slot in self._slots)
+
+    def _hook(self, slot: ParameterGradient) -> None:
+        parameter = slot.parameter
+        slot.handles.append(parameter.register_hook(functools.partial(self._on_leaf, slot)))
+        slot.handles.append(parameter.register_post_accumulate_grad_hook(WeakHook(self._on_gradient, slot)))
+
+    def _on_leaf(self, slot: ParameterGradient, _: torch.Tensor) -> None:
+        """Runs before autograd adds to ``p.grad``; also for ``torch.autograd.grad`` of the parameter."""
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if self._backward is not None and self._backward.task != task:
+                self._end(self._backward)  # a backward inside a backward (reentrant checkpointing): one after the other
+            if self._backward is None:
+                self._backward = self._new_backward(task)
+                end = _EndOfBackward(self, self._backward)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+            slot.take()
+
+    def _on_gradient(self, slot: Any, parameter: torch.Tensor) -> None:
+        """Runs after autograd added to ``p.grad``, which holds this backward's own gradient alone."""
+        with self._lock:
+            backward, delta = self._backward, parameter.grad
+            if backward is None or delta is None:
+                return
+            if not backward.begun:
+                self._begin(backward, slot)
+                backward.begun = True
+            parameter.grad = None
+            slot.add(delta, backward.weight)
+            self._added(slot, backward)
+
+    def _begin(self, backward: B, first: ParameterGradient) -> None:
+        """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
+        pending = [slot for slot in self._slots if slot.pending]
+        for slot in pending:
+            slot.settle()
+        if any(slot.pending for slot in pending):
+            backward.weights = dataclasses.replace(self._pending_weights)
+        backward.weight = self._weight()
+        backward.weights.add(backward.weight)
+        backward.local = self._paused > 0
+
+    def _added(self, slot: Any, backward: B) -> None:
+        """A slot has taken in its gradient."""
+
+    def _end(self, backward: B) -> None:
+        """All gradients of the backward have come."""
+        with self._lock:
+            if backward is not self._backward:
+                return
+            try:
+                if backward.begun and not backward.local:
+                    self._synchronise(backward)
+                elif backward.begun:
+                    for slot in self._slots:
+                        if slot.fired or (slot.taken and slot.pending):
+                            slot.keep()
+                    self._pending_weights = backward.weights
+            finally:
+                self._backward = None
+                for slot in self._slots:
+                    slot.restore()
+
+    def _abandon(self, backward: B) -> None:
+        """The backward raised; the other ranks wait for the rest of it, or for the word that it failed."""
+        with self._lock:
+            if backward is not self._backward:
+                return
+            self._backward = None
+            try:
+                if backward.begun and not backward.local:
+                    self._tell_failure(backward)
+            finally:
+                for slot in self._slots:
+                    slot.restore()
+
+    def _present(self) -> list[bool]:
+        """By slot: whether this rank has a gradient for it."""
+        return [slot.counted and (slot.fired or slot.pending) for slot in self._slots]
+
+    def _synchronise(self, backward: B) -> None:
+        """Reduces what the backward has brought, and merges it into ``p.grad``."""
+        raise NotImplementedError
+
+    def _tell_failure(self, backward: B) -> None:
+        """Tells the other ranks that the backward has failed here."""
+        raise NotImplementedError
+
+
+class _EndOfBackward:
+    """The engine calls it when a backward is done, and drops it uncalled when it failed."""
+
+    def __init__(self, reducer: BackwardReducer[Any], backward: Backward) -> None:
+        self._reducer = reducer
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._reducer._end(self._backward)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the error of the backward is on its way; this one would hide it
+            self._reducer._abandon(self._backward)
