@@ -10,7 +10,7 @@ from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
-from stratagem.errors import JobStoppedError, StratagemError
+from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.rpc.binding import advertised_address
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.lane import BytesMeter
@@ -44,10 +44,18 @@ class WorkerRuntime:
     Args:
         config: this worker's configuration.
         cluster: the cluster.
+
+    Raises:
+        ConfigurationError: this process has joined as this task already; it would end its own session.
     """
 
     def __init__(self, config: WorkerConfig, cluster: ClusterSpec) -> None:
         global _newest
+        if _newest is not None and _newest.config.task == config.task and _newest.config.chief == config.chief:
+            raise ConfigurationError(
+                f"this process has joined the cluster as {config.task} already, with the strategy that it made first: "
+                "make one strategy, and use that everywhere (inside its scope sg.get_strategy() returns it)"
+            )
         self.config = config
         self.cluster = cluster
         self.task = TaskId.parse(config.task)

@@ -50,6 +50,19 @@ def test_a_script_without_a_strategy_is_told_and_keeps_nobody_waiting(cluster: S
     )
 
 
+@pytest.mark.parametrize("num_ps", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_a_second_strategy_in_a_process_is_refused(cluster: Start, tmp_path: Path, num_ps: int) -> None:
+    done = cluster(
+        1,
+        num_ps,
+        script(tmp_path, "another = sg.strategy_from_environment()\n"),
+        flags=("--strategy", "ps" if num_ps else "ring"),
+    ).finish()
+    assert done.code != 0 and done.summary["tasks"]["worker:0"]["exit_codes"] == [2], done.stderr
+    check_words(done.stderr, "has joined the cluster as worker:0 already", "make one strategy")
+    assert "Traceback" not in done.stderr
+
+
 def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> None:
     body = "optimizer = torch.optim.LBFGS(model.parameters())\nstrategy.prepare(model, optimizer)\n"
     done = cluster(1, 1, script(tmp_path, body)).finish()
