@@ -145,7 +145,7 @@ class Strategy:
             memory_format: ``torch.channels_last``: weights of shape (out, in, height, width) lie in memory with the
                 channels last, and so do the outputs of convolutions with them, which many CPUs and GPUs compute
                 faster; values and shapes stay. ``torch.channels_last_3d``: the same for convolutions in space. None:
-                as the model has them.
+                as the model has them. XLA chooses for itself.
 
         Returns:
             what stands for the object, or the tuple of objects, in the order given.

@@ -38,7 +38,6 @@ COMMANDS = list(
 TRAINING = [command for command in COMMANDS if command.startswith(("stratagem run", "python examples"))]
 # One for each way to start; `make demo`, a step of `.ci/run`, is a cluster.
 BRIEF = [
-    "stratagem run --workers 2 examples/digits.py",
     "python examples/digits.py --epochs 3 --strategy mirrored --devices cpu:0,cpu:1",
     "stratagem run --workers 2 --tls auto examples/mnist.py --no-download --epochs 2",
     "python examples/mnist_loop.py --no-download --epochs 1",

@@ -60,6 +60,7 @@ def test_digits_and_charlm_equal_one_process(
             torch.testing.assert_close(ring["state"][name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
+@pytest.mark.thorough
 def test_uneven_and_empty_shares_clipping_and_a_schedule(cluster: Start, tmp_path: Path) -> None:
     # 50 examples in batches of 12: slices of 4, and a last batch of 2 in which the third worker has nothing.
     out = tmp_path / "ring.pt"
@@ -72,6 +73,7 @@ def test_uneven_and_empty_shares_clipping_and_a_schedule(cluster: Start, tmp_pat
     assert done.summary["examples"] == 150
 
 
+@pytest.mark.thorough
 def test_accumulation_equals_one_process(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "ring.pt"
     arguments = ["--optimizer", "adam", "--accumulate", 5]
@@ -82,6 +84,7 @@ def test_accumulation_equals_one_process(cluster: Start, tmp_path: Path) -> None
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_two_optimizers_equal_one_process(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "ring.pt"
     job = cluster(2, 0, "train_gan.py", "--out", out)

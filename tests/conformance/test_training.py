@@ -327,7 +327,11 @@ def test_sync_batch_norm(column: Column, results: list[dict[str, Any]]) -> None:
     check(column, results, alone(normalised.sync_workload()))
 
 
-@law("`memory_format=torch.channels_last`: as one process without it", normalised.channels_last, without=OWN_PACE)
+@law(
+    "`memory_format=torch.channels_last`: as one process without it",
+    normalised.channels_last,
+    without=OWN_PACE | cannot(TPU, "XLA chooses how tensors lie in memory."),
+)
 def test_channels_last(column: Column, results: list[dict[str, Any]]) -> None:
     check(column, results, alone(normalised.layout_workload(None)))
 

@@ -122,6 +122,7 @@ def test_bytes_that_went_another_way_are_noticed(monkeypatch: pytest.MonkeyPatch
         case.measure()
 
 
+@pytest.mark.thorough
 def test_an_all_reduce_over_links_is_measured() -> None:
     (case,) = link_cases(400, 2, [1 << 20], ["tcp"], ["bfloat16"], gloo=False)
     (sample,), versions = case.measure()

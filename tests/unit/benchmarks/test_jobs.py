@@ -53,12 +53,14 @@ def test_a_ring_really_trains() -> None:
     assert result.exposed_comm is not None and 0 < result.exposed_comm <= 1
 
 
+@pytest.mark.thorough
 def test_ddp_really_trains() -> None:
     result = run_ddp(SMALL, num_workers=2)
     result.check(8)
     assert result.loopback_bytes >= 8 * 4 * SMALL.num_parameters
 
 
+@pytest.mark.thorough
 def test_pulls_of_a_cluster_pass_their_own_checks() -> None:
     (sample,), versions = pull_cases(SMALL)[0].measure()
     cold_bytes, unchanged_bytes = sample["cold_bytes"], sample["unchanged_bytes"]
