@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -51,6 +52,9 @@ class AnsweringLane(ReplyLane, Protocol):
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         """Queues a reply behind the frames it announces. A closed lane drops it."""
 
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what is sent may wait, to leave in one write at the end."""
+
 
 class LaneRequests:
     """Serves one lane. What it waits for are the rules: staleness, a hold, a step that is not complete.
@@ -80,6 +84,10 @@ class LaneRequests:
             return
         name, cls, handler = found
         request = self._read(cls, frame.tensor)
+        with self._lane.corked():
+            self._serve(name, handler, request, frame)
+
+    def _serve(self, name: str, handler: _Handler, request: Any, frame: Frame) -> None:
         try:
             reply = handler(self._store, request, self._call)
         except StratagemError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -70,6 +71,9 @@ class QueueLane:
             if not self._closed:
                 self._waiting.append((transfer, reply_message(kind, transfer, message)))
                 self._changed.notify_all()
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @property
     def closed(self) -> bool:

@@ -20,6 +20,7 @@ from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
+from stratagem.rpc import shm_lane, tcp_lane
 from stratagem.rpc.lane import BytesMeter, ReceivingLane
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.security import OPEN, Security
@@ -50,15 +51,20 @@ class TcpReplies:
 
     def send(self, transfer: int, frame: HeldFrame) -> None:
         tensor = frame.tensor
+        if tensor.nbytes > tcp_lane.INLINE_BYTES:
+            self._sender.uncork()
         with self._guard:
             self._unread_bytes += tensor.nbytes
-            unread = self._unread_bytes
+            unread = self._unread_bytes + self._sender.waiting_bytes
         if unread > (limit := self._max_unread_bytes()):
             self.close(LimitError(f"expected frames to be read, {unread:,} bytes wait (max_peer_bytes {limit:,})"))
         try:
             self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: self._leaving(tensor), len(tensor))
         except PeerUnavailableError:
             return  # closed: the worker comes back by itself, or is dead
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        return self._sender.corked()
 
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         payload = torch.frombuffer(message, dtype=torch.uint8)
@@ -85,6 +91,8 @@ class ShmReplies:
         self.closed = False
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
+        if piece.nbytes <= shm_lane.INLINE_BYTES:
+            return HeldFrame(group, offset, piece.clone())
         try:
             tensor, slot = self._sender.fill([piece])
         except StratagemError:
@@ -94,11 +102,15 @@ class ShmReplies:
     def send(self, transfer: int, frame: HeldFrame) -> None:
         try:
             tensor, slot = frame.tensor, frame.origin
-            if not isinstance(slot, ShmBlock):
-                tensor, slot = self._sender.fill([tensor])
-            self._sender.send_slot(WEIGHTS, transfer, frame.group, frame.offset, tensor, slot)
+            if isinstance(slot, ShmBlock):
+                self._sender.send_slot(WEIGHTS, transfer, frame.group, frame.offset, tensor, slot)
+            else:
+                self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: (tensor,), len(tensor))
         except StratagemError:
             return  # closed: the worker comes back by itself, or is dead
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        return self._sender.corked()
 
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         payload = torch.frombuffer(message, dtype=torch.uint8)

@@ -10,7 +10,7 @@ import torch
 from stratagem.errors import FrameError, LimitError, ProtocolError, VariableError
 from stratagem.ps.row_updates import ROW_RULES, check_for_rows
 from stratagem.ps.row_values import fill_rows
-from stratagem.ps.rows import put_rows, take_rows, unpack
+from stratagem.ps.rows import Block, put_rows, take_rows, unpack
 from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.specs import GroupSpec
 
@@ -28,6 +28,8 @@ class TableGroup(ShardGroup):
 
     num_first_values = 0
     """Elements that were assigned so far, of a table that begins with values from outside."""
+    _checked: Sequence[Block] = ()
+    """The gradient that :meth:`prepare` has checked."""
 
     def check_first_values(self, parts: Parts) -> None:
         """Refuses rows that are not the next ones, or the first.
@@ -98,7 +100,7 @@ class TableGroup(ShardGroup):
         self._set_hyper_parameters(hyper_parameters)
         for hyper in self._hyper:
             check_for_rows(self.spec.optimizer, hyper)
-        unpack(self.spec, parts)
+        self._checked = unpack(self.spec, parts)
 
     def apply(
         self,
@@ -119,21 +121,22 @@ class TableGroup(ShardGroup):
             ProtocolError: see :meth:`prepare`.
         """
         self.prepare(parts, present, hyper_parameters)
+        blocks, self._checked = self._checked, ()
         if any(present):
             self._allocate(present)
             self.counts = [count + has_gradient for count, has_gradient in zip(self.counts, present, strict=True)]
-            self._update(parts, scale)
+            self._update(blocks, scale)
         self.counter += 1
         self.num_updates += 1
 
-    def _update(self, parts: Parts, scale: float) -> None:
+    def _update(self, blocks: Sequence[Block], scale: float) -> None:
         assert self._rule is not None
         shard = self.spec.shards[0]
         hyper = self._hyper[shard.param_group]
         update = ROW_RULES[self.spec.optimizer].update
         tables = [self._table(flat) for flat in (self.weights, *(self.slots[name] for name in self._rule.slots(hyper)))]
         at_once = max(1, CHUNK_BYTES // (self.spec.row_elements * self.spec.dtype.itemsize))
-        for numbers, gradient in unpack(self.spec, parts):
+        for numbers, gradient in blocks:
             for some, part in zip(numbers.split(at_once), gradient.split(at_once), strict=True):
                 rows = [take_rows(table, some) for table in tables]
                 update(hyper, self.counts[0], rows[0], rows[1:], part if scale == 1.0 else part * scale)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf import struct_pb2
@@ -249,11 +251,17 @@ def _group_commits(messages: Iterable[ps_pb2.GroupCommit]) -> tuple[GroupCommit,
         GroupCommit(
             message.group,
             message.present,
-            tuple(plain(hyper) for hyper in message.hyper_parameters),
+            tuple(_known(hyper.SerializeToString(deterministic=True)) for hyper in message.hyper_parameters),
             _version(message.have) if message.HasField("have") else None,
         )
         for message in messages
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _known(struct: bytes) -> Mapping[str, Any]:
+    """The hyper-parameters of a message: mostly those of the step before, and taking a Struct apart takes a while."""
+    return MappingProxyType(plain(struct_pb2.Struct.FromString(struct)))
 
 
 def _slice(message: ps_pb2.StepSlice) -> RequestedSlice:

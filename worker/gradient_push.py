@@ -98,6 +98,8 @@ class GradientPush:
         self._servers = tuple(sorted({*self._layout.servers_of(self._layout.groups), *of_tables}))
         self._hyper: tuple[list[dict[str, Any]], list[struct_pb2.Struct]] = [], []
         self._store_epochs: dict[int, int] = {}
+        self._corks = contextlib.ExitStack()
+        """What holds the frames back that leave with the first request."""
         self._calls: dict[int, PendingCall | None] = {}
         self._applied: dict[int, tuple[int, int]] = {}
         """Of each ps: updates by its count, and how many it has forgotten."""
@@ -121,7 +123,13 @@ class GradientPush:
             return False
         self._check_stores(step_slice)  # a ps may have been found changed when rows were asked for
         scale, action = self._judge_own(step_slice is None)
-        with self._meter.exposed(lambda: self._waiting_text(step_slice), step_slice.step if step_slice else 0):
+        with (
+            self._meter.exposed(lambda: self._waiting_text(step_slice), step_slice.step if step_slice else 0),
+            contextlib.ExitStack() as self._corks,
+        ):
+            for client in (self._clients[ps] for ps in self._servers):
+                if client.is_connected:
+                    self._corks.enter_context(client.lane.corked())
             references = self._stage_all(step_slice)
             if step_slice is not None:
                 scale, action = self._prepare(update, step_slice, references, scale, action)
@@ -154,6 +162,8 @@ class GradientPush:
         """Scale and action from this worker's own gradient. ``own_is_all``: no other worker contributes."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         gradients += [gradient.values for table in self._tables if (gradient := table.gradient()) is not None]
+        if self._policy.clip_norm is None and _surely_finite(gradients):
+            return 1.0, ps_pb2.APPLY
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             if self._policy.nan == "error":
@@ -280,6 +290,7 @@ class GradientPush:
                 self._calls[ps] = self._clients[ps].start(method, requests[ps], sequenced=True)
             except PeerUnavailableError:
                 self._calls[ps] = None
+        self._corks.close()
         for ps, request in requests.items():
             while True:
                 call = self._calls[ps]
@@ -364,6 +375,17 @@ class GradientPush:
         late = [ps for ps in self._servers if (call := self._calls.get(ps)) is None or not call.done]
         servers = ", ".join(self._clients[ps].task for ps in late or self._servers)
         return f"{servers} to apply " + (f"step {step_slice.step}" if step_slice else "its update")
+
+
+def _surely_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether no element is NaN or Inf: it would be in the sum too. False when the sum overflows, or when a GPU
+    would have to be waited for once a gradient."""
+    total = 0.0
+    for gradient in gradients:
+        if gradient.device.type != "cpu":
+            return False
+        total += float(gradient.sum(dtype=torch.float32 if gradient.dtype.itemsize < 4 else None))
+    return math.isfinite(total)
 
 
 def _update_proto(update: Update) -> common_pb2.Update:

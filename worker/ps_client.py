@@ -57,7 +57,7 @@ class PendingCall:
     @property
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
-        return self._reply is not None
+        return self._reply is not None or self._lane.readable
 
     def result(self, write: Write | None = None) -> Any:
         """The reply, waited for as long as there is a ps.

@@ -46,6 +46,7 @@ class PendingRows:
 
     def __init__(self, handle: torch.nn.Parameter) -> None:
         self._handle = handle
+        self._shape, self._dtype = tuple(handle.shape), handle.dtype
         self._parts: list[RowGradient] = []
         self._mark: torch.Tensor | None = None
         self._version = 0
@@ -54,10 +55,11 @@ class PendingRows:
         """A backward has reached the table. Takes ``values`` over."""
         if not self._is_current():
             self._parts.clear()
-            self._mark = torch.empty_like(self._handle).as_subclass(TableGradient)
+            like = torch.empty(self._shape, dtype=self._dtype, device="meta")  # empty_like is slow for that device
+            self._mark = like.as_subclass(TableGradient)
             self._handle.grad = self._mark
             self._version = self._mark._version
-        self._parts.append(RowGradient(numbers, values.to("cpu", self._handle.dtype).contiguous()))
+        self._parts.append(RowGradient(numbers, values.to("cpu", self._dtype).contiguous()))
 
     def total(self) -> RowGradient | None:
         """The sum of what came; None without any."""

@@ -39,6 +39,7 @@ class RowPlacement:
             held[ps] = held.get(ps, 0) + num_rows
         self.shards = tuple(shards)
         """By their first row."""
+        self._newest: tuple[Numbers | None, int, list[tuple[int, int, int, Numbers]]] = None, 0, []
         self._ends = np.array([shard.first_row + shard.num_rows for shard in shards], dtype=np.int64)
 
     @property
@@ -50,12 +51,18 @@ class RowPlacement:
         """The shards of one ps, in the order of its part of the table."""
         return tuple(shard for shard in self.shards if shard.ps == ps)
 
-    def cut(self, numbers: Numbers, max_rows: int) -> Iterator[tuple[int, int, int, Numbers]]:
+    def cut(self, numbers: Numbers, max_rows: int) -> Sequence[tuple[int, int, int, Numbers]]:
         """Cuts row numbers by shard, and into pieces of at most ``max_rows``.
 
-        Yields:
-            ps, first and last position (exclusive) in ``numbers``, and those rows' numbers within the ps's part.
+        Returns:
+            ps, first and last position (exclusive) in ``numbers``, and those rows' numbers within the ps's part; kept
+            for the next call, which is mostly about the same numbers.
         """
+        if self._newest[0] is not numbers or self._newest[1] != max_rows:
+            self._newest = numbers, max_rows, list(self._cut(numbers, max_rows))
+        return self._newest[2]
+
+    def _cut(self, numbers: Numbers, max_rows: int) -> Iterator[tuple[int, int, int, Numbers]]:
         begin = 0
         for shard, end in zip(self.shards, np.searchsorted(numbers, self._ends).tolist(), strict=True):
             for start in range(begin, end, max_rows):

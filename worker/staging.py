@@ -19,6 +19,8 @@ from stratagem.worker.row_gradients import RowGradient
 
 logger = logging.getLogger(__name__)
 
+MIN_EARLY_BYTES = 64 << 10
+"""Smaller frames leave with the commit, in one write: alone each would only wake the ps."""
 MAX_RESTAGED_COMMITS = 3  # after so many commits that had to send again, eager staging does not pay
 
 _Signature = tuple[int, int] | None
@@ -61,6 +63,14 @@ class GradientStaging:
         for chunk in self._chunks:
             for variable in self._members[chunk.index]:
                 self._chunks_of[variable].append(chunk)
+        self._early_of = [
+            [
+                chunk
+                for chunk in chunks
+                if chunk.num_elements * layout.variables[index].dtype.itemsize >= MIN_EARLY_BYTES
+            ]
+            for index, chunks in enumerate(self._chunks_of)
+        ]
         self._fired: dict[int, set[int]] = {chunk.index: set() for chunk in self._chunks}
         self._staged: dict[int, tuple[_Signature, ...]] = {}
         self._transfers: dict[int, int] = {}
@@ -146,7 +156,7 @@ class GradientStaging:
                     self._restaged = True
             if not self._eager or self._paused:
                 return
-            for chunk in self._chunks_of[index]:
+            for chunk in self._early_of[index]:
                 fired = self._fired[chunk.index]
                 fired.add(index)
                 if len(fired) == len(self._members[chunk.index]):

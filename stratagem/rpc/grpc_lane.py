@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -70,6 +71,15 @@ class GrpcLane:
             raise self._inbox.error
         self._num_queued += 1
         self._outbox.put((kind, transfer, group, offset, pieces, num_elements))
+
+    @property
+    def readable(self) -> bool:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        return self._inbox.has_something
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        """gRPC puts together what comes while it sends."""
+        return contextlib.nullcontext()
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
         return self._inbox.take(transfer, deadline)

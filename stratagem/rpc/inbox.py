@@ -50,6 +50,11 @@ class Inbox:
         """Why nothing more comes; None while the lane lives."""
         return self._error
 
+    @property
+    def has_something(self) -> bool:
+        """Whether a frame lies here, or nothing more comes."""
+        return bool(self._frames) or self._error is not None
+
     def put(self, frame: Frame) -> bool:
         """Adds a frame; False when the lane is broken.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -68,6 +69,14 @@ class ReceivingLane(Protocol):
 
 class Lane(SendingLane, ReceivingLane, Protocol):
     """Both directions."""
+
+    @property
+    def readable(self) -> bool:
+        """Whether something came that nobody has received, or nothing comes any more. Callable in any thread."""
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, frames may wait for those behind them, and leave together in one write at the end. Whoever receives
+        meanwhile has sent them first."""
 
 
 def nothing() -> None:

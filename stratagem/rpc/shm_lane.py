@@ -1,4 +1,4 @@
-"""The shm lane: frames lie in shared memory, a Unix socket carries only where.
+"""The shm lane: frames lie in shared memory, a Unix socket carries where, and small frames themselves.
 
 The sender copies a frame once into a slot of a segment that the receiver maps; the receiver's tensor is a view on that
 slot, and when the last view of it goes the slot returns to the sender by itself.
@@ -7,9 +7,11 @@ slot, and when the last view of it goes the slot returns to the sender by itself
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
+import termios
 import threading
 import time
 import weakref
@@ -18,16 +20,22 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from stratagem.errors import FrameError, LimitError, PeerUnavailableError, SegmentError, StratagemError
-from stratagem.rpc.codec import Frame, from_wire_dtype, to_wire_dtype
+from stratagem.rpc.codec import Frame, byte_view, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import BytesMeter, Pieces, nothing
 from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.rpc.slots import ShmBlock, SlotPool
+from stratagem.rpc.tcp_lane import is_readable
 
-_FRAME, _SEGMENT = b"SGFR", b"SGSG"
+_FRAME, _SEGMENT, _INLINE = b"SGFR", b"SGSG", b"SGIN"
 _MESSAGE = struct.Struct("<4sBB2xIQQQIQI4x")  # magic, kind, dtype, group, transfer, offset, elements, segment, at, slot
 _RELEASE = struct.Struct("<I")
+_COUNT = struct.Struct("=i")
 POLL_S = 0.5
+INLINE_BYTES = 32 << 10
+"""Frames up to this size go through the socket: taking a slot, showing it and getting it back costs more."""
+MAX_INLINE_UNREAD_BYTES = 64 << 10
+"""An impatient sender must not fill the socket of a reader that is slow: beyond this, small frames take slots too."""
 
 
 class ShmSender:
@@ -67,6 +75,7 @@ class ShmSender:
         self._turn = threading.Lock()
         self._error: StratagemError | None = None
         self._num_announced = 0
+        self._cork: list[memoryview] | None = None
         self._unread: dict[int, list[ShmBlock]] = {}
         self._unread_bytes = 0
         close_in_children(sock)
@@ -81,7 +90,52 @@ class ShmSender:
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
         if self._error is not None:
             raise self._error
-        self.send_slot(kind, transfer, group, offset, *self.fill(pieces() if num_elements else ()))
+        tensors = pieces() if num_elements else ()
+        if tensors and num_elements * tensors[0].dtype.itemsize <= INLINE_BYTES and self._takes_inline():
+            self._send_inline((kind, to_wire_dtype(tensors[0].dtype), group, transfer, offset, num_elements), tensors)
+        else:
+            self.send_slot(kind, transfer, group, offset, *self.fill(tensors))
+
+    def _takes_inline(self) -> bool:
+        if self._patient or self._error is not None:
+            return True
+        (unread,) = _COUNT.unpack(fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(_COUNT.size)))
+        return bool(unread <= MAX_INLINE_UNREAD_BYTES)
+
+    def _send_inline(self, what: tuple[int, int, int, int, int, int], tensors: Sequence[torch.Tensor]) -> None:
+        views = [memoryview(_MESSAGE.pack(_INLINE, *what, 0, 0, 0)), *(byte_view(tensor) for tensor in tensors)]
+        with self._turn, self._breaking():
+            self._write(views)
+            self._meter.sent_bytes += sum(view.nbytes for view in views) - _MESSAGE.size
+
+    @contextlib.contextmanager
+    def corked(self) -> Iterator[None]:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        self._cork = []
+        try:
+            yield
+        finally:
+            with contextlib.suppress(StratagemError):  # whoever waits for an answer hears of it
+                self.uncork()
+
+    def uncork(self) -> None:
+        """Sends what waits; nothing waits from now on."""
+        with self._turn:
+            views, self._cork = self._cork, None
+            if views:
+                with self._breaking():
+                    self._write(views)
+
+    def _write(self, views: list[memoryview]) -> None:
+        """Writes to the socket, or puts it with what waits."""
+        if self._cork is not None:
+            self._cork += views
+            if sum(view.nbytes for view in self._cork) <= INLINE_BYTES:
+                return
+            views, self._cork = self._cork, []
+        num_sent = self._sock.sendmsg(views)
+        if num_sent < sum(view.nbytes for view in views):  # a signal came in between
+            self._sock.sendall(b"".join(views)[num_sent:])
 
     def fill(self, pieces: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ShmBlock | None]:
         """Copies pieces, one after the other, into a slot; gives them as one flat tensor there."""
@@ -110,7 +164,8 @@ class ShmSender:
                 self._announce(slot.segment)
                 self._unread.setdefault(slot.number, []).append(slot)
                 self._unread_bytes += slot.size
-            self._sock.sendall(_MESSAGE.pack(_FRAME, kind, wire, group, transfer, offset, tensor.numel(), *place))
+            message = _MESSAGE.pack(_FRAME, kind, wire, group, transfer, offset, tensor.numel(), *place)
+            self._write([memoryview(message)])
             self._meter.sent_bytes += tensor.nbytes
 
     def flush(self, deadline: float) -> None:
@@ -133,7 +188,8 @@ class ShmSender:
             self._collect(wait=True)
 
     def _announce(self, segment: int) -> None:
-        """Hands over the segments that the receiver does not have yet, up to ``segment``."""
+        """Hands over the segments that the receiver does not have yet, up to ``segment``; before the frames that wait,
+        which may lie in them."""
         while self._num_announced <= segment:
             number, memory = self._num_announced, self.pool.segments[self._num_announced]
             message = _MESSAGE.pack(_SEGMENT, 0, 0, 0, 0, 0, memory.tensor.numel(), number, 0, 0)
@@ -226,6 +282,11 @@ class ShmReceiver:
         self._forgotten = max(self._forgotten, transfer)
         self._early = [frame for frame in self._early if frame.transfer > self._forgotten]
 
+    @property
+    def readable(self) -> bool:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        return bool(self._early) or is_readable(self._sock)
+
     def close(self, reason: str) -> None:
         if self._error is None:
             self._error = PeerUnavailableError(reason)
@@ -242,6 +303,9 @@ class ShmReceiver:
         while True:
             message, descriptor = self._message(transfer, deadline)
             magic, kind, wire, group, number, offset, num_elements, segment, at, slot = _MESSAGE.unpack(message)
+            if magic == _INLINE and descriptor is None:
+                tensor = self._inline(from_wire_dtype(wire), num_elements, transfer, deadline)
+                return Frame(kind, number, group, offset, tensor)
             if magic == _SEGMENT and descriptor is not None and segment == len(self._segments):
                 try:
                     self._segments.append(Segment.attach(descriptor, num_elements))
@@ -264,28 +328,54 @@ class ShmReceiver:
             weakref.finalize(array, _release, weakref.ref(self), slot)
             return Frame(kind, number, group, offset, torch.from_numpy(array).view(dtype))
 
+    def _inline(self, dtype: torch.dtype, num_elements: int, transfer: int, deadline: float) -> torch.Tensor:
+        """The payload that follows in the socket."""
+        num_bytes = num_elements * dtype.itemsize
+        if not 0 < num_bytes <= INLINE_BYTES:
+            raise FrameError(f"{self._peer} sent no frame: {num_elements:,} elements of {dtype} in the socket")
+        tensor = torch.empty(num_elements, dtype=dtype)
+        view, num_read = byte_view(tensor), 0
+        while num_read < num_bytes:
+            with self._waiting(transfer, deadline):
+                count = self._sock.recv_into(view[num_read:], 0, socket.MSG_WAITALL)
+                self._check_open(count)
+                num_read += count
+        self._meter.received_bytes += num_bytes
+        return tensor
+
     def _message(self, transfer: int, deadline: float) -> tuple[bytes, int | None]:
         message, descriptor = b"", None
         while len(message) < _MESSAGE.size:
-            if self._error is not None:
-                raise self._error
-            try:
+            part = b""
+            with self._waiting(transfer, deadline):
                 part, came = receive_descriptor(self._sock, _MESSAGE.size - len(message))
-            except (BlockingIOError, TimeoutError):
-                if time.monotonic() > deadline:
-                    self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
-                    raise self._error from None
-                self._on_wait()
-                continue
-            except OSError as error:
-                raise self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}") from None
+                self._check_open(len(part))
             if not part:
-                raise self._error or PeerUnavailableError(f"{self._peer} closed the lane")
+                continue
             message += part
             if came is not None and descriptor is not None:
                 os.close(descriptor)
             descriptor = came if came is not None else descriptor
         return message, descriptor
+
+    @contextlib.contextmanager
+    def _waiting(self, transfer: int, deadline: float) -> Iterator[None]:
+        """Around one read: it may end without anything, to be tried again."""
+        if self._error is not None:
+            raise self._error
+        try:
+            yield
+        except (BlockingIOError, TimeoutError):
+            if time.monotonic() > deadline:
+                self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
+                raise self._error from None
+            self._on_wait()
+        except OSError as error:
+            raise self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}") from None
+
+    def _check_open(self, num_read: int) -> None:
+        if not num_read:
+            raise self._error or PeerUnavailableError(f"{self._peer} closed the lane")
 
     def released(self, slot: int) -> None:
         """Nobody looks at a frame any more: its slot goes back."""
@@ -316,7 +406,14 @@ class ShmLane(ShmSender):
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
         """See :class:`stratagem.rpc.lane.ReceivingLane`."""
+        if self._cork is not None:
+            self.uncork()
         return self._receiver.receive(transfer, deadline, into)
+
+    @property
+    def readable(self) -> bool:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        return self._receiver.readable
 
     def forget(self, transfer: int) -> None:
         """See :class:`stratagem.rpc.lane.ReceivingLane`."""

@@ -311,6 +311,32 @@ def test_an_impatient_sender_gives_up_a_reader_that_holds_everything() -> None:
     receiver.close("done")
 
 
+@pytest.mark.parametrize("make", [tcp_pair, lambda: tcp_pair(tls=True), shm_pair], ids=["tcp", "tcp with TLS", "shm"])
+def test_corked_frames_leave_at_the_end_in_their_order(make: Any) -> None:
+    with make() as pair:
+        sizes = [3, 1000, 5, 400_000, 7, 20_000, 2]  # in the last of which nothing but the end of the block sends
+        with pair.sender.corked():
+            send(pair, torch.ones(3), offset=1)
+            assert not pair.receiver.readable
+            for number, size in enumerate(sizes):
+                send(pair, torch.full((size,), float(number)))
+        assert pair.receiver.receive(0, soon()).offset == 1
+        for number, size in enumerate(sizes):
+            assert torch.equal(pair.receiver.receive(0, soon()).tensor, torch.full((size,), float(number)))
+
+
+def test_an_impatient_sender_never_waits_for_who_does_not_read_small_frames() -> None:
+    outward, inward = socket.socketpair()
+    sender = ShmSender(outward, "b", BytesMeter(), lambda: 40 << 20, patient=False)
+    receiver = ShmReceiver(inward, "a", BytesMeter())
+    for number in range(60):  # 1.4 MB, in a socket that takes a fraction of it
+        sender.send(KIND, 1, 0, 0, lambda number=number: [torch.full((6000,), float(number))], 6000)  # type: ignore[misc]
+    for number in range(60):
+        assert torch.equal(receiver.receive(0, soon()).tensor, torch.full((6000,), float(number)))
+    sender.close("done")
+    receiver.close("done")
+
+
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_forked_children_neither_hold_a_lane_open_nor_speak_on_it(kind: str) -> None:
     script = Path(__file__).with_name("forked.py")

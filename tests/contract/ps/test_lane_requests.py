@@ -1,0 +1,180 @@
+"""What a worker asks once a step, over every lane: the same answers and errors as the RPCs of those names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.cluster.communication import Transport
+from stratagem.errors import JobStoppedError, LimitError, PeerUnavailableError, ProtocolError, SequenceError
+from stratagem.ps.servicer import SERVICE, ParameterServerServicer
+from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.specs import Limits
+from stratagem.ps.store import Store
+from stratagem.rpc.codec import Frame
+from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2
+from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.security import OPEN
+from stratagem.rpc.server import add_servicer, serve
+from stratagem.worker.ps_client import PsClient
+from tests.unit.ps.driver import CALL, CHIEF, poll
+
+SIZE = 6
+MAX_IDS = 100
+
+
+class Worker:
+    """A worker with one group of one variable, whose value is zero."""
+
+    def __init__(self, address: str, transport: Transport, name: str = "worker:0") -> None:
+        self.tasks = [common_pb2.TaskInfo(task="ps:0", address=address, live=True)]
+        session: Any = SimpleNamespace(
+            task=name,
+            incarnation=1,
+            security=OPEN,
+            membership=chief_pb2.Membership(tasks=self.tasks),
+            raise_if_stopped=lambda: None,
+            wait_stopped=lambda timeout_s: None,
+        )
+        self.session = session
+        self.client = PsClient(session, 0, BytesMeter(), 5.0, 1 << 20, transport)
+        self.client.connect()
+        shard = ps_pb2.ShardSpec(variable="w", shape=[SIZE], num_rows=SIZE)
+        group = ps_pb2.GroupSpec(group=1, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
+        self.client.call("CreateVariables", ps_pb2.CreateVariablesRequest(groups=[group], can_initialize=True))
+        values = self.stage(torch.zeros(SIZE), frame_pb2.VALUES)
+        self.client.call("AssignValues", ps_pb2.AssignValuesRequest(values=values, groups=[1]), sequenced=True)
+
+    def stage(self, flat: torch.Tensor, kind: int = frame_pb2.GRADIENT) -> ps_pb2.TransferRef:
+        """Sends a flat tensor."""
+        transfer = self.client.new_transfer()
+        self.client.lane.send(kind, transfer, 1, 0, lambda: [flat], flat.numel())
+        return ps_pb2.TransferRef(transfer=transfer, num_frames=1)
+
+    def request(self, index: int, **fields: Any) -> ps_pb2.CommitUpdateRequest:
+        """A commit of ones."""
+        group = ps_pb2.GroupCommit(group=1)
+        group.hyper_parameters.add().update({"lr": 0.5})
+        update = common_pb2.Update(units=[common_pb2.Unit(dataset=1, index=index)])
+        parts: dict[str, Any] = {
+            "update": update,
+            "gradients": self.stage(torch.ones(SIZE)),
+            "groups": [group],
+            "action": ps_pb2.APPLY,
+            "scale": 1.0,
+            "reply_transfer": self.client.new_transfer(),
+            "num_servers": 1,
+        }
+        return ps_pb2.CommitUpdateRequest(**{**parts, **fields})
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store(limits=Limits(max_ids_per_request=MAX_IDS), frames_timeout_s=1.0)
+
+
+@pytest.fixture(params=["shm", "tcp", "grpc"])
+def worker(store: Store, request: pytest.FixtureRequest) -> Iterator[Worker]:
+    lanes = SocketLanes(store, "127.0.0.1")
+    servicer = ParameterServerServicer(store, lanes, 8 << 20)
+    running = serve(
+        "127.0.0.1:0",
+        lambda server: add_servicer(SERVICE, servicer, server),
+        services=[SERVICE.full_name],
+        limits=ServerLimits(max_message_bytes=8 << 20),
+        insecure=False,
+    )
+    made = Worker(running.address, request.param)
+    yield made
+    made.client.close("the test is over")
+    store.state.close_lanes(JobStoppedError("the test is over", 0))
+    lanes.close()
+    running.stop(0.2)
+
+
+def test_an_update_is_applied_once_and_brings_the_weights(worker: Worker) -> None:
+    weights = torch.zeros(SIZE)
+
+    def write(frame: Frame) -> None:
+        weights.copy_(frame.tensor)
+
+    request = worker.request(0)
+    call = worker.client.start("CommitUpdate", request, sequenced=True)
+    poll(lambda: call.done)
+    reply = call.result(write)
+    assert reply.applied and torch.equal(weights, torch.full((SIZE,), -0.5))
+    request.reply_transfer = worker.client.new_transfer()
+    again = worker.client.restart("CommitUpdate", request)
+    assert not again.result().applied
+    kept: list[torch.Tensor] = []
+    again.result(lambda frame: kept.append(frame.tensor.clone()))
+    assert [torch.equal(one, weights) for one in kept] == [True]
+    want = ps_pb2.PullWeightsRequest.Want(group=1, have=reply.versions[0].version)
+    pull = ps_pb2.PullWeightsRequest(groups=[want], reply_transfer=worker.client.new_transfer())
+    assert worker.client.start("PullWeights", pull).result().versions[0].num_frames == 0
+
+
+def test_facts_of_a_gradient(worker: Worker) -> None:
+    commit = worker.request(0)
+    prepare = ps_pb2.PrepareUpdateRequest(
+        update=commit.update, gradients=commit.gradients, groups=commit.groups, want_facts=True
+    )
+    facts = worker.client.start("PrepareUpdate", prepare, sequenced=True).result()
+    assert facts.finite and facts.squared_norm == pytest.approx(SIZE)
+
+
+def test_refusals_are_the_errors_of_the_rpc_and_the_lane_goes_on(worker: Worker) -> None:
+    def refused(change: Callable[[ps_pb2.CommitUpdateRequest], None]) -> None:
+        request = worker.request(0)
+        change(request)
+        worker.client.start("CommitUpdate", request, sequenced=True).result()
+
+    with pytest.raises(ProtocolError, match="finite scale"):
+        refused(lambda request: setattr(request, "scale", float("inf")))
+    with pytest.raises(ProtocolError, match="APPLY or SKIP"):
+        refused(lambda request: setattr(request, "action", 7))
+    far = worker.request(0)
+    far.sender.CopyFrom(common_pb2.Sender(task="worker:0", incarnation=1, sequence=900))
+    with pytest.raises(SequenceError, match="say Hello"):
+        worker.client.restart("CommitUpdate", far).result()
+    with pytest.raises(LimitError, match="units"):
+        refused(lambda request: setattr(request.update.units[0], "index", 1 << 60))
+    assert worker.client.start("CommitUpdate", worker.request(1), sequenced=True).result().applied
+
+
+@pytest.mark.parametrize("case", ["another name", "no message", "too many entries"])
+def test_what_cannot_be_ends_the_lane_and_changes_nothing(worker: Worker, store: Store, case: str) -> None:
+    client = worker.client
+    closes = [ps_pb2.UnitClose(unit=common_pb2.Unit(dataset=1, index=index)) for index in range(MAX_IDS)]
+    request = worker.request(0, closes=closes if case == "too many entries" else [])
+    if case == "another name":
+        worker.session.incarnation = 2
+    elif case == "no message":
+        client.lane.send(frame_pb2.COMMIT_UPDATE, 5, 0, 0, lambda: [torch.full((9,), 255, dtype=torch.uint8)], 9)
+    with pytest.raises((PeerUnavailableError, LimitError, ProtocolError)):
+        client.start("CommitUpdate", request, sequenced=True).result()
+    poll(lambda: not store.state.senders.lanes())
+    assert store.state.locked_groups[1].group.num_updates == 0
+
+
+def test_a_worker_that_leaves_while_its_commit_waits_is_noticed(worker: Worker, store: Store) -> None:
+    store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
+    worker.client.start("CommitUpdate", worker.request(0), sequenced=True)
+    worker.client.close("it leaves")
+    poll(lambda: not store.state.senders.lanes())
+    assert store.state.locked_groups[1].group.num_updates == 0
+
+
+def test_a_worker_does_not_wait_for_a_ps_that_the_chief_has_lost(worker: Worker, store: Store) -> None:
+    store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
+    call = worker.client.start("CommitUpdate", worker.request(0), sequenced=True)
+    lost = common_pb2.TaskInfo(task="ps:0", address=worker.tasks[0].address, live=False)
+    worker.session.membership = chief_pb2.Membership(tasks=[lost])
+    with pytest.raises(PeerUnavailableError, match="the chief has lost ps:0"):
+        call.result()
+    store.checkpoints.release_commits(5)
