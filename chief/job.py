@@ -122,7 +122,16 @@ class ChiefJob:
             resume=self._resume,
         )
         self._waits = Waits(clock)
-        self._maintenance = Maintenance(self)
+        self._maintenance = Maintenance(
+            config,
+            self.sessions,
+            self.journal,
+            self.ps_pool,
+            self.recovery,
+            self.saving,
+            spawn=self.spawn,
+            stop=self.stop,
+        )
         self.counting = Counting(
             self.sessions,
             self.lease_book,

@@ -6,10 +6,10 @@ import dataclasses
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import LimitError, ProtocolError, StratagemError
+from stratagem.ps.applying import Applying
 from stratagem.ps.merge import SliceGradient, any_present, facts_of, join_facts, merge_slices
 from stratagem.ps.requests import (
     CommitResult,
@@ -26,9 +26,6 @@ from stratagem.ps.runs import presence
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.state import Call, StoreState
 from stratagem.ps.sync_steps import Contribution, StepKey
-
-if TYPE_CHECKING:
-    from stratagem.ps.commits import Commits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class SyncCommits:
         commits: applies what is merged here.
     """
 
-    def __init__(self, state: StoreState, commits: Commits) -> None:
+    def __init__(self, state: StoreState, commits: Applying) -> None:
         self._state = state
         self._commits = commits
         self._merging = threading.RLock()
