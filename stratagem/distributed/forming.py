@@ -69,7 +69,7 @@ def form(
     token = Token(meeting.hear("the token", lambda: secrets.token_hex(32)))
     security = _security(config, token)
     host = own_host(config, os.environ)
-    meter = BytesMeter()
+    members, meter = StoreMembers(rank, tasks, security), BytesMeter()
     with ExitStack() as undo:
         entrance = RingService(
             host,
@@ -92,7 +92,7 @@ def form(
         words = meeting.exchange("the address", f"{server.address} {place_of_this_process()}")
         addresses = [word.partition(" ")[0] for word in words]
         _check_reachable(tasks, addresses, [word.partition(" ")[2] for word in words])
-        members = StoreMembers(rank, tasks, addresses, security)
+        members.met(addresses)
         member = RingMember(entrance, members, meter)
         undo.callback(member.close, "the process group did not form")
         communicator = member.form(options, torch.device("cpu"), timeout_s)

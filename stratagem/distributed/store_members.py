@@ -75,23 +75,28 @@ class StoreMembers:
     Args:
         rank: this rank.
         tasks: task id of every rank, in rank order.
-        addresses: host:port of every rank's server, in rank order.
         security: of this process.
     """
 
-    def __init__(self, rank: int, tasks: Sequence[str], addresses: Sequence[str], security: Security) -> None:
+    def __init__(self, rank: int, tasks: Sequence[str], security: Security) -> None:
         self.task = tasks[rank]
         self.incarnation = 1
+        self.membership = chief_pb2.Membership()
+        """Empty at first: who calls before this rank has met the others is told to ask again."""
+        self.security = security
+        self._tasks = tasks
+        self._ended = threading.Event()
+
+    def met(self, addresses: Sequence[str]) -> None:
+        """Everybody has come, and serves at these addresses, in rank order."""
         self.membership = chief_pb2.Membership(
             ready=True,
-            lead=tasks[0],
+            lead=self._tasks[0],
             tasks=[
                 common_pb2.TaskInfo(task=task, address=address, incarnation=1, live=True)
-                for task, address in zip(tasks, addresses, strict=True)
+                for task, address in zip(self._tasks, addresses, strict=True)
             ],
         )
-        self.security = security
-        self._ended = threading.Event()
 
     def on_membership(self, callback: Callable[[chief_pb2.Membership], None]) -> None:
         """Nothing ever changes."""
