@@ -7,6 +7,7 @@ next job in the folder removes what nobody came for, and an old file says nothin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import time
@@ -51,5 +52,18 @@ def take_end(directory: str, task: str) -> JobStoppedError | None:
     return JobStoppedError(f"{reason} (written in {directory}; the chief has ended)", 0) if is_new else None
 
 
-def _path(directory: str, task: str) -> pathlib.Path:
-    return pathlib.Path(directory) / f"ended-{task.replace(':', '-')}"
+def note_run(directory: str, task: str, run_id: str) -> None:
+    """Writes that a task has ended well in a run of its supervisor; without a folder or an id nothing is written."""
+    if directory and run_id:
+        with contextlib.suppress(OSError):  # as before there were such files: the task runs again
+            _path(directory, task, "ran").write_text(run_id)
+
+
+def has_run(directory: str, task: str, run_id: str) -> bool:
+    """Whether a task has ended well in this run of its supervisor already."""
+    path = _path(directory, task, "ran")
+    return bool(directory and run_id) and path.is_file() and path.read_text() == run_id
+
+
+def _path(directory: str, task: str, kind: str = "ended") -> pathlib.Path:
+    return pathlib.Path(directory) / f"{kind}-{task.replace(':', '-')}"

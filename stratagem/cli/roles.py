@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import click
 
+from stratagem.checkpoint.ended import has_run, note_run
 from stratagem.cli.options import configure, role_options
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
@@ -18,6 +20,8 @@ from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.joining import ask_for_cluster
 from stratagem.rpc.logs import configure_logging
+
+logger = logging.getLogger(__name__)
 
 _SCRIPT = {"ignore_unknown_options": False, "allow_interspersed_args": False}
 
@@ -34,6 +38,19 @@ def _refuse_without_chief(config: RoleConfig) -> None:
         raise ClusterSpecError(
             f"{config.task} needs the address of the chief: give --chief host:port, --cluster FILE or TF_CONFIG"
         )
+
+
+def _once(config: RoleConfig, run: Callable[..., int], *arguments: object) -> int:
+    """Runs a role, unless it has ended well under this ``run_id`` before: nobody is there any more to meet it again."""
+    folder = str(getattr(config, "checkpoint_dir", ""))
+    if has_run(folder, config.task, config.run_id):
+        configure_logging(config.task, config.log_format)
+        logger.info("%s has ended well in this run already, says %s", config.task, folder)
+        return 0
+    code = run(*arguments)
+    if code == 0:
+        note_run(folder, config.task, config.run_id)
+    return code
 
 
 def script_environment(
@@ -60,7 +77,7 @@ def chief_command(cluster_file: Path | None, **flags: Any) -> int:
     """Coordinate a job: sessions, leases, clocks, checkpoints. Runs no user code."""
     resolved, _ = configure("chief", cluster_file, flags)
     configure_logging(resolved.config.task, resolved.config.log_format)
-    return role_entry("chief")(resolved.config)
+    return _once(resolved.config, role_entry("chief"), resolved.config)
 
 
 @click.command("ps")
@@ -70,7 +87,7 @@ def ps_command(cluster_file: Path | None, **flags: Any) -> int:
     resolved, _ = configure("ps", cluster_file, flags)
     _refuse_without_chief(resolved.config)
     configure_logging(resolved.config.task, resolved.config.log_format)
-    return role_entry("ps")(resolved.config)
+    return _once(resolved.config, role_entry("ps"), resolved.config)
 
 
 def _run_script(
@@ -88,7 +105,7 @@ def _run_script(
     if role == "evaluator":
         _refuse_without_chief(config)
     os.environ.update(script_environment(resolved, placement, os.environ))
-    return role_entry(role)(config, str(script), list(args))
+    return _once(config, role_entry(role), config, str(script), list(args))
 
 
 @click.command("worker", context_settings=_SCRIPT)

@@ -39,6 +39,9 @@ class RoleConfig(pydantic.BaseModel):
     """Seconds to wait for a peer that restarts before giving up with its name."""
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds to wait for the whole cluster to come up."""
+    run_id: str = ""
+    """What supervises this task calls its run, for example the uid of a Kubernetes Job. A task that has ended well in
+    one, and is started in it again (its pod was deleted while it ended), ends at once. Needs checkpoint_dir."""
 
 
 class ServerConfig(RoleConfig):

@@ -45,7 +45,7 @@ class Pod:
         self.log = folder / f"{spec['hostname']}.log"
         self.exit_codes: list[int] = []
         self.process: subprocess.Popen[bytes] | None = None
-        own = {each["name"]: each["value"] for each in self.container["env"]}
+        own = {each["name"]: each["value"] for each in self.container["env"] if "value" in each}
         inherited = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
         self._places = {JOB_FOLDER: str(folder), TLS_FOLDER: str(folder / spec["hostname"] / "tls")}
         for secret in (each["secret"] for each in spec["volumes"] if each["name"] == "tls"):

@@ -149,7 +149,7 @@ def _container(
         "imagePullPolicy": "IfNotPresent",
         "command": command_of(workload, role),
         "envFrom": [{"configMapRef": {"name": workload.name}}],
-        "env": [*variables, *_threads(machine_of(workload, role))],
+        "env": [*variables, *_run(workload), *_threads(machine_of(workload, role))],
         **(_probes(workload) if serves else {}),
         "resources": _resources(machine_of(workload, role)),
         "securityContext": {
@@ -179,6 +179,13 @@ def _probes(workload: Workload) -> Object:
 
 def _ask(*flags: str) -> Object:
     return {"exec": {"command": ["stratagem", "health", *flags]}}
+
+
+def _run(workload: Workload) -> list[Object]:
+    """The uid of the Job: a pod of it that was deleted while it ended well is made again."""
+    if workload.chosen_strategy in ONE_PROCESS:
+        return []
+    return [{"name": "STRATAGEM_RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['controller-uid']"}}}]
 
 
 def _threads(machine: MachineConfig) -> list[Object]:

@@ -155,6 +155,12 @@ spec:
           env:
             - name: STRATAGEM_TASK
               value: "{{ .role }}:{{ .index }}"
+            {{- if include "stratagem.cluster" .root }}
+            - name: STRATAGEM_RUN_ID
+              valueFrom:
+                fieldRef:
+                  fieldPath: metadata.labels['controller-uid']
+            {{- end }}
             - name: OMP_NUM_THREADS
               value: {{ $cores | quote }}
             - name: STRATAGEM_NUM_THREADS

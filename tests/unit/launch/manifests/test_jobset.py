@@ -30,9 +30,11 @@ def environment_in(spec: Object, config: Object, replicated: str, index: int) ->
     environment = dict(config["data"])
     for each in container["env"]:
         if "valueFrom" in each:
-            field = each["valueFrom"]["fieldRef"]["fieldPath"]
-            assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-            environment[each["name"]] = str(index)
+            fields = {
+                "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+                "metadata.labels['controller-uid']": "the uid of the job",
+            }
+            environment[each["name"]] = fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         else:
             environment[each["name"]] = each["value"].replace("$(TASK_INDEX)", environment.get("TASK_INDEX", ""))
     return environment

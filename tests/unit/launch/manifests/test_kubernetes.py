@@ -27,7 +27,7 @@ def pods_of(workload: Workload) -> dict[str, dict[str, Any]]:
 def environment_of(workload: Workload, job: str) -> dict[str, str]:
     (config,) = (each["data"] for each in kubernetes.render(workload) if each["kind"] == "ConfigMap")
     variables = pods_of(workload)[job]["containers"][0]["env"]
-    return {**config, **{each["name"]: each["value"] for each in variables}}
+    return {**config, **{each["name"]: each["value"] for each in variables if "value" in each}}
 
 
 def test_every_task_is_a_job_with_a_name_of_its_own() -> None:
