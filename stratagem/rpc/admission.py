@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
-import grpc
-import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from stratagem.errors import LimitError, ProtocolError
-from stratagem.rpc.handlers import behaviour_of, replaced, streaming_like
+from stratagem.rpc.handlers import AioWrappingInterceptor, WrappingInterceptor, replaced, streaming_like
 from stratagem.rpc.limits import CallCounter, CountedCall, ServerLimits, check_ids
-
-if TYPE_CHECKING:  # generic in the stubs only
-    _Interceptor = grpc.ServerInterceptor[Any, Any]
-    _AioInterceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.ServerInterceptor
-    _AioInterceptor = grpc.aio.ServerInterceptor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +63,7 @@ class _Gate:
         return request
 
 
-class AdmissionInterceptor(_Interceptor):
+class AdmissionInterceptor(WrappingInterceptor):
     """Sync servers. Every method takes a stream here: so a call is counted before its request is read.
 
     Args:
@@ -83,16 +74,8 @@ class AdmissionInterceptor(_Interceptor):
         self._limits = limits
         self._counter = CallCounter(limits)
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler: Any = continuation(handler_call_details)
-        if handler is None:
-            return None
-        gate = _Gate(handler_call_details.method, self._limits, self._counter)
-        inner = behaviour_of(handler)
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
+        gate = _Gate(method, self._limits, self._counter)
 
         def requests_of(call: CountedCall, requests: Iterator[Any]) -> Any:
             if handler.request_streaming:
@@ -109,26 +92,18 @@ class AdmissionInterceptor(_Interceptor):
             with gate.counter.counted(peer_of(context), context.cancel) as call:
                 yield from inner(requests_of(call, requests), context)
 
-        return _taking_streams(handler, answering, streaming)  # type: ignore[no-any-return]
+        return _taking_streams(handler, answering, streaming)
 
 
-class AioAdmissionInterceptor(_AioInterceptor):
+class AioAdmissionInterceptor(AioWrappingInterceptor):
     """The same for ``grpc.aio`` servers."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self._counter = CallCounter(limits)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        gate = _Gate(handler_call_details.method, self._limits, self._counter)
-        inner = behaviour_of(handler)
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
+        gate = _Gate(method, self._limits, self._counter)
 
         async def checked(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
             async for request in requests:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
-import grpc
-import grpc.aio
 from google.protobuf.message import Message
 
 from stratagem.errors import IdentityError
 from stratagem.rpc.generated import chief_pb2
-from stratagem.rpc.handlers import behaviour_of, replaced, streaming_like
+from stratagem.rpc.handlers import AioWrappingInterceptor, WrappingInterceptor, replaced, streaming_like
 from stratagem.rpc.permissions import OPEN_METHODS, authorize
 from stratagem.rpc.security import Security
 
 SENDER_KEY = "stratagem-task"
 """Metadata of a grpc lane: the task that it speaks for."""
-
-if TYPE_CHECKING:  # generic in the stubs only
-    _Interceptor = grpc.ServerInterceptor[Any, Any]
-    _AioInterceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.ServerInterceptor
-    _AioInterceptor = grpc.aio.ServerInterceptor
 
 
 class _Guard:
@@ -72,7 +63,7 @@ def _sender_of(request: Any) -> str | None:
     return None
 
 
-class AuthorizationInterceptor(_Interceptor):
+class AuthorizationInterceptor(WrappingInterceptor):
     """Sync servers.
 
     Args:
@@ -82,16 +73,8 @@ class AuthorizationInterceptor(_Interceptor):
     def __init__(self, security: Security) -> None:
         self._security = security
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler: Any = continuation(handler_call_details)
-        if handler is None:
-            return None
-        guard = _Guard(self._security, handler_call_details.method)
-        inner = behaviour_of(handler)
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
+        guard = _Guard(self._security, method)
 
         def checked(identity: str, requests: Iterator[Any]) -> Iterator[Any]:
             for request in requests:
@@ -108,25 +91,17 @@ class AuthorizationInterceptor(_Interceptor):
         def streaming(request: Any, context: Any) -> Iterator[Any]:
             yield from admitted(request, context)
 
-        return replaced(handler, admitted, streaming)  # type: ignore[no-any-return]
+        return replaced(handler, admitted, streaming)
 
 
-class AioAuthorizationInterceptor(_AioInterceptor):
+class AioAuthorizationInterceptor(AioWrappingInterceptor):
     """The same for ``grpc.aio`` servers."""
 
     def __init__(self, security: Security) -> None:
         self._security = security
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        guard = _Guard(self._security, handler_call_details.method)
-        inner = behaviour_of(handler)
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
+        guard = _Guard(self._security, method)
 
         async def checked(identity: str, requests: Any) -> AsyncIterator[Any]:
             async for request in requests:

@@ -6,8 +6,8 @@ The reason travels as ``ErrorInfo`` (``grpcio-status``), so that a client sees t
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,7 +16,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from stratagem import errors
-from stratagem.rpc.handlers import behaviour_of, replaced, streaming_like
+from stratagem.rpc.handlers import AioWrappingInterceptor, WrappingInterceptor, replaced, streaming_like
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
@@ -110,14 +110,6 @@ def _known_error(status: status_pb2.Status) -> errors.StratagemError | None:
     return None
 
 
-if TYPE_CHECKING:  # generic in the stubs only
-    _Interceptor = grpc.ServerInterceptor[Any, Any]
-    _AioInterceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.ServerInterceptor
-    _AioInterceptor = grpc.aio.ServerInterceptor
-
-
 def log_refusal(method: str, error: errors.StratagemError) -> None:
     """A line about a request that was refused.
 
@@ -135,18 +127,10 @@ def log_failure(method: str, error: Exception) -> None:
     THROTTLE.log(logger, logging.ERROR, f"{name} failed", "%s failed", name, exc_info=error)
 
 
-class ErrorInterceptor(_Interceptor):
+class ErrorInterceptor(WrappingInterceptor):
     """Sync servers: domain errors raised by a servicer become statuses, and a log line."""
 
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler: Any = continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
 
         def unary(request: Any, context: grpc.ServicerContext) -> Any:
             try:
@@ -170,22 +154,13 @@ class ErrorInterceptor(_Interceptor):
                     log_failure(method, error)
                 raise
 
-        inner = behaviour_of(handler)
-        return replaced(handler, unary, streaming)  # type: ignore[no-any-return]
+        return replaced(handler, unary, streaming)
 
 
-class AioErrorInterceptor(_AioInterceptor):
+class AioErrorInterceptor(AioWrappingInterceptor):
     """The same for ``grpc.aio`` servers."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
 
         async def unary(request: Any, context: Any) -> Any:
             try:
@@ -213,7 +188,6 @@ class AioErrorInterceptor(_AioInterceptor):
                 raise
             await _abort(context, status)
 
-        inner = behaviour_of(handler)
         return replaced(handler, unary, streaming_like(inner, unary, generating))
 
 

@@ -1,10 +1,54 @@
-"""gRPC's handlers, as the interceptors take them apart and put them together again."""
+"""gRPC's handlers, and interceptors that put something around what a handler calls."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+if TYPE_CHECKING:  # generic in the stubs only
+    _Sync = grpc.ServerInterceptor[Any, Any]
+    _Aio = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Sync = grpc.ServerInterceptor
+    _Aio = grpc.aio.ServerInterceptor
+
+
+class WrappingInterceptor(_Sync):
+    """Of sync servers: every method is called through what :meth:`wrap` makes of it."""
+
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
+        """The handler of a method in the place of ``handler``, which calls ``inner``."""
+        raise NotImplementedError
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        return self.wrap(handler, behaviour_of(handler), handler_call_details.method)  # type: ignore[no-any-return]
+
+
+class AioWrappingInterceptor(_Aio):
+    """The same for ``grpc.aio`` servers."""
+
+    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
+        """See :meth:`WrappingInterceptor.wrap`."""
+        raise NotImplementedError
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.wrap(handler, behaviour_of(handler), handler_call_details.method)
 
 
 def behaviour_of(handler: Any) -> Callable[..., Any]:
