@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from stratagem.chief.tallies import TallyName
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 
 
 class Agreements:
@@ -15,20 +15,20 @@ class Agreements:
         decided: by earlier lives of the chief.
     """
 
-    def __init__(self, decided: dict[TallyName, int]) -> None:
+    def __init__(self, decided: dict[Topic, int]) -> None:
         self._decided = decided
-        self._said: dict[TallyName, dict[Incarnation, int]] = {}
+        self._said: dict[Topic, dict[Incarnation, int]] = {}
         self._members: dict[str, set[Incarnation]] = {}
         self._left: dict[str, set[Incarnation]] = {}
 
-    def say(self, incarnation: Incarnation, topic: TallyName, value: int) -> None:
+    def say(self, incarnation: Incarnation, topic: Topic, value: int) -> None:
         """``incarnation`` says a number; from now on it takes part in the group."""
         self._members.setdefault(topic.group, set()).add(incarnation)
         self._left.get(topic.group, set()).discard(incarnation)
         if topic not in self._decided:
             self._said.setdefault(topic, {})[incarnation] = value
 
-    def decided(self, topic: TallyName) -> int | None:
+    def decided(self, topic: Topic) -> int | None:
         """What was decided."""
         return self._decided.get(topic)
 
@@ -41,7 +41,7 @@ class Agreements:
         return incarnation in self._left.get(group, ())
 
     def waits_for(
-        self, topic: TallyName, live: Sequence[Incarnation], founders: Collection[Incarnation]
+        self, topic: Topic, live: Sequence[Incarnation], founders: Collection[Incarnation]
     ) -> list[Incarnation]:
         """Live workers that take part and have not said their number.
 
@@ -58,11 +58,11 @@ class Agreements:
             if incarnation in members and incarnation not in said and not self.has_left(incarnation, topic.group)
         ]
 
-    def outcome(self, topic: TallyName) -> int:
+    def outcome(self, topic: Topic) -> int:
         """The largest number said about a topic."""
         return max(self._said.get(topic, {}).values(), default=0)
 
-    def forget(self, topic: TallyName) -> None:
+    def forget(self, topic: Topic) -> None:
         """The topic is decided: what each said is of no interest any more."""
         self._said.pop(topic, None)
 

@@ -12,9 +12,10 @@ from stratagem.chief.evaluations import Evaluations, RunningEvaluation, Versions
 from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import Leases
 from stratagem.chief.lending import EvaluationPass, LeaseRequest
+from stratagem.chief.metric_states import MetricState
 from stratagem.chief.ps_pool import PsPool
-from stratagem.chief.tallies import Delta, TallyName
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 from stratagem.errors import PeerUnavailableError, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class EvaluationUnits:
         changed: ChangeEvent,
         *,
         num_ps: int,
-        write: Callable[[Delta], None],
+        write: Callable[[MetricState], None],
     ) -> None:
         self._ps_pool = ps_pool
         self._commit_hold = commit_hold
@@ -50,9 +51,9 @@ class EvaluationUnits:
         self._write = write
         self._pinning = asyncio.Lock()
         self.evaluations = Evaluations()
-        tallies = journal.history.tallies
+        metric_states = journal.history.metric_states
         for name, pin in journal.history.evaluations.items():
-            self.evaluations.restore(name, pin, tallies.units(name), tallies.logs(name) is not None)
+            self.evaluations.restore(name, pin, metric_states.units(name), metric_states.logs(name) is not None)
 
     async def accept(self, request: LeaseRequest) -> None:
         """Takes in what was counted.
@@ -65,15 +66,15 @@ class EvaluationUnits:
         name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
         if evaluated.attempt != evaluation.attempt:
             return
-        for delta in request.deltas:
-            if delta.unit.index >= evaluation.plan.num_units:
+        for state in request.states:
+            if state.unit.index >= evaluation.plan.num_units:
                 raise ProtocolError(
-                    f"{request.incarnation} counted {delta.unit} of {name}, which has {evaluation.plan.num_units} units"
+                    f"{request.incarnation} counted {state.unit} of {name}, which has {evaluation.plan.num_units} units"
                 )
-            self._journal.history.tallies.check(delta)
+            self._journal.history.metric_states.check(state)
             # Whoever has it leased: the first who counted it does, as after a restart of the chief.
-            if evaluation.leases.settle(delta.unit.index):
-                self._write(delta)
+            if evaluation.leases.mark_accepted(state.unit.index):
+                self._write(state)
                 if evaluation.leases.closed:
                     self._changed.notify()
 
@@ -103,7 +104,7 @@ class EvaluationUnits:
         """Of whoever holds units."""
         return f"to finish their part of {_evaluated(request).name}"
 
-    async def _pin(self, name: TallyName, evaluation: RunningEvaluation) -> None:
+    async def _pin(self, name: Topic, evaluation: RunningEvaluation) -> None:
         """Holds commits and notes of which weights the evaluation is, unless that is so, or it is over."""
         async with self._pinning:
             if evaluation.is_pinned or evaluation.is_proven:
@@ -114,7 +115,7 @@ class EvaluationUnits:
             self._note(name, evaluation, await self._versions())
             evaluation.is_pinned = True
 
-    async def _prove(self, name: TallyName, evaluation: RunningEvaluation) -> None:
+    async def _prove(self, name: Topic, evaluation: RunningEvaluation) -> None:
         """Everything is counted: it counts if the weights are what they were."""
         async with self._pinning:
             if evaluation.is_proven:
@@ -124,7 +125,7 @@ class EvaluationUnits:
                 await self._let_go(evaluation)
         self._changed.notify()
 
-    def _note(self, name: TallyName, evaluation: RunningEvaluation, versions: Versions) -> bool:
+    def _note(self, name: Topic, evaluation: RunningEvaluation, versions: Versions) -> bool:
         before = evaluation.record
         begins_anew = evaluation.pin(versions)
         if begins_anew:

@@ -12,8 +12,8 @@ from typing import Any
 
 from stratagem.chief.lease_book import Leases
 from stratagem.chief.leases import EpochLeases
-from stratagem.chief.tallies import TallyName
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError
 
@@ -82,26 +82,26 @@ class Evaluations:
     """The evaluations of a job."""
 
     def __init__(self) -> None:
-        self._all: dict[TallyName, RunningEvaluation] = {}
+        self._all: dict[Topic, RunningEvaluation] = {}
 
-    def items(self) -> Iterator[tuple[TallyName, RunningEvaluation]]:
+    def items(self) -> Iterator[tuple[Topic, RunningEvaluation]]:
         """All that were begun."""
         return iter(list(self._all.items()))
 
-    def restore(self, name: TallyName, pin: Pin, counted: Iterable[Unit], is_settled: bool) -> None:
+    def restore(self, name: Topic, pin: Pin, counted: Iterable[Unit], is_over: bool) -> None:
         """An earlier incarnation of the chief had begun it.
 
         Args:
             name: its name.
             pin: what it has to be of.
             counted: units that were counted.
-            is_settled: it is over.
+            is_over: it is over.
         """
-        indices = range(pin.plan.num_units) if is_settled else [unit.index for unit in counted]
+        indices = range(pin.plan.num_units) if is_over else [unit.index for unit in counted]
         leases = EpochLeases(pin.plan, UnitBitmap.of(indices))
-        self._all[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_settled)
+        self._all[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)
 
-    def open(self, name: TallyName, plan: Plan) -> RunningEvaluation:
+    def open(self, name: Topic, plan: Plan) -> RunningEvaluation:
         """The evaluation of a name.
 
         Raises:
@@ -115,9 +115,7 @@ class Evaluations:
             )
         return known
 
-    def ask(
-        self, name: TallyName, incarnation: Incarnation, held: Collection[int], want: int, at_most: int = 0
-    ) -> Leases:
+    def ask(self, name: Topic, incarnation: Incarnation, held: Collection[int], want: int, at_most: int = 0) -> Leases:
         """Leases units as :meth:`EpochLeases.ask` does."""
         evaluation = self._all[name]
         leases, plan = evaluation.leases, evaluation.plan
@@ -127,7 +125,7 @@ class Evaluations:
         waits_for = () if granted or leases.closed else tuple(sorted(leases.holders() - {incarnation}))
         return Leases(granted, not granted and leases.closed, waits_for, evaluation.attempt)
 
-    def leave(self, name: TallyName, incarnation: Incarnation) -> None:
+    def leave(self, name: Topic, incarnation: Incarnation) -> None:
         """``incarnation`` has given up: its units go to others."""
         evaluation = self._all.get(name)
         if evaluation is not None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stratagem.chief.evaluations import Pin
-from stratagem.chief.tallies import Tallies, TallyName, decode_delta, decode_logs
+from stratagem.chief.metric_states import MetricStates, decode_logs, decode_state
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 
 
@@ -32,10 +33,10 @@ class JobHistory:
     """Synchronous steps that may be in progress, with the units of their slices."""
     next_step: int = 1
     updates_lost: int = 0
-    tallies: Tallies = dataclasses.field(default_factory=Tallies)
+    metric_states: MetricStates = dataclasses.field(default_factory=MetricStates)
     """What workers have counted; the chief has no other book of it."""
-    evaluations: dict[TallyName, Pin] = dataclasses.field(default_factory=dict)
-    agreed: dict[TallyName, int] = dataclasses.field(default_factory=dict)
+    evaluations: dict[Topic, Pin] = dataclasses.field(default_factory=dict)
+    agreed: dict[Topic, int] = dataclasses.field(default_factory=dict)
     """What workers have decided together."""
     checkpoint: str = ""
     """Path of the newest committed checkpoint."""
@@ -72,7 +73,7 @@ class JobHistory:
             "steps": [[number, encode_units(units)] for number, units in self.steps.items()],
             "next_step": self.next_step,
             "updates_lost": self.updates_lost,
-            "tallies": self.tallies.to_record(),
+            "metric_states": self.metric_states.to_record(),
             "evaluations": [[name.group, name.ordinal, pin.to_record()] for name, pin in self.evaluations.items()],
             "agreed": [[topic.group, topic.ordinal, value] for topic, value in self.agreed.items()],
             "checkpoint": self.checkpoint,
@@ -91,9 +92,9 @@ class JobHistory:
         self.accepted = decode_positions(record["accepted"])
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}
         self.next_step, self.updates_lost = record["next_step"], record["updates_lost"]
-        self.tallies = Tallies.from_record(record["tallies"])
-        self.evaluations = {TallyName(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
-        self.agreed = {TallyName(group, n): value for group, n, value in record["agreed"]}
+        self.metric_states = MetricStates.from_record(record["metric_states"])
+        self.evaluations = {Topic(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
+        self.agreed = {Topic(group, n): value for group, n, value in record["agreed"]}
         self.checkpoint, self.stopped = record["checkpoint"], record["stopped"]
         self.ending = record["ending"]
         self.restored, self.updates_undone = record["restored"], record["updates_undone"]
@@ -140,26 +141,26 @@ class JobHistory:
 
     def _roll_back(self, record: Mapping[str, Any]) -> None:
         self.accepted = decode_positions(record["accepted"])
-        self.tallies.keep(lambda unit: unit.index in self.accepted.get((unit.dataset, unit.epoch), UnitBitmap()))
+        self.metric_states.keep(lambda unit: unit.index in self.accepted.get((unit.dataset, unit.epoch), UnitBitmap()))
 
-    def _delta(self, record: Mapping[str, Any]) -> None:
-        self.tallies.add(decode_delta(record["delta"]))
+    def _state(self, record: Mapping[str, Any]) -> None:
+        self.metric_states.add(decode_state(record["state"]))
 
-    def _settled(self, record: Mapping[str, Any]) -> None:
-        self.tallies.settle(TallyName(*record["tally"]), decode_logs(record["logs"]))
+    def _logs_recorded(self, record: Mapping[str, Any]) -> None:
+        self.metric_states.record(Topic(*record["topic"]), decode_logs(record["logs"]))
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
-        name, pin = TallyName(*record["name"]), Pin.from_record(record["pin"])
+        name, pin = Topic(*record["name"]), Pin.from_record(record["pin"])
         known = self.evaluations.get(name)
         if known is not None and known.attempt != pin.attempt:
-            self.tallies.drop(name)
+            self.metric_states.drop(name)
         self.evaluations[name] = pin
 
     def _agreed(self, record: Mapping[str, Any]) -> None:
-        self.agreed[TallyName(*record["topic"])] = record["value"]
+        self.agreed[Topic(*record["topic"])] = record["value"]
 
     def _anew(self, record: Mapping[str, Any]) -> None:
-        self.tallies.clear()
+        self.metric_states.clear()
         self.evaluations.clear()
         self.agreed.clear()
 
@@ -191,8 +192,8 @@ _RECORDS = {
     "step": JobHistory._step,
     "close_step": JobHistory._close_step,
     "roll_back": JobHistory._roll_back,
-    "delta": JobHistory._delta,
-    "settled": JobHistory._settled,
+    "state": JobHistory._state,
+    "logs": JobHistory._logs_recorded,
     "evaluation": JobHistory._evaluation,
     "agreed": JobHistory._agreed,
     "anew": JobHistory._anew,

@@ -21,13 +21,13 @@ from stratagem.checkpoint.ended import write_end
 from stratagem.chief import checkpoints, status
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.commit_hold import CommitHold
-from stratagem.chief.counting import Counting
 from stratagem.chief.evaluation_units import EvaluationUnits
 from stratagem.chief.events import Event, Request, Stop
 from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import LeaseBook
 from stratagem.chief.lending import Lending, TrainingUnits
 from stratagem.chief.maintenance import Maintenance
+from stratagem.chief.metric_store import MetricStore
 from stratagem.chief.ps_pool import Connect, PsPool
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.restoring import Restoring
@@ -132,7 +132,7 @@ class ChiefJob:
             spawn=self.spawn,
             stop=self.stop,
         )
-        self.counting = Counting(
+        self.metric_store = MetricStore(
             self.sessions,
             self.lease_book,
             self.journal,
@@ -147,7 +147,7 @@ class ChiefJob:
             self.journal,
             self.changed,
             num_ps=config.num_ps,
-            write=self.counting.write,
+            write=self.metric_store.write,
         )
         self.training = TrainingUnits(
             self.sessions,
@@ -158,8 +158,8 @@ class ChiefJob:
             first_checkpoint=self._maintenance,
             admit=self._admit,
             waits=self._waits,
-            has_left=self.counting.has_left,
-            keep=self.counting.keep,
+            has_left=self.metric_store.has_left,
+            keep=self.metric_store.keep,
         )
         self.lending = Lending(
             self.training, self.evaluation, admit=self._admit, waits=self._waits, changed=self.changed
@@ -206,7 +206,7 @@ class ChiefJob:
     async def leave_group(self, incarnation: Incarnation, group: str) -> None:
         """Nobody need wait for the caller in a group of agreements, nor in the steps that are asked for in it."""
         await self._admit(incarnation)
-        self.counting.leave(incarnation, group)
+        self.metric_store.leave(incarnation, group)
         await self.recovery.carry_out(
             incarnation, self.lease_book.remove(self.lease_book.steps.reserved_in(incarnation, group), {})
         )
@@ -386,7 +386,7 @@ class ChiefJob:
         self.lease_book.resume(incarnation, held)
 
     def _begin_anew(self) -> None:
-        self.counting.begin_anew()
+        self.metric_store.begin_anew()
         self.evaluation.evaluations.clear()
 
     def _committed(self, committed: CommittedCheckpoint) -> None:
@@ -407,6 +407,6 @@ class ChiefJob:
             if stopping is not None:
                 raise JobStoppedError(f"the job is over: {stopping.reason}", stopping.exit_code)
             self.sessions.check(incarnation)
-            if self.sessions.ready and self.recovery.settled:
+            if self.sessions.ready and self.recovery.is_open:
                 return
             await self.changed.wait()

@@ -96,7 +96,7 @@ class LeaseBook:
             if key[0] in self.plans:
                 epoch = self.epoch(*key)
                 for index in bitmap:
-                    if index < epoch.plan.num_units and epoch.settle(index):
+                    if index < epoch.plan.num_units and epoch.mark_accepted(index):
                         self.examples_accepted += epoch.plan.unit_examples(index)
             else:
                 self._prior[key] = self._prior.get(key, UnitBitmap()) | bitmap
@@ -125,13 +125,13 @@ class LeaseBook:
         leases = self.epoch(dataset, epoch)
         units = [Unit(dataset, epoch, index) for index in leases.accept(incarnation, indices)]
         absorbed = [other for unit in units for other in self.steps.accept(unit)]
-        units += self.settle(absorbed)
+        units += self.mark_accepted(absorbed)
         self.examples_accepted += sum(leases.plan.unit_examples(u.index) for u in units if u not in absorbed)
         return units
 
-    def settle(self, units: Iterable[Unit]) -> list[Unit]:
+    def mark_accepted(self, units: Iterable[Unit]) -> list[Unit]:
         """Counts units as accepted whose holder is gone; returns those that were not."""
-        new = [unit for unit in units if self.epoch(unit.dataset, unit.epoch).settle(unit.index)]
+        new = [unit for unit in units if self.epoch(unit.dataset, unit.epoch).mark_accepted(unit.index)]
         self.examples_accepted += sum(self.plans[unit.dataset].unit_examples(unit.index) for unit in new)
         return new
 
@@ -275,7 +275,7 @@ class LeaseBook:
         removal = self.steps.remove(units, committed)
         removal.returned += [u for u in units if self.steps.find(u) is None and u not in removal.returned]
         removal.returned = [u for u in removal.returned if u not in removal.accepted]
-        removal.accepted = self.settle(removal.accepted)
+        removal.accepted = self.mark_accepted(removal.accepted)
         return removal
 
     def note_counts(self, incarnation: Incarnation, counts: bool) -> None:

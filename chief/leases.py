@@ -141,11 +141,11 @@ class EpochLeases:
             lease = self._lent.get(index)
             if lease is not None and lease.incarnation != incarnation:
                 raise ProtocolError(f"{incarnation} accepted unit {index}, which is leased to {lease.incarnation}")
-            if self.settle(index):
+            if self.mark_accepted(index):
                 new.append(index)
         return new
 
-    def settle(self, index: int) -> bool:
+    def mark_accepted(self, index: int) -> bool:
         """Counts one unit as accepted, whoever holds it; False if it was."""
         self._end(index)
         new = self.accepted.add(index)

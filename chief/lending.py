@@ -12,11 +12,12 @@ from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.history import encode_units
 from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import LeaseBook, Leases
+from stratagem.chief.metric_states import MetricState
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.sessions import Sessions
-from stratagem.chief.tallies import Delta, TallyName
 from stratagem.chief.waits import Waits
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan
 
 RETRY_S = 0.25
@@ -39,7 +40,7 @@ class TrainingPass:
 class EvaluationPass:
     """A pass over evaluation data."""
 
-    name: TallyName
+    name: Topic
     plan: Plan
     attempt: int
     """That the units reported and held are of."""
@@ -52,7 +53,7 @@ class LeaseRequest:
     incarnation: Incarnation
     units_of: TrainingPass | EvaluationPass
     accepted: Sequence[int] = ()
-    deltas: Sequence[Delta] = ()
+    states: Sequence[MetricState] = ()
     """What was counted on accepted units."""
     held: Sequence[int] = ()
     """Leases it knows of."""
@@ -166,7 +167,7 @@ class TrainingUnits:
         admit: Callable[[Incarnation], Awaitable[None]],
         waits: Waits,
         has_left: Callable[[Incarnation, str], bool],
-        keep: Callable[[Sequence[Delta]], None],
+        keep: Callable[[Sequence[MetricState]], None],
     ) -> None:
         self._sessions = sessions
         self._lease_book = lease_book
@@ -186,7 +187,7 @@ class TrainingUnits:
         await self._admit(incarnation)
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
         self._recovery.accepted(accepted)
-        self._keep(request.deltas)
+        self._keep(request.states)
         # Others wait for the end of what they are about, or for a step: not for each unit on the way there.
         leases = self._lease_book.epoch(data.dataset, data.epoch)
         is_end = leases.is_closed_before(leases.plan.num_units if data.stop is None else data.stop)

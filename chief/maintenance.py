@@ -66,9 +66,9 @@ class Maintenance:
         """Starts what is due, one thing at a time."""
         if self._busy or self._sessions.stopping is not None or not self._sessions.ready:
             return
-        if not self._recovery.settled:
-            if self._sessions.settled and not self._sessions.pending_fences:
-                self._start(self._recovery.settle)
+        if not self._recovery.is_open:
+            if self._sessions.all_known and not self._sessions.pending_fences:
+                self._start(self._recovery.open_books)
         elif not self._journal.history.initialized:
             self._start(self._watch)
         elif self._config.checkpoint_dir and self._saved_step is None:

@@ -65,7 +65,7 @@ class Recovery:
         give_up: Callable[[int, str], None],
         begin_anew: Callable[[], None],
     ) -> None:
-        self.settled = False
+        self.is_open = False
         """Units may be leased: nothing is unknown any more about who holds what."""
         self._sessions = sessions
         self._lease_book = lease_book
@@ -115,7 +115,7 @@ class Recovery:
             return [*units]
         closed = _common([*described.values()])
         done = [unit for unit in units if unit.index in closed.get((unit.dataset, unit.epoch), UnitBitmap())]
-        self.accepted(self._lease_book.settle(done))
+        self.accepted(self._lease_book.mark_accepted(done))
         return [unit for unit in units if unit not in done]
 
     async def _committed_ordinals(self, units: Sequence[Unit], refs: set[tuple[int, int]]) -> dict[Unit, list[int]]:
@@ -158,10 +158,10 @@ class Recovery:
         if self._sessions.tasks[incarnation.task].resumed:
             return
         try:
-            if not self.settled and await asyncio.to_thread(self._restoring.has_checkpoints):
+            if not self.is_open and await asyncio.to_thread(self._restoring.has_checkpoints):
                 await self._begin_from_checkpoint(server)
             if (
-                self.settled
+                self.is_open
                 and incarnation not in self._put_back
                 and incarnation.task in self._journal.history.initialized
             ):
@@ -172,7 +172,7 @@ class Recovery:
 
     async def _begin_from_checkpoint(self, server: Server) -> None:
         """A ps without memory, before the books are open: all go on from one checkpoint, which is chosen once."""
-        while not self.settled and server in self._ps_pool.servers:
+        while not self.is_open and server in self._ps_pool.servers:
             async with self._lock:
                 if await self._is_put_back(server):
                     return
@@ -184,7 +184,7 @@ class Recovery:
             return True  # no checkpoint was whole, say; another search, of fewer ps by now, would move folders aside
         sessions = [each for each in self._sessions.tasks.values() if each.task.type == "ps"]
         if any(each.resumed and each.open for each in sessions):
-            # Others have their memory. What this one lacks of it, settle() counts.
+            # Others have their memory. What this one lacks of it, open_books() counts.
             if server.incarnation.task in self._journal.history.initialized:
                 self._put_back[server.incarnation] = await self._restoring.newest([server])
             return True
@@ -289,7 +289,7 @@ class Recovery:
 
     # The chief starts
 
-    async def settle(self) -> None:
+    async def open_books(self) -> None:
         """Everybody who may come back has: finds out what the ps hold, and opens the books.
 
         For a new job this takes over the position of the checkpoint that the ps restored, if they did.
@@ -303,13 +303,13 @@ class Recovery:
         else:
             self._lease_book.know_accepted(_common(holding))
             if self._lease_book.synchronous:
-                await self._settle_steps()
+                await self._find_owners()
             for server in self._ps_pool.servers:
                 session = self._sessions.tasks[server.incarnation.task]
                 if not session.resumed and server.incarnation.task in history.initialized:
                     await self._take_back(server)
         self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
-        self.settled = True
+        self.is_open = True
         self._changed.notify()
 
     async def _start_from_checkpoint(self, holding: list[ServerDescription]) -> None:
@@ -332,7 +332,7 @@ class Recovery:
         self._lease_book.know_accepted(saved)
         self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))
 
-    async def _settle_steps(self) -> None:
+    async def _find_owners(self) -> None:
         """Staleness 0: finds an owner, or an end, for the slices that nobody has reported."""
         steps, lease_book = self._lease_book.steps, self._lease_book
         for number, units in self._journal.history.steps.items():

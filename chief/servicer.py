@@ -46,27 +46,29 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         clock, limit = await self._job.training.start_step(wire.step_report_from_proto(request), request.clock)
         return chief_pb2.StartStepReply(clock=clock, limit=limit)
 
-    async def GetDeltas(self, request: chief_pb2.GetDeltasRequest, context: Any) -> chief_pb2.GetDeltasReply:
+    async def GetMetricStates(
+        self, request: chief_pb2.GetMetricStatesRequest, context: Any
+    ) -> chief_pb2.GetMetricStatesReply:
         """What was counted."""
-        name = wire.tally_from_proto(request.tally)
+        name = wire.topic_from_proto(request.topic)
         incarnation = wire.life_from_proto(request.sender)
         return wire.page_to_proto(
-            await self._job.counting.get_deltas(incarnation, name, request.first, request.only_logs)
+            await self._job.metric_store.get_metric_states(incarnation, name, request.first, request.only_logs)
         )
 
-    async def SettleTally(self, request: chief_pb2.SettleTallyRequest, context: Any) -> chief_pb2.SettleTallyReply:
+    async def RecordLogs(self, request: chief_pb2.RecordLogsRequest, context: Any) -> chief_pb2.RecordLogsReply:
         """What came of it."""
-        name, logs = wire.tally_from_proto(request.tally), wire.logs_from_proto(request.logs)
-        stands = await self._job.counting.settle_tally(wire.life_from_proto(request.sender), name, logs)
-        return chief_pb2.SettleTallyReply(logs=wire.logs_to_proto(stands))
+        name, logs = wire.topic_from_proto(request.topic), wire.logs_from_proto(request.logs)
+        stands = await self._job.metric_store.record_logs(wire.life_from_proto(request.sender), name, logs)
+        return chief_pb2.RecordLogsReply(logs=wire.logs_to_proto(stands))
 
     async def Agree(self, request: chief_pb2.AgreeRequest, context: Any) -> chief_pb2.AgreeReply:
         """A decision of all workers."""
-        incarnation, topic = wire.life_from_proto(request.sender), wire.tally_from_proto(request.topic)
+        incarnation, topic = wire.life_from_proto(request.sender), wire.topic_from_proto(request.topic)
         if request.leave:
             await self._job.leave_group(incarnation, topic.group)
             return chief_pb2.AgreeReply()
-        return chief_pb2.AgreeReply(value=await self._job.counting.agree(incarnation, topic, request.value))
+        return chief_pb2.AgreeReply(value=await self._job.metric_store.agree(incarnation, topic, request.value))
 
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any

@@ -238,7 +238,7 @@ class Sessions:
         return session is not None and session.incarnation == incarnation and session.state is SessionState.LIVE
 
     @property
-    def settled(self) -> bool:
+    def all_known(self) -> bool:
         """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
         return not any(
             s.state is SessionState.AWAITED or (s.task.type == "ps" and s.state is SessionState.JOINED)
@@ -410,7 +410,7 @@ class Sessions:
             if away and not session.given_up and self.was_added(task):
                 session.given_up = True
                 actions += self._end_of_work()
-        if self.ready and self.settled:  # a chief that restarts after the last goodbye hears none any more
+        if self.ready and self.all_known:  # a chief that restarts after the last goodbye hears none any more
             actions += self._end_of_work()
         return actions
 

@@ -8,11 +8,12 @@ from stratagem.chief import events
 from stratagem.chief.evaluations import plan_of
 from stratagem.chief.lease_book import Leases
 from stratagem.chief.lending import EvaluationPass, LeaseRequest, TrainingPass
+from stratagem.chief.metric_states import Logs, MetricState, Page
 from stratagem.chief.progress import TaskProgress
 from stratagem.chief.servers import ServerDescription
 from stratagem.chief.status import JobStatus
-from stratagem.chief.tallies import Delta, Logs, Page, TallyName
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
@@ -109,15 +110,15 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
     units_of: TrainingPass | EvaluationPass
     if request.HasField("evaluation"):
         units_of = evaluation_from_proto(request.evaluation)
-        deltas = [Delta(units_of.name, Unit(0, 0, each.index), each.data) for each in request.deltas]
+        states = [MetricState(units_of.name, Unit(0, 0, each.index), each.data) for each in request.states]
     else:
         units_of = TrainingPass(request.dataset, request.epoch, request.stop or None, request.group)
-        deltas = deltas_from_proto(request.deltas, request.dataset, request.epoch)
+        states = states_from_proto(request.states, request.dataset, request.epoch)
     return LeaseRequest(
         life_from_proto(request.sender),
         units_of,
         request.accepted,
-        deltas,
+        states,
         request.held,
         min(request.want, MAX_WANT),
         min(request.at_most, MAX_WANT),
@@ -129,19 +130,19 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
 
 def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest:
     """What a worker reports that wants to start a step."""
-    deltas = deltas_from_proto(request.deltas, request.dataset, request.epoch)
+    states = states_from_proto(request.states, request.dataset, request.epoch)
     units_of = TrainingPass(request.dataset, request.epoch)
-    return LeaseRequest(life_from_proto(request.sender), units_of, request.accepted, deltas)
+    return LeaseRequest(life_from_proto(request.sender), units_of, request.accepted, states)
 
 
-def tally_from_proto(name: chief_pb2.TallyName) -> TallyName:
-    """The name of a tally, or what an agreement is about."""
-    return TallyName(name.group, name.ordinal)
+def topic_from_proto(name: chief_pb2.Topic) -> Topic:
+    """The name of a topic, or what an agreement is about."""
+    return Topic(name.group, name.ordinal)
 
 
-def deltas_from_proto(deltas: Iterable[chief_pb2.UnitDelta], dataset: int, epoch: int) -> list[Delta]:
+def states_from_proto(states: Iterable[chief_pb2.MetricState], dataset: int, epoch: int) -> list[MetricState]:
     """What was counted on units of an epoch."""
-    return [Delta(tally_from_proto(each.tally), Unit(dataset, epoch, each.index), each.data) for each in deltas]
+    return [MetricState(topic_from_proto(each.topic), Unit(dataset, epoch, each.index), each.data) for each in states]
 
 
 def evaluation_from_proto(evaluation: chief_pb2.EvaluationPass) -> EvaluationPass:
@@ -151,7 +152,7 @@ def evaluation_from_proto(evaluation: chief_pb2.EvaluationPass) -> EvaluationPas
         ProtocolError: the numbers make no plan.
         LimitError: of too many units.
     """
-    name = tally_from_proto(evaluation.name)
+    name = topic_from_proto(evaluation.name)
     try:
         plan = _checked(plan_of(evaluation.num_examples, evaluation.batch_size, evaluation.drop_last))
     except ValueError as error:
@@ -169,11 +170,11 @@ def logs_to_proto(logs: Logs) -> list[chief_pb2.Log]:
     return [chief_pb2.Log(name=name, value=value) for name, value in logs]
 
 
-def page_to_proto(page: Page) -> chief_pb2.GetDeltasReply:
-    """Part of a tally."""
+def page_to_proto(page: Page) -> chief_pb2.GetMetricStatesReply:
+    """Part of a topic."""
     logs = logs_to_proto(page.logs or ())
-    return chief_pb2.GetDeltasReply(
-        settled=page.logs is not None, logs=logs, deltas=page.deltas, num_left=page.num_left
+    return chief_pb2.GetMetricStatesReply(
+        closed=page.logs is not None, logs=logs, states=page.states, num_left=page.num_left
     )
 
 

@@ -61,38 +61,40 @@ class ChiefClient:
         self.next_units(chief_pb2.NextUnitsRequest(dataset=dataset, epoch=epoch, accepted=accepted))
 
     def start_step(
-        self, dataset: int, epoch: int, accepted: Sequence[int], deltas: Sequence[chief_pb2.UnitDelta], clock: int
+        self, dataset: int, epoch: int, accepted: Sequence[int], states: Sequence[chief_pb2.MetricState], clock: int
     ) -> chief_pb2.StartStepReply:
         """Waits until the staleness bound lets this worker start; the reply has its clock, and how far it may go."""
         request = chief_pb2.StartStepRequest(
-            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, deltas=deltas, clock=clock
+            sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted, states=states, clock=clock
         )
         return self._call(lambda stub: stub.StartStep, request, patient=True)
 
-    def get_deltas(self, group: str, ordinal: int, first: int = 0, only_logs: bool = False) -> chief_pb2.GetDeltasReply:
-        """What was counted in a tally, or what came of it."""
-        name = chief_pb2.TallyName(group=group, ordinal=ordinal)
-        request = chief_pb2.GetDeltasRequest(sender=self._sender, tally=name, first=first, only_logs=only_logs)
-        return self._call(lambda stub: stub.GetDeltas, request)
+    def get_metric_states(
+        self, group: str, ordinal: int, first: int = 0, only_logs: bool = False
+    ) -> chief_pb2.GetMetricStatesReply:
+        """What was counted in a topic, or what came of it."""
+        name = chief_pb2.Topic(group=group, ordinal=ordinal)
+        request = chief_pb2.GetMetricStatesRequest(sender=self._sender, topic=name, first=first, only_logs=only_logs)
+        return self._call(lambda stub: stub.GetMetricStates, request)
 
-    def settle_tally(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
-        """Says what came of a tally; returns what stands."""
-        request = chief_pb2.SettleTallyRequest(
+    def record_logs(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
+        """Says what came of a topic; returns what stands."""
+        request = chief_pb2.RecordLogsRequest(
             sender=self._sender,
-            tally=chief_pb2.TallyName(group=group, ordinal=ordinal),
+            topic=chief_pb2.Topic(group=group, ordinal=ordinal),
             logs=[chief_pb2.Log(name=name, value=value) for name, value in logs.items()],
         )
-        return {log.name: log.value for log in self._call(lambda stub: stub.SettleTally, request).logs}
+        return {log.name: log.value for log in self._call(lambda stub: stub.RecordLogs, request).logs}
 
     def agree(self, group: str, ordinal: int, value: int) -> int:
         """Says a number; returns the largest that any worker says."""
-        topic = chief_pb2.TallyName(group=group, ordinal=ordinal)
+        topic = chief_pb2.Topic(group=group, ordinal=ordinal)
         request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value)
         return self._call(lambda stub: stub.Agree, request, patient=True).value
 
     def leave_group(self, group: str) -> None:
         """Says that nobody need wait for this worker in a group of agreements, nor in steps that are made in it."""
-        topic = chief_pb2.TallyName(group=group)
+        topic = chief_pb2.Topic(group=group)
         self._call(lambda stub: stub.Agree, chief_pb2.AgreeRequest(sender=self._sender, topic=topic, leave=True))
 
     def save_checkpoint(self, directory: str) -> tuple[str, int]:

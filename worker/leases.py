@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Lease, Plan, Unit
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.units import lease_from_proto, lease_to_proto
@@ -45,7 +46,7 @@ class LeaseClient:
         self._ready: collections.deque[Lease] = collections.deque()
         self._held: dict[Unit, Lease] = {}
         self._unreported: dict[Unit, Lease] = {}
-        self._deltas: dict[Unit, dict[str, chief_pb2.UnitDelta]] = {}
+        self._states: dict[Unit, dict[str, chief_pb2.MetricState]] = {}
         self._answered_at = clock()
         self._num_last = first
         self._limit = 0
@@ -62,7 +63,7 @@ class LeaseClient:
         """The following calls are about the ``ordinal``-th pass of an evaluation."""
         plan = self._plan
         evaluation = chief_pb2.EvaluationPass(
-            name=chief_pb2.TallyName(group=group, ordinal=ordinal),
+            name=chief_pb2.Topic(group=group, ordinal=ordinal),
             num_examples=plan.num_examples,
             batch_size=plan.batch_size,
             drop_last=plan.drop_last,
@@ -114,11 +115,13 @@ class LeaseClient:
         """Whether the unit is leased to this worker."""
         return unit in self._held
 
-    def count(self, unit: Unit, data: bytes, tally: chief_pb2.TallyName | None = None) -> None:
-        """What was counted on a unit; the chief hears of it with its acceptance. In an evaluation there is one tally,
+    def count(self, unit: Unit, data: bytes, topic: Topic | None = None) -> None:
+        """What was counted on a unit; the chief hears of it with its acceptance. In an evaluation there is one topic,
         in training a name says which."""
-        delta = chief_pb2.UnitDelta(index=unit.index, tally=tally, data=data)
-        self._deltas.setdefault(unit, {})["" if tally is None else tally.group] = delta
+        state = chief_pb2.MetricState(index=unit.index, data=data)
+        if topic is not None:
+            state.topic.group, state.topic.ordinal = topic.group, topic.ordinal
+        self._states.setdefault(unit, {})[state.topic.group] = state
 
     def accept(self, unit: Unit) -> None:
         """Every ps has the unit's updates, or it is evaluated; the chief hears of it with the next call."""
@@ -144,8 +147,8 @@ class LeaseClient:
         if step < self._limit and lag < max(1, staleness // 2) and not (lag and is_late):
             return step, False
         request = self._pass
-        accepted, deltas = self._accepted()
-        reply = self._chief.start_step(request.dataset, request.epoch, accepted, deltas, step)
+        accepted, states = self._accepted()
+        reply = self._chief.start_step(request.dataset, request.epoch, accepted, states, step)
         self._reported()
         self._limit, self._reported_step = reply.limit, reply.clock
         return reply.clock, True
@@ -162,7 +165,7 @@ class LeaseClient:
         self._unreported.clear()
         self._ready.clear()
         self._held.clear()
-        self._deltas.clear()
+        self._states.clear()
         self._limit = 0
 
     def held(self) -> list[chief_pb2.Lease]:
@@ -176,9 +179,9 @@ class LeaseClient:
     def _report(self) -> chief_pb2.NextUnitsRequest:
         request = chief_pb2.NextUnitsRequest()
         request.CopyFrom(self._pass)
-        accepted, deltas = self._accepted()
+        accepted, states = self._accepted()
         request.accepted.extend(accepted)
-        request.deltas.extend(deltas)
+        request.states.extend(states)
         if request.HasField("evaluation"):
             request.evaluation.attempt = self.attempt
         return request
@@ -191,12 +194,12 @@ class LeaseClient:
             self._num_last = min(GROWTH * self._num_last, max(self._first, math.ceil(LEASE_S * speed)))
         return self._num_last
 
-    def _accepted(self) -> tuple[list[int], list[chief_pb2.UnitDelta]]:
-        deltas = [delta for unit in self._unreported for delta in self._deltas.get(unit, {}).values()]
-        return [unit.index for unit in self._unreported], deltas
+    def _accepted(self) -> tuple[list[int], list[chief_pb2.MetricState]]:
+        states = [state for unit in self._unreported for state in self._states.get(unit, {}).values()]
+        return [unit.index for unit in self._unreported], states
 
     def _reported(self) -> None:
         self._answered_at = self._clock()
         for unit in self._unreported:
-            self._deltas.pop(unit, None)
+            self._states.pop(unit, None)
         self._unreported.clear()

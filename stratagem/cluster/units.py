@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 
-MAX_DELTA_BYTES = 1 << 20
+MAX_STATE_BYTES = 1 << 20
 """What may be counted (loss, states of metrics) on one unit."""
 
 

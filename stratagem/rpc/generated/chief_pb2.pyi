@@ -470,7 +470,7 @@ class NextUnitsRequest(_message.Message):
     WANT_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     AT_MOST_FIELD_NUMBER: _builtins.int
@@ -508,7 +508,7 @@ class NextUnitsRequest(_message.Message):
         """
 
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricState]:
         """What was counted on accepted units, as far as somebody counts. The chief keeps the first of each unit."""
 
     @_builtins.property
@@ -525,7 +525,7 @@ class NextUnitsRequest(_message.Message):
         want: _builtins.int = ...,
         wait: _builtins.bool = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
-        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
+        states: _abc.Iterable[Global___MetricState] | None = ...,
         stop: _builtins.int = ...,
         group: _builtins.str = ...,
         at_most: _builtins.int = ...,
@@ -535,7 +535,7 @@ class NextUnitsRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "sender", b"sender", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "sender", b"sender", "states", b"states", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -561,13 +561,13 @@ class EvaluationPass(_message.Message):
     attempt: _builtins.int
     """`attempt` of the reply that leased the units reported; with another one than the chief's they do not count."""
     @_builtins.property
-    def name(self) -> Global___TallyName:
+    def name(self) -> Global___Topic:
         """Its group names the evaluation in the script, its ordinal the pass over the data."""
 
     def __init__(
         self,
         *,
-        name: Global___TallyName | None = ...,
+        name: Global___Topic | None = ...,
         num_examples: _builtins.int = ...,
         batch_size: _builtins.int = ...,
         drop_last: _builtins.bool = ...,
@@ -656,7 +656,7 @@ class StartStepRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     clock: _builtins.int
@@ -668,7 +668,7 @@ class StartStepRequest(_message.Message):
         """Units accepted so far, as in NextUnits."""
 
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___UnitDelta]:
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricState]:
         """What was counted on units in `accepted`, as far as somebody counts. The chief keeps the first of each unit."""
 
     def __init__(
@@ -679,11 +679,11 @@ class StartStepRequest(_message.Message):
         epoch: _builtins.int = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         clock: _builtins.int = ...,
-        deltas: _abc.Iterable[Global___UnitDelta] | None = ...,
+        states: _abc.Iterable[Global___MetricState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "clock", b"clock", "dataset", b"dataset", "deltas", b"deltas", "epoch", b"epoch", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "clock", b"clock", "dataset", b"dataset", "epoch", b"epoch", "sender", b"sender", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,8 +714,8 @@ class StartStepReply(_message.Message):
 Global___StartStepReply: _TypeAlias = StartStepReply  # noqa: Y015
 
 @_typing.final
-class TallyName(_message.Message):
-    """Names a tally: what is counted on all workers together, in an epoch of a fit, say."""
+class Topic(_message.Message):
+    """Names a topic: what is counted on all workers together, in an epoch of a fit, say."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -737,71 +737,71 @@ class TallyName(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TallyName: _TypeAlias = TallyName  # noqa: Y015
+Global___Topic: _TypeAlias = Topic  # noqa: Y015
 
 @_typing.final
-class UnitDelta(_message.Message):
+class MetricState(_message.Message):
     """What was counted on one unit: loss and states of metrics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
-    TALLY_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the unit in its epoch or evaluation."""
     data: _builtins.bytes
     """Named tensors as safetensors, at most 1 MiB; opaque to the chief."""
     @_builtins.property
-    def tally(self) -> Global___TallyName:
-        """The tally it belongs to; left out where the request is about one. If it is settled, the next one of its group that is not."""
+    def topic(self) -> Global___Topic:
+        """The topic it belongs to; left out where the request is about one. If it is closed, the next one of its group that is not."""
 
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
-        tally: Global___TallyName | None = ...,
+        topic: Global___Topic | None = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tally", b"tally"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index", "tally", b"tally"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___UnitDelta: _TypeAlias = UnitDelta  # noqa: Y015
+Global___MetricState: _TypeAlias = MetricState  # noqa: Y015
 
 @_typing.final
-class GetDeltasRequest(_message.Message):
+class GetMetricStatesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SENDER_FIELD_NUMBER: _builtins.int
-    TALLY_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     ONLY_LOGS_FIELD_NUMBER: _builtins.int
     first: _builtins.int
-    """Number of deltas that the caller has."""
+    """Number of states that the caller has."""
     only_logs: _builtins.bool
     """Answer with the numbers alone, if there are any."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
-    def tally(self) -> Global___TallyName: ...
+    def topic(self) -> Global___Topic: ...
     def __init__(
         self,
         *,
         sender: _common_pb2.Sender | None = ...,
-        tally: Global___TallyName | None = ...,
+        topic: Global___Topic | None = ...,
         first: _builtins.int = ...,
         only_logs: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "only_logs", b"only_logs", "sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "only_logs", b"only_logs", "sender", b"sender", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetDeltasRequest: _TypeAlias = GetDeltasRequest  # noqa: Y015
+Global___GetMetricStatesRequest: _TypeAlias = GetMetricStatesRequest  # noqa: Y015
 
 @_typing.final
 class Log(_message.Message):
@@ -828,69 +828,69 @@ class Log(_message.Message):
 Global___Log: _TypeAlias = Log  # noqa: Y015
 
 @_typing.final
-class GetDeltasReply(_message.Message):
+class GetMetricStatesReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SETTLED_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
     LOGS_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     NUM_LEFT_FIELD_NUMBER: _builtins.int
-    settled: _builtins.bool
-    """The tally is settled: logs say what came of it, and there are no deltas any more."""
+    closed: _builtins.bool
+    """The topic is closed: logs say what came of it, and there are no states any more."""
     num_left: _builtins.int
-    """Number of deltas that follow these."""
+    """Number of states that follow these."""
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Log]: ...
     @_builtins.property
-    def deltas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """In the order of the units (dataset, epoch, index); more may follow."""
 
     def __init__(
         self,
         *,
-        settled: _builtins.bool = ...,
+        closed: _builtins.bool = ...,
         logs: _abc.Iterable[Global___Log] | None = ...,
-        deltas: _abc.Iterable[_builtins.bytes] | None = ...,
+        states: _abc.Iterable[_builtins.bytes] | None = ...,
         num_left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "logs", b"logs", "num_left", b"num_left", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "logs", b"logs", "num_left", b"num_left", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetDeltasReply: _TypeAlias = GetDeltasReply  # noqa: Y015
+Global___GetMetricStatesReply: _TypeAlias = GetMetricStatesReply  # noqa: Y015
 
 @_typing.final
-class SettleTallyRequest(_message.Message):
+class RecordLogsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SENDER_FIELD_NUMBER: _builtins.int
-    TALLY_FIELD_NUMBER: _builtins.int
+    TOPIC_FIELD_NUMBER: _builtins.int
     LOGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
-    def tally(self) -> Global___TallyName: ...
+    def topic(self) -> Global___Topic: ...
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Log]: ...
     def __init__(
         self,
         *,
         sender: _common_pb2.Sender | None = ...,
-        tally: Global___TallyName | None = ...,
+        topic: Global___Topic | None = ...,
         logs: _abc.Iterable[Global___Log] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "sender", b"sender", "tally", b"tally"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "sender", b"sender", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SettleTallyRequest: _TypeAlias = SettleTallyRequest  # noqa: Y015
+Global___RecordLogsRequest: _TypeAlias = RecordLogsRequest  # noqa: Y015
 
 @_typing.final
-class SettleTallyReply(_message.Message):
+class RecordLogsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGS_FIELD_NUMBER: _builtins.int
@@ -909,7 +909,7 @@ class SettleTallyReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SettleTallyReply: _TypeAlias = SettleTallyReply  # noqa: Y015
+Global___RecordLogsReply: _TypeAlias = RecordLogsReply  # noqa: Y015
 
 @_typing.final
 class AgreeRequest(_message.Message):
@@ -925,14 +925,14 @@ class AgreeRequest(_message.Message):
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
-    def topic(self) -> Global___TallyName:
+    def topic(self) -> Global___Topic:
         """What about: "fit 1", the epoch."""
 
     def __init__(
         self,
         *,
         sender: _common_pb2.Sender | None = ...,
-        topic: Global___TallyName | None = ...,
+        topic: Global___Topic | None = ...,
         value: _builtins.int = ...,
         leave: _builtins.bool = ...,
     ) -> None: ...

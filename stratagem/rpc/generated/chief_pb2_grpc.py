@@ -59,15 +59,15 @@ class ChiefStub:
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
-        self.GetDeltas = channel.unary_unary(
-                '/stratagem.Chief/GetDeltas',
-                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasRequest.SerializeToString,
-                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasReply.FromString,
+        self.GetMetricStates = channel.unary_unary(
+                '/stratagem.Chief/GetMetricStates',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetMetricStatesRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetMetricStatesReply.FromString,
                 _registered_method=True)
-        self.SettleTally = channel.unary_unary(
-                '/stratagem.Chief/SettleTally',
-                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyRequest.SerializeToString,
-                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyReply.FromString,
+        self.RecordLogs = channel.unary_unary(
+                '/stratagem.Chief/RecordLogs',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.RecordLogsRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.RecordLogsReply.FromString,
                 _registered_method=True)
         self.Agree = channel.unary_unary(
                 '/stratagem.Chief/Agree',
@@ -120,15 +120,15 @@ class ChiefServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetDeltas(self, request, context):
-        """What was counted on the units of a tally, or the numbers that came of it.
+    def GetMetricStates(self, request, context):
+        """What was counted on the units of a topic, or the numbers that came of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SettleTally(self, request, context):
-        """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten.
+    def RecordLogs(self, request, context):
+        """Says what numbers came of a topic; the first caller's stand, and the states are forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,15 +176,15 @@ def add_ChiefServicer_to_server(servicer, server):
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SaveCheckpointReply.SerializeToString,
             ),
-            'GetDeltas': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetDeltas,
-                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasRequest.FromString,
-                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasReply.SerializeToString,
+            'GetMetricStates': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetricStates,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetMetricStatesRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetMetricStatesReply.SerializeToString,
             ),
-            'SettleTally': grpc.unary_unary_rpc_method_handler(
-                    servicer.SettleTally,
-                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyRequest.FromString,
-                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyReply.SerializeToString,
+            'RecordLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordLogs,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.RecordLogsRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.RecordLogsReply.SerializeToString,
             ),
             'Agree': grpc.unary_unary_rpc_method_handler(
                     servicer.Agree,
@@ -343,7 +343,7 @@ class Chief:
             _registered_method=True)
 
     @staticmethod
-    def GetDeltas(request,
+    def GetMetricStates(request,
             target,
             options=(),
             channel_credentials=None,
@@ -356,9 +356,9 @@ class Chief:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stratagem.Chief/GetDeltas',
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasRequest.SerializeToString,
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetDeltasReply.FromString,
+            '/stratagem.Chief/GetMetricStates',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetMetricStatesRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetMetricStatesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -370,7 +370,7 @@ class Chief:
             _registered_method=True)
 
     @staticmethod
-    def SettleTally(request,
+    def RecordLogs(request,
             target,
             options=(),
             channel_credentials=None,
@@ -383,9 +383,9 @@ class Chief:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stratagem.Chief/SettleTally',
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyRequest.SerializeToString,
-            stratagem_dot_rpc_dot_generated_dot_chief__pb2.SettleTallyReply.FromString,
+            '/stratagem.Chief/RecordLogs',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.RecordLogsRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.RecordLogsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,10 +43,10 @@ class ChiefStub:
     """Waits until the staleness bound lets the caller start its step, and says which further ones it may start."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SaveCheckpointRequest, _chief_pb2.SaveCheckpointReply]
     """Takes a consistent checkpoint of all ps and commits it."""
-    GetDeltas: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetDeltasRequest, _chief_pb2.GetDeltasReply]
-    """What was counted on the units of a tally, or the numbers that came of it."""
-    SettleTally: _grpc.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]
-    """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
+    GetMetricStates: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetMetricStatesRequest, _chief_pb2.GetMetricStatesReply]
+    """What was counted on the units of a topic, or the numbers that came of it."""
+    RecordLogs: _grpc.UnaryUnaryMultiCallable[_chief_pb2.RecordLogsRequest, _chief_pb2.RecordLogsReply]
+    """Says what numbers came of a topic; the first caller's stand, and the states are forgotten."""
     Agree: _grpc.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]
     """Says a number, waits until every worker that takes part has said one, and answers the largest."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]
@@ -67,10 +67,10 @@ class ChiefAsyncStub(ChiefStub):
     """Waits until the staleness bound lets the caller start its step, and says which further ones it may start."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_chief_pb2.SaveCheckpointRequest, _chief_pb2.SaveCheckpointReply]  # type: ignore[assignment]
     """Takes a consistent checkpoint of all ps and commits it."""
-    GetDeltas: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetDeltasRequest, _chief_pb2.GetDeltasReply]  # type: ignore[assignment]
-    """What was counted on the units of a tally, or the numbers that came of it."""
-    SettleTally: _aio.UnaryUnaryMultiCallable[_chief_pb2.SettleTallyRequest, _chief_pb2.SettleTallyReply]  # type: ignore[assignment]
-    """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
+    GetMetricStates: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetMetricStatesRequest, _chief_pb2.GetMetricStatesReply]  # type: ignore[assignment]
+    """What was counted on the units of a topic, or the numbers that came of it."""
+    RecordLogs: _aio.UnaryUnaryMultiCallable[_chief_pb2.RecordLogsRequest, _chief_pb2.RecordLogsReply]  # type: ignore[assignment]
+    """Says what numbers came of a topic; the first caller's stand, and the states are forgotten."""
     Agree: _aio.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]  # type: ignore[assignment]
     """Says a number, waits until every worker that takes part has said one, and answers the largest."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]  # type: ignore[assignment]
@@ -120,20 +120,20 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         """Takes a consistent checkpoint of all ps and commits it."""
 
     @_abc_1.abstractmethod
-    def GetDeltas(
+    def GetMetricStates(
         self,
-        request: _chief_pb2.GetDeltasRequest,
+        request: _chief_pb2.GetMetricStatesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_chief_pb2.GetDeltasReply, _abc.Awaitable[_chief_pb2.GetDeltasReply]]:
-        """What was counted on the units of a tally, or the numbers that came of it."""
+    ) -> _typing.Union[_chief_pb2.GetMetricStatesReply, _abc.Awaitable[_chief_pb2.GetMetricStatesReply]]:
+        """What was counted on the units of a topic, or the numbers that came of it."""
 
     @_abc_1.abstractmethod
-    def SettleTally(
+    def RecordLogs(
         self,
-        request: _chief_pb2.SettleTallyRequest,
+        request: _chief_pb2.RecordLogsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_chief_pb2.SettleTallyReply, _abc.Awaitable[_chief_pb2.SettleTallyReply]]:
-        """Says what numbers came of a tally; the first caller's stand, and the deltas are forgotten."""
+    ) -> _typing.Union[_chief_pb2.RecordLogsReply, _abc.Awaitable[_chief_pb2.RecordLogsReply]]:
+        """Says what numbers came of a topic; the first caller's stand, and the states are forgotten."""
 
     @_abc_1.abstractmethod
     def Agree(

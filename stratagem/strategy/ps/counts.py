@@ -9,7 +9,7 @@ from stratagem.worker.chief_client import ChiefClient
 
 
 class SharedCounts:
-    """Tallies and agreements of the job. A name is a group and a number in it, the same on every worker.
+    """MetricStates and agreements of the job. A name is a group and a number in it, the same on every worker.
 
     Args:
         chief: keeps them.
@@ -25,24 +25,24 @@ class SharedCounts:
         return f"{kind} {self._num_groups[kind]}"
 
     def logs(self, group: str, ordinal: int) -> dict[str, float] | None:
-        """What came of a tally; None while nobody has said it."""
-        reply = self._chief.get_deltas(group, ordinal, only_logs=True)
-        return {log.name: log.value for log in reply.logs} if reply.settled else None
+        """What came of a topic; None while nobody has said it."""
+        reply = self._chief.get_metric_states(group, ordinal, only_logs=True)
+        return {log.name: log.value for log in reply.logs} if reply.closed else None
 
-    def deltas(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
+    def states(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
         """What all workers have counted, unit by unit, or what came of it if somebody has said that."""
         found: list[bytes] = []
         while True:
-            reply = self._chief.get_deltas(group, ordinal, len(found))
-            if reply.settled:
+            reply = self._chief.get_metric_states(group, ordinal, len(found))
+            if reply.closed:
                 return {log.name: log.value for log in reply.logs}
-            found += reply.deltas
+            found += reply.states
             if not reply.num_left:
                 return found
 
-    def settle(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
-        """Says what came of a tally. Returns what stands: what the first worker said."""
-        return self._chief.settle_tally(group, ordinal, logs)
+    def record(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
+        """Says what came of a topic. Returns what stands: what the first worker said."""
+        return self._chief.record_logs(group, ordinal, logs)
 
     def agree(self, group: str, ordinal: int, value: int) -> int:
         """Says a number and waits until every worker that takes part has said one: the largest is decided, for good.

@@ -33,7 +33,7 @@ class EvaluatedUnits:
         self.group = group
         """Names the evaluation."""
         self.num_passes = 0
-        """Passes that were begun; the newest is the ordinal of the tally."""
+        """Passes that were begun; the newest is the ordinal of the topic."""
         self._pull = pull
         self._meter = meter
         self._pulled = 0

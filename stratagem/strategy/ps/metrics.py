@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torchmetrics
 
-from stratagem.cluster.units import MAX_DELTA_BYTES
+from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.prepared_metric import PreparedMetric
 from stratagem.strategy.ps.counts import SharedCounts
-from stratagem.strategy.ps.units import Counted
 from stratagem.strategy.torchmetrics_states import num_updates, states_of
 
 MAX_NUMBERS = 4096
@@ -60,7 +60,7 @@ class CountedMetric(PreparedMetric):
     def compute(self) -> Any:
         """See :class:`PreparedMetric`."""
         self._check_outside("compute")
-        found = self._counts.deltas(self._group, self._ordinal)
+        found = self._counts.states(self._group, self._ordinal)
         if isinstance(found, Mapping):
             return value_from(self.name, found) if found else self._computed([])
         self._newest = self._computed([from_bytes(data) for data in found])
@@ -71,10 +71,10 @@ class CountedMetric(PreparedMetric):
         self._check_outside("reset")
         counts = self._counts
         if counts.logs(self._group, self._ordinal) is None:
-            if self._newest is None and counts.deltas(self._group, self._ordinal):
+            if self._newest is None and counts.states(self._group, self._ordinal):
                 self.compute()
             value = {} if self._newest is None else numbers_of(self._newest)
-            counts.settle(self._group, self._ordinal, value)
+            counts.record(self._group, self._ordinal, value)
         self._ordinal += 1
         self._newest = None
 
@@ -85,7 +85,7 @@ class CountedMetric(PreparedMetric):
         self._copies[0].reset()
         self._in_unit = True
 
-    def collect(self) -> Counted | None:
+    def collect(self) -> tuple[Topic, bytes] | None:
         """See :class:`~stratagem.strategy.ps.units.UnitListener`.
 
         Raises:
@@ -95,12 +95,12 @@ class CountedMetric(PreparedMetric):
         if not num_updates(self._copies[0]):
             return None
         data = to_bytes(states_of(self._copies[0]))
-        if len(data) > MAX_DELTA_BYTES:
+        if len(data) > MAX_STATE_BYTES:
             raise ConfigurationError(
-                f"{self.name} keeps {len(data)} bytes of one batch, and {MAX_DELTA_BYTES} can travel to the chief: use "
+                f"{self.name} keeps {len(data)} bytes of one batch, and {MAX_STATE_BYTES} can travel to the chief: use "
                 "smaller batches, or a metric that keeps sums and not every output (thresholds= of torchmetrics)"
             )
-        return Counted(self._group, self._ordinal, data)
+        return Topic(self._group, self._ordinal), data
 
     def flush(self) -> None:
         """See :class:`~stratagem.strategy.ps.units.UnitListener`."""

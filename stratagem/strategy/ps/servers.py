@@ -139,7 +139,7 @@ class Servers:
 
     def announce(self, target: pathlib.Path) -> None:
         """Tells the job that a worker of it is about to save there."""
-        self.counts.settle(f"checkpoint {target}", 0, {})
+        self.counts.record(f"checkpoint {target}", 0, {})
 
     def is_announced(self, target: pathlib.Path) -> bool:
         """Whether a worker of this job has said that."""
@@ -181,7 +181,7 @@ class Servers:
             if not is_done and self._runtime.is_lead():
                 with self._runtime.assigning(True):
                     load()
-                self.counts.settle(group, 0, {})
+                self.counts.record(group, 0, {})
                 is_done = has_loaded = True
             if self.counts.agree(group, attempt, int(is_done)):
                 break

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Lease, Plan, Unit
 from stratagem.data.distribute import distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.close_reports import CloseReports
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.step_meter import StepMeter
 from stratagem.worker.unit_tracker import UnitTracker
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """What was counted on a unit."""
-
-    group: str
-    """With ``ordinal`` the name of the tally, the same on every worker."""
-    ordinal: int
-    data: bytes
 
 
 class UnitListener(Protocol):
@@ -42,8 +31,8 @@ class UnitListener(Protocol):
     def begin_unit(self) -> None:
         """The script is about to get the batch of a unit."""
 
-    def collect(self) -> Counted | None:
-        """What was counted since, if anything."""
+    def collect(self) -> tuple[Topic, bytes] | None:
+        """What was counted since, if anything, and for which topic."""
 
     def flush(self) -> None:
         """There is no further batch now, perhaps never: a step with what was accumulated is due."""
@@ -196,5 +185,5 @@ class LeasedUnits:
             return
         for listener in self._listeners():
             if (counted := listener.collect()) is not None:
-                tally = chief_pb2.TallyName(group=counted.group, ordinal=counted.ordinal)
-                self._client.count(unit, counted.data, tally)
+                topic, data = counted
+                self._client.count(unit, data, topic)

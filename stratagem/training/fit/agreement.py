@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.cluster.topic import Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import Servers
-from stratagem.strategy.ps.units import Counted
 from stratagem.training.fit.tally import StepResult, Tally
 from stratagem.training.fit.unit_counts import UnitCounts
 
@@ -45,7 +45,7 @@ class FitAgreement(Protocol):
             tally: of this worker.
         """
 
-    def settle(self, epoch: int, logs: dict[str, float]) -> None:
+    def record(self, epoch: int, logs: dict[str, float]) -> None:
         """The epoch is over, its callbacks have been called."""
 
     def stops(self, epoch: int, wish: bool) -> bool:
@@ -80,7 +80,7 @@ class InStep:
         """See :class:`FitAgreement`."""
         return tally.result()
 
-    def settle(self, epoch: int, logs: dict[str, float]) -> None:
+    def record(self, epoch: int, logs: dict[str, float]) -> None:
         """See :class:`FitAgreement`."""
 
     def stops(self, epoch: int, wish: bool) -> bool:
@@ -117,9 +117,9 @@ class FitOnServers:
         """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._units.begin()
 
-    def collect(self) -> Counted:
+    def collect(self) -> tuple[Topic, bytes]:
         """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
-        return Counted(self._counted, self._epoch, self._units.collect())
+        return Topic(self._counted, self._epoch), self._units.collect()
 
     def flush(self) -> None:
         """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
@@ -152,9 +152,9 @@ class FitOnServers:
         """See :class:`FitAgreement`."""
         return self._units.result(self._counted, epoch)
 
-    def settle(self, epoch: int, logs: dict[str, float]) -> None:
+    def record(self, epoch: int, logs: dict[str, float]) -> None:
         """See :class:`FitAgreement`."""
-        self._shared.settle(self._logs, epoch, {name: float(value) for name, value in logs.items()})
+        self._shared.record(self._logs, epoch, {name: float(value) for name, value in logs.items()})
 
     def stops(self, epoch: int, wish: bool) -> bool:
         """See :class:`FitAgreement`."""

@@ -71,7 +71,7 @@ class Training:
                     if lived is not None:
                         logs = lived
                         self._callbacks.call("on_epoch_end", number, logs)
-                        self._agreement.settle(number, logs)
+                        self._agreement.record(number, logs)
                     if self._stops(number):
                         break
             except BaseException:

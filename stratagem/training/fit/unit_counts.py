@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stratagem.cluster.units import MAX_DELTA_BYTES
+from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.ps.counts import SharedCounts
@@ -39,16 +39,16 @@ class UnitCounts:
         """
         (states,) = self._tally.states()  # a worker of parameter servers has one replica
         data = to_bytes(states)
-        if len(data) > MAX_DELTA_BYTES:
+        if len(data) > MAX_STATE_BYTES:
             raise ConfigurationError(
-                f"the metrics keep {len(data)} bytes of one batch, and {MAX_DELTA_BYTES} can travel to the chief: use "
+                f"the metrics keep {len(data)} bytes of one batch, and {MAX_STATE_BYTES} can travel to the chief: use "
                 "smaller batches, or metrics that keep sums and not every output (thresholds= of torchmetrics)"
             )
         return data
 
     def result(self, group: str, ordinal: int) -> dict[str, float] | None:
         """Loss and metrics over all units of a tally, the same on every worker; None if there are none."""
-        found = self._shared.deltas(group, ordinal)
+        found = self._shared.states(group, ordinal)
         if isinstance(found, dict):
             return found
         if not found:
@@ -57,4 +57,4 @@ class UnitCounts:
         self._tally.add_states([from_bytes(data) for data in found])
         logs = self._tally.result()
         self._tally.reset()
-        return self._shared.settle(group, ordinal, logs)
+        return self._shared.record(group, ordinal, logs)

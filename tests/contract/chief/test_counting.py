@@ -1,4 +1,4 @@
-"""Evaluations, tallies and agreements of the service Chief over real gRPC."""
+"""Evaluations, metric_states and agreements of the service Chief over real gRPC."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from stratagem.cluster.units import MAX_DELTA_BYTES, Unit
+from stratagem.cluster.units import MAX_STATE_BYTES, Unit
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import DEADLINE_S, FakePs, Task, chief, cluster, indices, ps, refused, run, until
 
-FIT = chief_pb2.TallyName(group="fit 1", ordinal=0)
-EVALUATION = chief_pb2.TallyName(group="evaluation 1", ordinal=0)
+FIT = chief_pb2.Topic(group="fit 1", ordinal=0)
+EVALUATION = chief_pb2.Topic(group="evaluation 1", ordinal=0)
 
 
-def delta(index: int, data: bytes, tally: chief_pb2.TallyName | None = None) -> chief_pb2.UnitDelta:
-    return chief_pb2.UnitDelta(index=index, data=data, tally=tally)
+def state(index: int, data: bytes, topic: chief_pb2.Topic | None = None) -> chief_pb2.MetricState:
+    return chief_pb2.MetricState(index=index, data=data, topic=topic)
 
 
 async def evaluate(
-    task: Task, deltas: Any = (), *, attempt: int = 1, held: Any = (), want: int = 1, wait: bool = True, **more: Any
+    task: Task, states: Any = (), *, attempt: int = 1, held: Any = (), want: int = 1, wait: bool = True, **more: Any
 ) -> Any:
     """Asks for units of an evaluation of 8 examples, 2 in a unit."""
     sizes = {name: more.pop(name, default) for name, default in (("num_examples", 8), ("batch_size", 2))}
     evaluation = chief_pb2.EvaluationPass(name=EVALUATION, attempt=attempt, **sizes)
     request = chief_pb2.NextUnitsRequest(
-        sender=task.sender, evaluation=evaluation, deltas=deltas, held=held, want=want, wait=wait, **more
+        sender=task.sender, evaluation=evaluation, states=states, held=held, want=want, wait=wait, **more
     )
     reply = await task.stub.NextUnits(request, timeout=DEADLINE_S)
     return SimpleNamespace(units=indices(reply), end=reply.end, attempt=reply.attempt)
 
 
-async def counted(task: Task, tally: chief_pb2.TallyName = EVALUATION, **more: Any) -> Any:
-    return await task.stub.GetDeltas(chief_pb2.GetDeltasRequest(sender=task.sender, tally=tally, **more))
+async def counted(task: Task, topic: chief_pb2.Topic = EVALUATION, **more: Any) -> Any:
+    return await task.stub.GetMetricStates(chief_pb2.GetMetricStatesRequest(sender=task.sender, topic=topic, **more))
 
 
-async def settle(task: Task, loss: float, tally: chief_pb2.TallyName = EVALUATION) -> dict[str, float]:
+async def record(task: Task, loss: float, topic: chief_pb2.Topic = EVALUATION) -> dict[str, float]:
     logs = [chief_pb2.Log(name="loss", value=loss)]
-    reply = await task.stub.SettleTally(chief_pb2.SettleTallyRequest(sender=task.sender, tally=tally, logs=logs))
+    reply = await task.stub.RecordLogs(chief_pb2.RecordLogsRequest(sender=task.sender, topic=topic, logs=logs))
     return {log.name: log.value for log in reply.logs}
 
 
 async def agree(task: Task, ordinal: int, value: int) -> int:
-    topic = chief_pb2.TallyName(group="fit 1, ends", ordinal=ordinal)
+    topic = chief_pb2.Topic(group="fit 1, ends", ordinal=ordinal)
     request = chief_pb2.AgreeRequest(sender=task.sender, topic=topic, value=value)
     return int((await task.stub.Agree(request, timeout=DEADLINE_S)).value)
 
@@ -57,18 +57,18 @@ def test_commits_are_held_while_two_workers_evaluate() -> None:
             assert list(first.units) == [0, 1] and first.attempt == 1 and not first.end
             assert [fake.token for fake in servers] == [1 << 32 | 1] * 2
             assert list((await evaluate(workers[1], attempt=0, want=2)).units) == [2, 3]
-            waiting = asyncio.create_task(evaluate(workers[1], [delta(3, b"three"), delta(2, b"two")]))
+            waiting = asyncio.create_task(evaluate(workers[1], [state(3, b"three"), state(2, b"two")]))
             await until(lambda: running.job.get_status().tasks[2].waiting_on)
             assert running.job.get_status().tasks[2].waiting_on == "worker:0 to finish their part of evaluation 1/0"
             assert all(fake.token for fake in servers)
-            assert (await evaluate(workers[0], [delta(0, b"zero"), delta(1, b"one")])).end
+            assert (await evaluate(workers[0], [state(0, b"zero"), state(1, b"one")])).end
             assert (await waiting).end
             assert [fake.token for fake in servers] == [0, 0] and servers[0].calls == ["hold", "release"]
             reply = await counted(workers[1])
-            assert list(reply.deltas) == [b"zero", b"one", b"two", b"three"] and not reply.settled
-            assert await settle(workers[0], 1.5) == await settle(workers[1], 2.5) == {"loss": 1.5}
+            assert list(reply.states) == [b"zero", b"one", b"two", b"three"] and not reply.closed
+            assert await record(workers[0], 1.5) == await record(workers[1], 2.5) == {"loss": 1.5}
             reply = await counted(workers[1], only_logs=True)
-            assert reply.settled and not reply.deltas and reply.logs[0].value == 1.5
+            assert reply.closed and not reply.states and reply.logs[0].value == 1.5
             assert (await evaluate(workers[1], attempt=0)).end, "one that comes late has nothing to do"
             assert [fake.token for fake in servers] == [0, 0]
 
@@ -79,12 +79,12 @@ def test_units_of_a_dead_worker_are_counted_once_and_what_it_reported_stays() ->
     async def scenario() -> None:
         async with cluster() as (_, workers, servers):
             assert list((await evaluate(workers[1], attempt=0, want=3)).units) == [0, 1, 2]
-            assert list((await evaluate(workers[1], [delta(0, b"first")], held=[1, 2], want=1)).units) == [3]
+            assert list((await evaluate(workers[1], [state(0, b"first")], held=[1, 2], want=1)).units) == [3]
             await workers[1].die()
             units: list[int] = []
-            while not (reply := await evaluate(workers[0], [delta(i, b"second") for i in units])).end:
+            while not (reply := await evaluate(workers[0], [state(i, b"second") for i in units])).end:
                 units = list(reply.units)
-            assert list((await counted(workers[0])).deltas) == [b"first", *[b"second"] * 3]
+            assert list((await counted(workers[0])).states) == [b"first", *[b"second"] * 3]
             assert [fake.token for fake in servers] == [0, 0]
 
     run(scenario)
@@ -110,12 +110,12 @@ def test_other_weights_begin_anew() -> None:
         async with cluster() as (_, workers, servers):
             assert list((await evaluate(workers[0], attempt=0, want=4)).units) == [0, 1, 2, 3]
             servers[0].apply(Unit(1, 0, 0), num_servers=1)
-            reply = await evaluate(workers[0], [delta(index, b"old") for index in range(4)], want=4)
+            reply = await evaluate(workers[0], [state(index, b"old") for index in range(4)], want=4)
             assert list(reply.units) == [0, 1, 2, 3] and reply.attempt == 2
-            late = await evaluate(workers[0], [delta(0, b"old")], held=[0, 1, 2, 3], want=1, wait=False)
+            late = await evaluate(workers[0], [state(0, b"old")], held=[0, 1, 2, 3], want=1, wait=False)
             assert late.attempt == 2 and list(late.units) == [0], "what was counted on the old ones does not count"
-            assert (await evaluate(workers[0], [delta(index, b"new") for index in range(4)], attempt=2)).end
-            assert list((await counted(workers[0])).deltas) == [b"new"] * 4
+            assert (await evaluate(workers[0], [state(index, b"new") for index in range(4)], attempt=2)).end
+            assert list((await counted(workers[0])).states) == [b"new"] * 4
 
     run(scenario)
 
@@ -127,7 +127,7 @@ def test_a_ps_that_comes_back_is_held_before_anybody_uses_it() -> None:
             assert servers[1].session is not None
             await servers[1].session.die()
             await until(lambda: len(running.job.sessions.servers) == 1)
-            last = [delta(index, b"x") for index in range(4)]
+            last = [state(index, b"x") for index in range(4)]
             assert isinstance(await refused(evaluate(workers[0], last)), PeerUnavailableError)
             async with ps(running.address, FakePs(1)) as again:
                 await until(lambda: again.token)
@@ -144,16 +144,16 @@ def test_what_cannot_be_is_refused() -> None:
             error = await refused(evaluate(workers[1], num_examples=9))
             assert isinstance(error, ConfigurationError) and "Every worker must evaluate the same data" in str(error)
             assert isinstance(await refused(evaluate(workers[0], batch_size=0)), ProtocolError)
-            assert isinstance(await refused(evaluate(workers[0], [delta(4, b"")])), ProtocolError)
-            large = [delta(0, bytes(MAX_DELTA_BYTES + 1))]
+            assert isinstance(await refused(evaluate(workers[0], [state(4, b"")])), ProtocolError)
+            large = [state(0, bytes(MAX_STATE_BYTES + 1))]
             assert isinstance(await refused(evaluate(workers[0], large)), LimitError)
 
     run(scenario)
 
 
-async def take(task: Task, deltas: Any, accepted: Any = (), **more: Any) -> Any:
+async def take(task: Task, states: Any, accepted: Any = (), **more: Any) -> Any:
     request = chief_pb2.NextUnitsRequest(
-        sender=task.sender, dataset=1, epoch=0, accepted=accepted, deltas=deltas, wait=True, **{"want": 4, **more}
+        sender=task.sender, dataset=1, epoch=0, accepted=accepted, states=states, wait=True, **{"want": 4, **more}
     )
     return await task.stub.NextUnits(request, timeout=DEADLINE_S)
 
@@ -165,16 +165,16 @@ def test_what_was_counted_in_training_comes_with_the_acceptance() -> None:
             await workers[1].open()
             assert indices(await take(workers[0], [], want=2)) == [0, 1]
             assert indices(await take(workers[1], [], want=2)) == [2, 3]
-            report = await take(workers[0], [delta(1, b"one", FIT), delta(3, b"not mine", FIT)], [1], want=0)
+            report = await take(workers[0], [state(1, b"one", FIT), state(3, b"not mine", FIT)], [1], want=0)
             assert indices(report) == [] and not report.end
-            await take(workers[0], [delta(1, b"again", FIT)], [1], want=0)
-            await take(workers[1], [delta(i, b"two", FIT) for i in (2, 3)], [2, 3], want=0)
-            assert list((await counted(workers[1], FIT)).deltas) == [b"one", b"two", b"two"]
-            assert list((await counted(workers[1], FIT, first=2)).deltas) == [b"two"]
-            await settle(workers[1], 0.5, FIT)
-            assert (await take(workers[0], [delta(0, b"late", FIT)], [0])).end
-            following = chief_pb2.TallyName(group="fit 1", ordinal=1)
-            assert list((await counted(workers[0], following)).deltas) == [b"late"]
+            await take(workers[0], [state(1, b"again", FIT)], [1], want=0)
+            await take(workers[1], [state(i, b"two", FIT) for i in (2, 3)], [2, 3], want=0)
+            assert list((await counted(workers[1], FIT)).states) == [b"one", b"two", b"two"]
+            assert list((await counted(workers[1], FIT, first=2)).states) == [b"two"]
+            await record(workers[1], 0.5, FIT)
+            assert (await take(workers[0], [state(0, b"late", FIT)], [0])).end
+            following = chief_pb2.Topic(group="fit 1", ordinal=1)
+            assert list((await counted(workers[0], following)).states) == [b"late"]
 
     run(scenario)
 
@@ -189,7 +189,7 @@ def test_workers_agree_on_the_largest_number() -> None:
             assert await agree(workers[0], 0, 7) == 1, "what is decided stays"
             alone = asyncio.create_task(agree(workers[0], 1, 0))
             await until(lambda: running.job.get_status().tasks[1].waiting_on)
-            group = chief_pb2.TallyName(group="fit 1, ends")
+            group = chief_pb2.Topic(group="fit 1, ends")
             await workers[1].stub.Agree(chief_pb2.AgreeRequest(sender=workers[1].sender, topic=group, leave=True))
             assert await alone == 0
             alone = asyncio.create_task(agree(workers[1], 2, 0))
@@ -211,9 +211,9 @@ def test_a_restarted_chief_knows_what_was_counted_and_decided(tmp_path: Path) ->
                     await worker.ready()
                 await workers[0].open()
                 assert indices(await take(workers[0], [], want=1)) == [0]
-                await take(workers[0], [delta(0, b"zero", FIT)], [0], want=0)
+                await take(workers[0], [state(0, b"zero", FIT)], [0], want=0)
                 assert list((await evaluate(workers[0], attempt=0, want=2)).units) == [0, 1]
-                await evaluate(workers[0], [delta(1, b"one")], held=[0], want=0)
+                await evaluate(workers[0], [state(1, b"one")], held=[0], want=0)
                 await asyncio.gather(agree(workers[0], 0, 0), agree(workers[1], 0, 1))
                 await first.kill()
             async with chief(bind=port, state_dir=str(tmp_path)) as second:
@@ -225,13 +225,13 @@ def test_a_restarted_chief_knows_what_was_counted_and_decided(tmp_path: Path) ->
                 for task in tasks:
                     await task.welcomed()
                 assert second.job.journal.history.chief_epoch == 2
-                assert list((await counted(tasks[0], FIT)).deltas) == [b"zero"]
+                assert list((await counted(tasks[0], FIT)).states) == [b"zero"]
                 assert await agree(tasks[0], 0, 0) == 1
-                reply = await evaluate(tasks[0], [delta(0, b"zero")], want=9)
+                reply = await evaluate(tasks[0], [state(0, b"zero")], want=9)
                 assert list(reply.units) == [2, 3] and reply.attempt == 1
                 assert [fake.token for fake in servers] == [2 << 32 | 1] * 2, "the dead chief's hold was taken over"
-                assert (await evaluate(tasks[0], [delta(index, b"rest") for index in (2, 3)])).end
-                assert list((await counted(tasks[0])).deltas) == [b"zero", b"one", b"rest", b"rest"]
+                assert (await evaluate(tasks[0], [state(index, b"rest") for index in (2, 3)])).end
+                assert list((await counted(tasks[0])).states) == [b"zero", b"one", b"rest", b"rest"]
                 for task in tasks:
                     await task.die()
             for worker in workers:

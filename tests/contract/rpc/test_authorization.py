@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     | REFLECTION
     | {
         *("Chief.Session", "Chief.OpenDataset", "Chief.NextUnits", "Chief.StartStep"),
-        *("Chief.GetDeltas", "Chief.SettleTally", "Chief.Agree"),
+        *("Chief.GetMetricStates", "Chief.RecordLogs", "Chief.Agree"),
         *("Chief.SaveCheckpoint", "Chief.GetStatus"),
         *("ParameterServer.Hello", "ParameterServer.Transfer", "ParameterServer.OpenLane"),
         *("ParameterServer.CreateVariables", "ParameterServer.AssignValues", "ParameterServer.PrepareUpdate"),

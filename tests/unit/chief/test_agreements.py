@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from stratagem.chief.agreements import Agreements
-from stratagem.chief.tallies import TallyName
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 
 A, B, C = Incarnation("worker:0", 1), Incarnation("worker:1", 2), Incarnation("worker:1", 3)
-FIRST, SECOND = TallyName("fit 1, ends of epochs", 0), TallyName("fit 1, ends of epochs", 1)
+FIRST, SECOND = Topic("fit 1, ends of epochs", 0), Topic("fit 1, ends of epochs", 1)
 
 
 def test_founders_are_waited_for_and_the_largest_number_counts() -> None:
@@ -41,6 +41,6 @@ def test_nobody_waits_for_one_who_has_left_until_it_speaks_again() -> None:
     book.say(A, FIRST, 0)
     book.leave(B, FIRST.group)
     assert book.waits_for(FIRST, [A, B], {A, B}) == [] and book.outcome(FIRST) == 0
-    assert book.waits_for(TallyName("fit 2, ends of epochs", 0), [A, B], {A, B}) == [A, B]
+    assert book.waits_for(Topic("fit 2, ends of epochs", 0), [A, B], {A, B}) == [A, B]
     book.say(B, SECOND, 1)
     assert book.waits_for(FIRST, [A, B], {A, B}) == [B]

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.chief.evaluations import Evaluations, Pin, plan_of
-from stratagem.chief.tallies import TallyName
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError
 
 A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)
-NAME = TallyName("evaluation 1", 0)
+NAME = Topic("evaluation 1", 0)
 PLAN = plan_of(10, 3, False)
 
 
@@ -29,7 +29,7 @@ def test_units_are_lent_once_and_those_of_a_lost_reply_again() -> None:
     assert [lease.num_examples for lease in book.ask(NAME, A, (), 9).granted] == [3, 3, 1]
     assert book.ask(NAME, B, (2,), 1).waits_for == (A,)
     for index in range(4):
-        evaluation.leases.settle(index)
+        evaluation.leases.mark_accepted(index)
     assert book.ask(NAME, B, (), 1).end
 
 
@@ -41,7 +41,7 @@ def test_those_who_leave_or_die_give_back() -> None:
     assert evaluation.askers == {B}
     book.forget(B)
     assert not evaluation.askers and ask(book, A, 9) == [0, 1, 2, 3]
-    book.leave(TallyName("evaluation 7", 0), A)
+    book.leave(Topic("evaluation 7", 0), A)
 
 
 def test_other_data_are_refused() -> None:
@@ -56,7 +56,7 @@ def test_other_weights_begin_anew() -> None:
     evaluation = book.open(NAME, PLAN)
     assert not evaluation.pin({"ps:0": (1, 5)})
     assert ask(book, A, 2) == [0, 1]
-    evaluation.leases.settle(0)
+    evaluation.leases.mark_accepted(0)
     assert not evaluation.pin({"ps:0": (1, 5)}) and evaluation.attempt == 1
     assert evaluation.pin({"ps:0": (2, 5)}) and evaluation.attempt == 2
     assert ask(book, B, 9) == [0, 1, 2, 3]
@@ -65,12 +65,12 @@ def test_other_weights_begin_anew() -> None:
 def test_a_restarted_chief_goes_on() -> None:
     book = Evaluations()
     pin = Pin.from_record(Pin(PLAN, 2, {"ps:0": (1, 5)}).to_record())
-    book.restore(NAME, pin, [Unit(0, 0, 1)], is_settled=False)
+    book.restore(NAME, pin, [Unit(0, 0, 1)], is_over=False)
     evaluation = book.open(NAME, PLAN)
     assert not evaluation.pin({"ps:0": (1, 5)}) and evaluation.attempt == 2
     assert ask(book, A, 9) == [0, 2, 3]
-    over = TallyName("evaluation 1", 1)
-    book.restore(over, pin, [], is_settled=True)
+    over = Topic("evaluation 1", 1)
+    book.restore(over, pin, [], is_over=True)
     assert book.ask(over, A, (), 1).end and book.open(over, PLAN).is_proven
 
 
@@ -83,7 +83,7 @@ def test_each_unit_is_counted_once(events: list[tuple[str, Incarnation]]) -> Non
 
     def count(incarnation: Incarnation) -> None:
         index = held[incarnation].pop(0)
-        if evaluation.leases.settle(index):
+        if evaluation.leases.mark_accepted(index):
             counted.append(index)
 
     for what, incarnation in events:

@@ -11,7 +11,8 @@ import pytest
 from stratagem.chief.evaluations import Pin, plan_of
 from stratagem.chief.history import JobHistory
 from stratagem.chief.journal import NAME, Journal
-from stratagem.chief.tallies import Delta, Tallies, TallyName, encode_delta
+from stratagem.chief.metric_states import MetricState, MetricStates, encode_state
+from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError
 
@@ -125,39 +126,41 @@ def test_a_roll_back_replaces_what_was_accepted(tmp_path: Path) -> None:
 
 
 def test_what_was_counted_and_decided_is_known_again(tmp_path: Path) -> None:
-    fit, evaluation = TallyName("fit 1", 0), TallyName("evaluation 1", 0)
-    deltas = [Delta(fit, Unit(1, 0, index), bytes([index])) for index in range(3)]
+    fit, evaluation = Topic("fit 1", 0), Topic("evaluation 1", 0)
+    states = [MetricState(fit, Unit(1, 0, index), bytes([index])) for index in range(3)]
     pin = Pin(plan_of(4, 2, False), 1, {"ps:0": (1, 5)})
     journal = Journal(str(tmp_path))
-    for delta in [*deltas, Delta(evaluation, Unit(0, 0, 1), b"old")]:
-        journal.write("delta", durable=False, delta=encode_delta(delta))
+    for state in [*states, MetricState(evaluation, Unit(0, 0, 1), b"old")]:
+        journal.write("state", durable=False, state=encode_state(state))
     name = ["evaluation 1", 0]
     journal.write("evaluation", name=name, pin=pin.to_record())
     journal.write("evaluation", name=name, pin=dataclasses.replace(pin, attempt=2).to_record())
-    journal.write("delta", durable=False, delta=encode_delta(Delta(evaluation, Unit(0, 0, 0), b"new")))
+    journal.write("state", durable=False, state=encode_state(MetricState(evaluation, Unit(0, 0, 0), b"new")))
     journal.write("roll_back", accepted=[[1, 0, UnitBitmap.of([0, 1]).to_bytes().hex()]])
-    journal.write("settled", tally=["fit 0", 3], logs=[["loss", 0.5]])
+    journal.write("logs", topic=["fit 0", 3], logs=[["loss", 0.5]])
     journal.write("agreed", topic=["fit 1, ends", 0], value=1)
     journal.close()
     again = Journal(str(tmp_path), compact_bytes=1)
     assert again.history == journal.history
-    assert again.history.tallies.page(fit, 0, 99).deltas == (b"\0", b"\1")
-    assert again.history.tallies.page(evaluation, 0, 99).deltas == (b"new",)
-    assert again.history.tallies.logs(TallyName("fit 0", 3)) == (("loss", 0.5),)
+    assert again.history.metric_states.page(fit, 0, 99).states == (b"\0", b"\1")
+    assert again.history.metric_states.page(evaluation, 0, 99).states == (b"new",)
+    assert again.history.metric_states.logs(Topic("fit 0", 3)) == (("loss", 0.5),)
     assert again.history.evaluations[evaluation].attempt == 2
     again.write("lost", updates=1)  # replaces the file by its summary
     again.close()
     summed = Journal(str(tmp_path))
-    assert summed.history == again.history and summed.history.agreed == {TallyName("fit 1, ends", 0): 1}
+    assert summed.history == again.history and summed.history.agreed == {Topic("fit 1, ends", 0): 1}
     summed.write("anew")
-    assert summed.history.tallies == Tallies() and not summed.history.evaluations and not summed.history.agreed
+    assert (
+        summed.history.metric_states == MetricStates() and not summed.history.evaluations and not summed.history.agreed
+    )
     summed.close()
 
 
 def test_a_large_summary_is_not_written_with_every_record(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), compact_bytes=100)
     for index in range(20):
-        delta = Delta(TallyName("fit 1", 0), Unit(1, 0, index), bytes(60))
-        journal.write("delta", durable=False, delta=encode_delta(delta))
+        state = MetricState(Topic("fit 1", 0), Unit(1, 0, index), bytes(60))
+        journal.write("state", durable=False, state=encode_state(state))
     journal.close()
     assert (tmp_path / NAME).read_text().count("\n") > 3

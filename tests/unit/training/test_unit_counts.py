@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchmetrics
 
-from stratagem.cluster.units import MAX_DELTA_BYTES, Plan
+from stratagem.cluster.units import MAX_STATE_BYTES, Plan
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.counts import SharedCounts
@@ -28,10 +28,10 @@ class Shared(SharedCounts):
         self._found = found
         self.settled: dict[str, float] = {}
 
-    def deltas(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
+    def states(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
         return self._found if isinstance(self._found, dict) else list(self._found)
 
-    def settle(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
+    def record(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
         self.settled = dict(logs)
         return self.settled
 
@@ -76,7 +76,7 @@ def test_what_others_have_settled_stands_and_nothing_is_nothing() -> None:
 
 def test_too_much_to_travel_says_what_to_do() -> None:
     counts = UnitCounts(Shared([]), new_tally())
-    size = MAX_DELTA_BYTES // 12 + 1
+    size = MAX_STATE_BYTES // 12 + 1
     counts.begin()
     counts.add([StepResult(size, torch.randn(size, 3), torch.zeros(size, dtype=torch.long))])
     with pytest.raises(ConfigurationError, match="use smaller batches, or metrics that keep sums"):

@@ -39,7 +39,7 @@ class Chief:
             return chief_pb2.NextUnitsReply()
         return leases_to_proto(self.book.ask(A, 1, epoch, said.held, said.want, [A], stop, at_most=said.at_most))
 
-    def start_step(self, dataset: int, epoch: int, accepted: Any, deltas: Any, clock: int) -> chief_pb2.StartStepReply:
+    def start_step(self, dataset: int, epoch: int, accepted: Any, states: Any, clock: int) -> chief_pb2.StartStepReply:
         self.num_calls += 1
         self.accepted += [unit.index for unit in self.book.accept(A, dataset, epoch, accepted)]
         now, limit, late = self.book.start_step(A, dataset, clock, [A])

@@ -1,4 +1,4 @@
-"""What workers count and agree on: tallies, decisions. One method for each verb."""
+"""What workers count and agree on: metric_states, decisions. One method for each verb."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from stratagem.chief.agreements import Agreements
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import LeaseBook
+from stratagem.chief.metric_states import Logs, MetricState, Page, encode_state
 from stratagem.chief.sessions import Sessions
-from stratagem.chief.tallies import Delta, Logs, Page, TallyName, encode_delta
 from stratagem.chief.waits import Waits
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.topic import Topic
 
 
-class Counting:
+class MetricStore:
     """The chief's part in histories and in what workers decide together.
 
     Args:
         sessions: membership.
         lease_book: units of training data.
-        journal: its history has the tallies.
+        journal: its history has the metric_states.
         changed: rung at every change.
         admit: waits until a life may speak.
         waits: what lives wait for, for the status page.
@@ -49,46 +50,46 @@ class Counting:
 
     # Units of training data
 
-    def keep(self, deltas: Sequence[Delta]) -> None:
+    def keep(self, states: Sequence[MetricState]) -> None:
         """Keeps what was counted on units of training data that are accepted, once for each.
 
         Raises:
             LimitError: it is too much.
         """
-        tallies = self._journal.history.tallies
-        for delta in deltas:
-            accepted = self._lease_book.epoch(delta.unit.dataset, delta.unit.epoch).accepted
-            if delta.unit.index in accepted and not tallies.counts(delta.tally.group, delta.unit):
-                self.write(Delta(tallies.place(delta.tally), delta.unit, delta.data))
+        metric_states = self._journal.history.metric_states
+        for state in states:
+            accepted = self._lease_book.epoch(state.unit.dataset, state.unit.epoch).accepted
+            if state.unit.index in accepted and not metric_states.counts(state.topic.group, state.unit):
+                self.write(MetricState(metric_states.place(state.topic), state.unit, state.data))
 
-    # Tallies
+    # MetricStates
 
-    async def get_deltas(self, incarnation: Incarnation, name: TallyName, first: int, only_logs: bool) -> Page:
+    async def get_metric_states(self, incarnation: Incarnation, name: Topic, first: int, only_logs: bool) -> Page:
         """Part of what was counted, or what came of it."""
         await self._admit(incarnation)
-        tallies = self._journal.history.tallies
-        return Page(logs=tallies.logs(name)) if only_logs else tallies.page(name, first, self._page_bytes)
+        metric_states = self._journal.history.metric_states
+        return Page(logs=metric_states.logs(name)) if only_logs else metric_states.page(name, first, self._page_bytes)
 
-    async def settle_tally(self, incarnation: Incarnation, name: TallyName, logs: Logs) -> Logs:
-        """Says what came of a tally; returns what stands."""
+    async def record_logs(self, incarnation: Incarnation, name: Topic, logs: Logs) -> Logs:
+        """Says what came of a topic; returns what stands."""
         await self._admit(incarnation)
-        tallies = self._journal.history.tallies
-        if tallies.logs(name) is None:
-            self._journal.write("settled", tally=[name.group, name.ordinal], logs=logs)
-        return tallies.logs(name) or ()
+        metric_states = self._journal.history.metric_states
+        if metric_states.logs(name) is None:
+            self._journal.write("logs", topic=[name.group, name.ordinal], logs=logs)
+        return metric_states.logs(name) or ()
 
-    def write(self, delta: Delta) -> None:
-        """Keeps a delta that nobody has kept.
+    def write(self, state: MetricState) -> None:
+        """Keeps a state that nobody has kept.
 
         Raises:
             LimitError: it is too much.
         """
-        self._journal.history.tallies.check(delta)
-        self._journal.write("delta", durable=False, delta=encode_delta(delta))
+        self._journal.history.metric_states.check(state)
+        self._journal.write("state", durable=False, state=encode_state(state))
 
     # Agreements
 
-    async def agree(self, incarnation: Incarnation, topic: TallyName, value: int) -> int:
+    async def agree(self, incarnation: Incarnation, topic: Topic, value: int) -> int:
         """Says a number; returns what is decided."""
         await self._admit(incarnation)
         self._agreements.say(incarnation, topic, value)
@@ -114,7 +115,7 @@ class Counting:
         """Whether ``incarnation`` takes part in a group no more."""
         return self._agreements.has_left(incarnation, group)
 
-    def _decide(self, topic: TallyName) -> None:
+    def _decide(self, topic: Topic) -> None:
         outcome = self._agreements.outcome(topic)
         self._journal.write("agreed", topic=[topic.group, topic.ordinal], value=outcome)
         self._agreements.forget(topic)

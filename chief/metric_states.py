@@ -1,0 +1,170 @@
+"""What workers have counted on units, kept once for each unit until somebody says what came of it. Pure, no I/O.
+
+The chief cannot read what was counted: workers merge it. A topic is *closed* once a worker has said which numbers came
+of it; those stand for everybody, and what was counted is forgotten.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import MAX_STATE_BYTES, Unit
+from stratagem.errors import LimitError
+
+MAX_TOPIC_BYTES = 256 << 20
+
+Logs = tuple[tuple[str, float], ...]
+"""Named numbers in their order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MetricState:
+    """What was counted on one unit."""
+
+    topic: Topic
+    unit: Unit
+    """Of evaluation data: its dataset and epoch are 0."""
+    data: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """Part of a topic."""
+
+    states: tuple[bytes, ...] = ()
+    num_left: int = 0
+    logs: Logs | None = None
+    """What came of it, once it is closed."""
+
+
+@dataclasses.dataclass
+class MetricStates:
+    """The metric states of a job."""
+
+    _open: dict[Topic, dict[Unit, bytes]] = dataclasses.field(default_factory=dict)
+    _num_bytes: dict[Topic, int] = dataclasses.field(default_factory=dict)
+    _logs: dict[Topic, Logs] = dataclasses.field(default_factory=dict)
+
+    def check(self, state: MetricState) -> None:
+        """Whether a state can be kept.
+
+        Raises:
+            LimitError: it is too large, or all of its topic are.
+        """
+        if len(state.data) > MAX_STATE_BYTES:
+            raise LimitError(f"{state.unit}: expected at most {MAX_STATE_BYTES} bytes counted, got {len(state.data)}")
+        if self._num_bytes.get(state.topic, 0) + len(state.data) > MAX_TOPIC_BYTES:
+            raise LimitError(
+                f"what was counted in {state.topic} is more than {MAX_TOPIC_BYTES >> 20} MiB: use larger batches, or "
+                "metrics that keep sums and not every output"
+            )
+
+    def place(self, name: Topic) -> Topic:
+        """The first topic of the group from ``name`` on that is open."""
+        while name in self._logs:
+            name = Topic(name.group, name.ordinal + 1)
+        return name
+
+    def counts(self, group: str, unit: Unit) -> bool:
+        """Whether something that a group counted on a unit of training data is kept."""
+        return any(unit in states for name, states in self._open.items() if name.group == group)
+
+    def add(self, state: MetricState) -> bool:
+        """Keeps a state; False if there is one of the unit, or the topic is closed."""
+        if state.topic in self._logs or state.unit in self._open.get(state.topic, {}):
+            return False
+        self._open.setdefault(state.topic, {})[state.unit] = state.data
+        self._num_bytes[state.topic] = self._num_bytes.get(state.topic, 0) + len(state.data)
+        return True
+
+    def units(self, name: Topic) -> list[Unit]:
+        """Units with a state."""
+        return sorted(self._open.get(name, ()))
+
+    def page(self, name: Topic, first: int, max_bytes: int) -> Page:
+        """Deltas in the order of their units, from the ``first`` on, or what came of them.
+
+        Args:
+            name: of the topic.
+            first: states to leave out.
+            max_bytes: size of the page; one state may be larger.
+        """
+        if name in self._logs:
+            return Page(logs=self._logs[name])
+        states = self._open.get(name, {})
+        chosen: list[bytes] = []
+        rest = sorted(states)[first:]
+        num_bytes = 0
+        for unit in rest:
+            num_bytes += len(states[unit])
+            if chosen and num_bytes > max_bytes:
+                break
+            chosen.append(states[unit])
+        return Page(tuple(chosen), len(rest) - len(chosen))
+
+    def logs(self, name: Topic) -> Logs | None:
+        """What came of a topic; None while it is open."""
+        return self._logs.get(name)
+
+    def record(self, name: Topic, logs: Logs) -> None:
+        """Says what came of a topic, if nobody has."""
+        if name not in self._logs:
+            self._logs[name] = logs
+            self.drop(name)
+
+    def drop(self, name: Topic) -> None:
+        """Forgets what was counted."""
+        self._open.pop(name, None)
+        self._num_bytes.pop(name, None)
+
+    def keep(self, is_accepted: Callable[[Unit], bool]) -> None:
+        """Forgets what was counted on units of training data that will be computed again."""
+        for name, states in self._open.items():
+            for unit in [unit for unit in states if unit.dataset and not is_accepted(unit)]:
+                self._num_bytes[name] -= len(states.pop(unit))
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._open.clear()
+        self._num_bytes.clear()
+        self._logs.clear()
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "open": [
+                encode_state(MetricState(name, *each)) for name, states in self._open.items() for each in states.items()
+            ],
+            "logs": [[name.group, name.ordinal, logs] for name, logs in self._logs.items()],
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> MetricStates:
+        """The inverse of :meth:`to_record`."""
+        metric_states = cls()
+        for group, ordinal, logs in record["logs"]:
+            metric_states.record(Topic(group, ordinal), decode_logs(logs))
+        for state in record["open"]:
+            metric_states.add(decode_state(state))
+        return metric_states
+
+
+def encode_state(state: MetricState) -> dict[str, Any]:
+    """As JSON."""
+    unit = [state.unit.dataset, state.unit.epoch, state.unit.index]
+    topic = [state.topic.group, state.topic.ordinal]
+    return {"topic": topic, "unit": unit, "data": base64.b64encode(state.data).decode()}
+
+
+def decode_state(value: Mapping[str, Any]) -> MetricState:
+    """The inverse of :func:`encode_state`."""
+    return MetricState(Topic(*value["topic"]), Unit(*value["unit"]), base64.b64decode(value["data"]))
+
+
+def decode_logs(value: Iterable[Iterable[Any]]) -> Logs:
+    """Named numbers from JSON."""
+    return tuple((str(name), float(number)) for name, number in value)
