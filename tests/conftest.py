@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -30,6 +31,20 @@ _ENVIRONMENT_OF_OTHERS = {
     "TORCHINDUCTOR_CACHE_DIR",
     "GRPC_VERBOSITY",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", help="only this share of the tests, the same ones each time: 0/6 to 5/6")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of the share; all shares together are all tests."""
+    if share := config.getoption("--share"):
+        number, count = map(int, share.split("/"))
+        chosen = [zlib.crc32(item.nodeid.encode()) % count == number % count for item in items]
+        others = [item for item, is_ours in zip(items, chosen, strict=True) if not is_ours]
+        items[:] = [item for item, is_ours in zip(items, chosen, strict=True) if is_ours]
+        config.hook.pytest_deselected(items=others)
 
 
 def _threads() -> dict[int, str]:
