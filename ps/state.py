@@ -31,13 +31,6 @@ class Call(Protocol):
         """False once the caller is gone or its deadline passed."""
 
 
-class LocalCall:
-    """A call from this process: its caller is always there."""
-
-    def is_active(self) -> bool:
-        return True
-
-
 class StoreState:
     """Control state of a store. ``changed`` guards everything here; a group's own lock guards its tensors.
 

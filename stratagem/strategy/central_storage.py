@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import parse_device, parse_devices
 from stratagem.strategy.replicas.central_replicas import CentralReplicas
@@ -38,13 +37,12 @@ class CentralStorageStrategy(SynchronousStrategy):
         *,
         seed: int = 0,
     ) -> None:
-        self._seed = seed
         devices = parse_devices(compute_devices)
         if parameter_device is not None:
             self._parameter_device = parse_device(parameter_device)
         else:
             self._parameter_device = devices[0] if len(devices) == 1 else torch.device("cpu")
-        super().__init__(devices, StepMeter())
+        super().__init__(devices, StepMeter(), seed=seed)
 
     @property
     def parameter_device(self) -> torch.device:
@@ -63,6 +61,3 @@ class CentralStorageStrategy(SynchronousStrategy):
                 f"variable {name!r}: replicas that share one copy cannot each have a gradient of it; make it an "
                 "nn.Parameter of a model, of which they have copies"
             )
-
-    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return self._seed

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.preparation import Preparation
@@ -31,6 +30,3 @@ class EvaluatorStrategy(SynchronousStrategy):
                 "loop over sg.new_checkpoints()"
             )
         return super()._prepare(objects, preparation)
-
-    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return 0

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from stratagem.cluster.units import Plan
 from stratagem.strategy.devices import parse_devices
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.synchronous import SynchronousStrategy
@@ -37,8 +36,4 @@ class MirroredStrategy(SynchronousStrategy):
         *,
         seed: int = 0,
     ) -> None:
-        self._seed = seed
-        super().__init__(parse_devices(devices), StepMeter(), ops=cross_device_ops)
-
-    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return self._seed
+        super().__init__(parse_devices(devices), StepMeter(), ops=cross_device_ops, seed=seed)

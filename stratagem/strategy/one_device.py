@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from stratagem.cluster.units import Plan
 from stratagem.strategy.devices import parse_device
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.step_meter import StepMeter
@@ -22,9 +21,5 @@ class OneDeviceStrategy(SynchronousStrategy):
     """
 
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0) -> None:
-        self._seed = seed
         self.device = parse_device(device)
-        super().__init__((self.device,), StepMeter())
-
-    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return self._seed
+        super().__init__((self.device,), StepMeter(), seed=seed)

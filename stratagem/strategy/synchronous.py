@@ -6,20 +6,13 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
-from stratagem.cluster.units import Plan
-from stratagem.data.distribute import distribute, distribute_from_function
-from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.data.placement import InputPlacement
-from stratagem.data.split_dataset import SplitDataset
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.guard import guard
 from stratagem.strategy.loss_scaling import refuse_divided
@@ -29,9 +22,10 @@ from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_d
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
-from stratagem.strategy.step_listener import StepListener
 from stratagem.strategy.step_shares import StepShares
+from stratagem.strategy.synchronous_input import SynchronousInput
 from stratagem.strategy.watching import watch_torch
+from stratagem.worker.reduction.backward import BackwardReducer
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_weight import Weight
@@ -46,24 +40,7 @@ logger = logging.getLogger(__name__)
 BUCKET_BYTES = 25 << 20
 
 
-class Reducer(Protocol):
-    """Makes the gradients of one replica those of the global batch: :class:`GradientReducer`, or one for XLA."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether there are gradients that are this replica's own."""
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, backward only accumulates."""
-
-    def refresh(self) -> None:
-        """Looks for parameters that have changed. Collective if there are."""
-
-    def committed(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """A step was made with the gradients of ``parameters``."""
-
-
-class SynchronousStrategy(Strategy):
+class SynchronousStrategy(SynchronousInput):
     """Each replica has the model, and after ``backward()`` the gradient of the global batch.
 
     Args:
@@ -73,6 +50,7 @@ class SynchronousStrategy(Strategy):
         ops: reduces between local replicas; None: the default for the devices.
         bucket_bytes: limit of a bucket of gradients.
         compression: of gradients on the way.
+        seed: of the order of the examples.
     """
 
     def __init__(
@@ -84,6 +62,7 @@ class SynchronousStrategy(Strategy):
         ops: CrossDeviceOps | type[CrossDeviceOps] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         compression: GradientCompression | None = None,
+        seed: int = 0,
     ) -> None:
         self._meter: StepMeter = meter
         watch_torch()
@@ -102,8 +81,8 @@ class SynchronousStrategy(Strategy):
         """By identity of a model: examples that each local replica was given before it was prepared."""
         self._attached: list[set[int]] = [set() for _ in devices]
         """Of each replica: the parameters that have a reducer."""
-        self._reducers: list[list[Reducer]] = [[] for _ in devices]
-        self._num_datasets = 0
+        self._reducers: list[list[BackwardReducer[Any]]] = [[] for _ in devices]
+        self._num_datasets, self._seed = 0, seed
         names = ", ".join(map(str, names_of(devices)))
         logger.info("%s on %s", type(self).__name__, names)
 
@@ -173,7 +152,7 @@ class SynchronousStrategy(Strategy):
         models = [self._local.on_replica(model, replica) for model in models]
         groups = [self._local.parameters_of(optimizer, replica) for optimizer in optimizers]
         self._remember(models, [self._local.on_replica(optimizer, replica) for optimizer in optimizers], groups)
-        reducer: Reducer | None = None
+        reducer: BackwardReducer[Any] | None = None
         if self._local.communicators:
             weight = functools.partial(self._weight, replica, preparation)
             if preparation.sync_batchnorm:
@@ -203,7 +182,7 @@ class SynchronousStrategy(Strategy):
         groups: Sequence[Sequence[nn.Parameter]],
         weight: Callable[[], Weight],
         early: bool,
-    ) -> Reducer:
+    ) -> BackwardReducer[Any]:
         """Makes what reduces the gradients of one replica's models and of the parameters of its optimizers."""
         parameters = self._fresh_parameters(replica, models, groups)
         names = {id(part): name for model in models for name, part in model.named_parameters()}
@@ -263,70 +242,12 @@ class SynchronousStrategy(Strategy):
         """Where no dataset counts the steps of the loop, one in which an optimizer made its step is one of the job."""
         if self._has_stepped and not self._shares.are_told:
             self._meter.step_done(0)
-            communicators = [*self._local.communicators, *([self.communicator] if self.communicator else [])]
-            for communicator in {id(each): each for each in communicators}.values():
+            for communicator in self._communicators():
                 communicator.step += 1
         self._has_stepped = False
 
     def _skipped(self, replica: int) -> None:
         self._meter.skipped += replica == 0  # all skip it
-
-    # -- data --------------------------------------------------------------------------------------------------
-
-    def distribute_dataset(
-        self,
-        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
-        *,
-        batch_size: int | None = None,
-        options: DistributeOptions | None = None,
-    ) -> SplitDataset:
-        self._num_datasets += 1
-        listener = self._listener(self._num_datasets)
-        dataset = distribute(
-            source,
-            placement=self._placement(self._num_datasets),
-            ordinal=self._num_datasets,
-            batch_size=batch_size,
-            options=options,
-            listener=listener,
-        )
-        listener.report = self._report(self._num_datasets, dataset)
-        return dataset
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
-    ) -> SplitDataset:
-        self._num_datasets += 1
-        return distribute_from_function(
-            dataset_fn,
-            placement=self._placement(self._num_datasets),
-            options=options,
-            listener=self._listener(self._num_datasets),
-        )
-
-    def _placement(self, ordinal: int) -> InputPlacement:
-        seed = functools.partial(self._seed_of_dataset, ordinal)
-        if self.communicator is None:
-            return InputPlacement(self._local.devices, seed=seed)
-        rank, size = self.communicator.rank, self.communicator.size
-        return InputPlacement(self._local.devices, size, rank, self.communicator, seed)
-
-    def _listener(self, ordinal: int) -> StepListener:
-        communicators = list(self._local.communicators)
-        if self.communicator is not None and self.communicator not in communicators:
-            communicators.append(self.communicator)
-        return StepListener(self._shares, self._meter, communicators, self._placed)
-
-    def _placed(self, batch: Any) -> None:
-        """Sees each batch of a dataset once it is on the devices."""
-
-    def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
-        """Tells who keeps books of the steps of a dataset; None: nobody does."""
-        return None
-
-    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        """Seed of the order of a dataset, the same on every worker."""
-        return 0
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -466,7 +387,7 @@ def _restore(kept: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         buffer.copy_(old)
 
 
-def _refuse_local_gradients(reducer: Reducer, *_: Any) -> None:
+def _refuse_local_gradients(reducer: BackwardReducer[Any], *_: Any) -> None:
     if reducer.has_pending:
         raise ConfigurationError(
             "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and the "
@@ -474,7 +395,7 @@ def _refuse_local_gradients(reducer: Reducer, *_: Any) -> None:
         )
 
 
-def _committed(reducer: Reducer, parameters: Sequence[nn.Parameter], *_: Any) -> None:
+def _committed(reducer: BackwardReducer[Any], parameters: Sequence[nn.Parameter], *_: Any) -> None:
     reducer.committed(parameters)
 
 

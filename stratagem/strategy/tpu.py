@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 
 from stratagem.cluster.resolvers import ClusterResolver
-from stratagem.cluster.units import Plan
 from stratagem.data.nested import tensors
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.synchronous import Reducer, SynchronousStrategy
+from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.strategy.xla_group import XlaGroup, check_torch_xla
 from stratagem.strategy.xla_reducer import XlaReducer
 from stratagem.worker.reduction.gradient_weight import Weight
@@ -60,8 +59,7 @@ class TPUStrategy(SynchronousStrategy):
         self._group = XlaGroup()
         _check_hosts(resolver, self._group.size)
         self.device = self._group.device
-        self._seed = seed
-        super().__init__((self.device,), StepMeter(), workers=Communicator(self._group, _explain))
+        super().__init__((self.device,), StepMeter(), workers=Communicator(self._group, _explain), seed=seed)
 
     @property
     def is_lead(self) -> bool:
@@ -87,12 +85,9 @@ class TPUStrategy(SynchronousStrategy):
         groups: Sequence[Sequence[nn.Parameter]],
         weight: Callable[[], Weight],
         early: bool,
-    ) -> Reducer:
+    ) -> XlaReducer:
         parameters = self._fresh_parameters(replica, models, groups)
         return XlaReducer(parameters, self._group, self.communicator, weight)
-
-    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return self._seed
 
 
 def _check_hosts(resolver: ClusterResolver | None, num_replicas: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -71,6 +71,12 @@ class BackwardReducer(Generic[B]):
     def has_pending(self) -> bool:
         """Whether ``no_sync`` has left gradients that are this rank's own: a step with them would part the ranks."""
         return any(slot.pending and slot.parameter.grad is not None for slot in self._slots)
+
+    def refresh(self) -> None:
+        """Looks for parameters that have changed. Collective if there are."""
+
+    def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """A step was made with the gradients of ``parameters``; None: of all."""
 
     def _hook(self, slot: ParameterGradient) -> None:
         parameter = slot.parameter

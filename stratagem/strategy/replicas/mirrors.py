@@ -70,16 +70,6 @@ class Mirrors:
         self._all: dict[int, _Pair] = {}
         """By identity of the original, in the order of preparation."""
 
-    @property
-    def proxies(self) -> list[Any]:
-        """What the script uses: one for each object, in the order in which they were given."""
-        return [proxy for proxy, _ in self._all.values()]
-
-    @property
-    def replicas(self) -> list[list[Any]]:
-        """The objects of each replica, in the same order. A scheduler is the same object everywhere."""
-        return [[copies[replica] for _, copies in self._all.values()] for replica in range(len(self.devices))]
-
     def copies_of(self, item: Any) -> Sequence[Any]:
         """What an original stands for on each replica."""
         return self._all[id(item)][1]
@@ -168,22 +158,6 @@ class Mirrors:
     def acts_for_all(self) -> bool:
         """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
         return not self.which()
-
-    def before_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
-        """Has ``callback`` called before each step, with the number of the replica and its optimizer.
-
-        Args:
-            optimizer: a proxy or an original.
-        """
-        for replica, own in enumerate(self._all[id(original(optimizer))][1]):
-            own.register_step_pre_hook(lambda own, args, kwargs, replica=replica: callback(replica, own))
-        self.settle()
-
-    def after_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
-        """As :meth:`before_step`, after each step."""
-        for replica, own in enumerate(self._all[id(original(optimizer))][1]):
-            own.register_step_post_hook(lambda own, args, kwargs, replica=replica: callback(replica, own))
-        self.settle()
 
     # -- adding ------------------------------------------------------------------------------------------------
 

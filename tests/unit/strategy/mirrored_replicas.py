@@ -39,14 +39,29 @@ class Replicas:
 
     def copies(self, proxy: Any) -> tuple[Any, ...]:
         """What a proxy stands for on each replica."""
-        index = self.mirrors.proxies.index(proxy)
-        return tuple(objects[index] for objects in self.mirrors.replicas)
+        return next(tuple(copies) for known, copies in self.mirrors._all.values() if known is proxy)
+
+    def after_step(self, optimizer: Any, callback: Callable[[int, torch.optim.Optimizer], None]) -> None:
+        """Has ``callback`` called after each step of an optimizer, with the number of the replica and its optimizer."""
+        for replica, own in enumerate(self.copies(optimizer)):
+            own.register_step_post_hook(lambda own, args, kwargs, replica=replica: callback(replica, own))
+        self.mirrors.settle()
 
     def average_gradients(self, model: torch.nn.Module) -> None:
         """In a step, after backward: every replica gets the mean of all replicas' gradients."""
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 parameter.grad = self.replica_threads.meet(f"gradient of {name}", parameter.grad, _averages)
+
+
+def proxies(mirrors: Mirrors) -> list[Any]:
+    """What the script uses: one for each object, in the order in which they were given."""
+    return [proxy for proxy, _ in mirrors._all.values()]
+
+
+def objects_of(mirrors: Mirrors) -> list[list[Any]]:
+    """The objects of each replica, in the same order."""
+    return [[copies[replica] for _, copies in mirrors._all.values()] for replica in range(len(mirrors.devices))]
 
 
 def _averages(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,7 +15,17 @@ from torch.optim.swa_utils import AveragedModel
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.replicas.mirrors import mirror
 from stratagem.strategy.replicas.replica_threads import current_replica
-from tests.unit.strategy.mirrored_replicas import INPUTS, TARGETS, Replicas, equal, loss_of, net, train_step
+from tests.unit.strategy.mirrored_replicas import (
+    INPUTS,
+    TARGETS,
+    Replicas,
+    equal,
+    loss_of,
+    net,
+    objects_of,
+    proxies,
+    train_step,
+)
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
 
@@ -172,7 +182,7 @@ def test_objects_may_come_in_any_order(replicas: Replicas) -> None:
 def test_mirror_makes_mirrors_of_objects(replicas: Replicas) -> None:
     own = net()
     mirrors = mirror([own], replicas.replica_threads.devices, current_replica, meet=replicas.replica_threads.meet)
-    assert mirrors.proxies == [own] and mirrors.replicas[0] == [own] and mirrors.replicas[1] != [own]
+    assert proxies(mirrors) == [own] and objects_of(mirrors)[0] == [own] and objects_of(mirrors)[1] != [own]
 
 
 def test_what_is_kept_is_not_copied(replicas: Replicas) -> None:
@@ -193,7 +203,7 @@ def test_what_is_kept_is_not_copied(replicas: Replicas) -> None:
         meet=replicas.replica_threads.meet,
         keep=keep,
     )
-    second, its = mirrors.replicas[1]
+    second, its = objects_of(mirrors)[1]
     assert second.extra[0] is values[1] and its.param_groups[0]["params"][-1] is values[1]
     values[0].grad = torch.ones(2)
     optimizer.step()
@@ -209,12 +219,12 @@ def test_one_replica_alone() -> None:
     own = net()
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
     mirrors = mirror([own, optimizer], [torch.device("cpu")], lambda: None, meet=_nobody_to_meet)
-    model, optimizer = mirrors.proxies
+    model, optimizer = proxies(mirrors)
     before = loss_of(model)
     with mirrors.running():
         before.backward()
         optimizer.step()
-    assert loss_of(model) < before and len(mirrors.replicas) == 1
+    assert loss_of(model) < before and len(objects_of(mirrors)) == 1
 
 
 def _nobody_to_meet(what: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:

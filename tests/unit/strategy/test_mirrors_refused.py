@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from stratagem.errors import ConfigurationError
-from tests.unit.strategy.mirrored_replicas import Replicas, equal
+from tests.unit.strategy.mirrored_replicas import Replicas, equal, proxies
 
 INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_models_that_cannot_be_copied(replicas: Replicas, build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         replicas.prepare(build())
-    assert replicas.mirrors.proxies == []
+    assert proxies(replicas.mirrors) == []
 
 
 def test_a_second_attempt(replicas: Replicas) -> None:
@@ -71,7 +71,7 @@ def test_a_second_attempt(replicas: Replicas) -> None:
             replicas.prepare(own)
     own[1].lock = None
     model = replicas.prepare(own)
-    assert equal(*replicas.copies(model)) and replicas.mirrors.proxies == [own]
+    assert equal(*replicas.copies(model)) and proxies(replicas.mirrors) == [own]
     replicas.run(lambda _: model(INPUTS))
 
 

@@ -26,7 +26,7 @@ def test_every_step_has_one_rate_whoever_is_first(replicas: Replicas) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     model, optimizer, scheduler = replicas.prepare(model, optimizer, lr_scheduler.StepLR(optimizer, 1, 0.5))
     rates: list[list[float]] = [[], []]
-    replicas.mirrors.after_step(optimizer, lambda replica, its: rates[replica].append(its.param_groups[0]["lr"]))
+    replicas.after_step(optimizer, lambda replica, its: rates[replica].append(its.param_groups[0]["lr"]))
 
     def step(replica: int) -> None:
         for _ in range(3):  # replica 0 has stepped its scheduler before replica 1 comes to its optimizer
@@ -45,7 +45,7 @@ def test_settings_changed_in_a_step_are_those_of_replica_0(replicas: Replicas) -
     def look(replica: int, its: torch.optim.Optimizer) -> None:
         seen[replica].append((its.param_groups[0]["lr"], its.param_groups[0].get("mark")))
 
-    replicas.mirrors.after_step(optimizer, look)
+    replicas.after_step(optimizer, look)
 
     def step(replica: int) -> None:
         optimizer.param_groups[0].update(lr=0.1 + replica, mark="set")
@@ -114,7 +114,7 @@ def test_nested_schedulers(replicas: Replicas) -> None:
         def note(replica: int, its: torch.optim.Optimizer, rates: list[list[float]] = rates) -> None:
             rates[replica].append(its.param_groups[0]["lr"])
 
-        replicas.mirrors.after_step(optimizer, note)
+        replicas.after_step(optimizer, note)
 
         def step(replica: int, optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
             optimizer.step()

@@ -1,0 +1,88 @@
+"""The datasets of strategies whose replicas run in step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from stratagem.cluster.units import Plan
+from stratagem.data.distribute import distribute, distribute_from_function
+from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.data.placement import InputPlacement
+from stratagem.data.split_dataset import SplitDataset
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.replicas.local_replicas import LocalReplicas
+from stratagem.strategy.step_listener import StepListener
+from stratagem.strategy.step_shares import StepShares
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import StepMeter
+
+
+class SynchronousInput(Strategy):
+    """Cuts each batch into shares of the replicas of all workers."""
+
+    _local: LocalReplicas
+    _meter: StepMeter
+    _num_datasets: int
+    _seed: int
+    _shares: StepShares
+
+    def distribute_dataset(
+        self,
+        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        options: DistributeOptions | None = None,
+    ) -> SplitDataset:
+        self._num_datasets += 1
+        listener = self._listener(self._num_datasets)
+        dataset = distribute(
+            source,
+            placement=self._placement(self._num_datasets),
+            ordinal=self._num_datasets,
+            batch_size=batch_size,
+            options=options,
+            listener=listener,
+        )
+        listener.report = self._report(self._num_datasets, dataset)
+        return dataset
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
+    ) -> SplitDataset:
+        self._num_datasets += 1
+        return distribute_from_function(
+            dataset_fn,
+            placement=self._placement(self._num_datasets),
+            options=options,
+            listener=self._listener(self._num_datasets),
+        )
+
+    def _placement(self, ordinal: int) -> InputPlacement:
+        seed = functools.partial(self._seed_of_dataset, ordinal)
+        if self.communicator is None:
+            return InputPlacement(self._local.devices, seed=seed)
+        rank, size = self.communicator.rank, self.communicator.size
+        return InputPlacement(self._local.devices, size, rank, self.communicator, seed)
+
+    def _listener(self, ordinal: int) -> StepListener:
+        return StepListener(self._shares, self._meter, self._communicators(), self._placed)
+
+    def _communicators(self) -> list[Communicator]:
+        """Those of the local replicas, and that with the other workers, each once."""
+        every = [*self._local.communicators, *([] if self.communicator is None else [self.communicator])]
+        return list({id(each): each for each in every}.values())
+
+    def _placed(self, batch: Any) -> None:
+        """Sees each batch of a dataset once it is on the devices."""
+
+    def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
+        """Tells who keeps books of the steps of a dataset; None: nobody does."""
+        return None
+
+    def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
+        """Seed of the order of a dataset, the same on every worker."""
+        return self._seed
