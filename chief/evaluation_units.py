@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
-from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.commit_hold import CommitHold
 from stratagem.chief.evaluations import Evaluations, RunningEvaluation, Versions
-from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import Leases
-from stratagem.chief.lending import EvaluationPass, LeaseRequest
+from stratagem.chief.lending import EvaluationPass, LeaseRequest, UnitLender
 from stratagem.chief.metric_states import MetricState
 from stratagem.chief.ps_pool import PsPool
 from stratagem.cluster.incarnation import Incarnation
@@ -21,38 +20,34 @@ from stratagem.errors import PeerUnavailableError, ProtocolError
 logger = logging.getLogger(__name__)
 
 
-class EvaluationUnits:
+class EvaluationUnits(UnitLender):
     """Leases units of evaluation data: they are accepted when what was counted on them is here.
 
     Args:
+        lender: see :class:`UnitLender`; the journal's history has the evaluations, and what was counted.
         ps_pool: the ps.
         commit_hold: holds commits while an evaluation runs.
-        journal: its history has the evaluations, and what was counted.
-        changed: notified at every change.
         num_ps: ps of the cluster.
         write: keeps what was counted.
     """
 
     def __init__(
         self,
+        *lender: Any,
         ps_pool: PsPool,
         commit_hold: CommitHold,
-        journal: Journal,
-        changed: ChangeEvent,
-        *,
         num_ps: int,
         write: Callable[[MetricState], None],
     ) -> None:
+        super().__init__(*lender)
         self._ps_pool = ps_pool
         self._commit_hold = commit_hold
-        self._journal = journal
-        self._changed = changed
         self._num_ps = num_ps
         self._write = write
         self._pinning = asyncio.Lock()
         self.evaluations = Evaluations()
-        metric_states = journal.history.metric_states
-        for name, pin in journal.history.evaluations.items():
+        metric_states = self._journal.history.metric_states
+        for name, pin in self._journal.history.evaluations.items():
             self.evaluations.restore(name, pin, metric_states.units(name), metric_states.logs(name) is not None)
 
     async def accept(self, request: LeaseRequest) -> None:

@@ -25,7 +25,7 @@ from stratagem.chief.evaluation_units import EvaluationUnits
 from stratagem.chief.events import Event, Request, Stop
 from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import LeaseBook
-from stratagem.chief.lending import Lending, TrainingUnits
+from stratagem.chief.lending import TrainingUnits
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.metric_store import MetricStore
 from stratagem.chief.ps_pool import Connect, PsPool
@@ -45,6 +45,7 @@ from stratagem.rpc.confinement import AllowedFolders
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 15.0  # for the checkpoint of a chief that leaves: less than a supervisor waits before it kills
+RETRY_S = 0.25  # between two looks whether all ps are back for the first checkpoint
 LATE_S = 20.0  # for tasks that have not joined yet, or a ps that was lost, when the job is over already
 
 
@@ -141,28 +142,21 @@ class ChiefJob:
             waits=self._waits,
             page_bytes=config.max_message_bytes // 4,
         )
+        lender = self.journal, self.changed, self._admit, self._waits
         self.evaluation = EvaluationUnits(
-            self.ps_pool,
-            self.commit_hold,
-            self.journal,
-            self.changed,
+            *lender,
+            ps_pool=self.ps_pool,
+            commit_hold=self.commit_hold,
             num_ps=config.num_ps,
             write=self.metric_store.write,
         )
         self.training = TrainingUnits(
-            self.sessions,
-            self.lease_book,
-            self.recovery,
-            self.journal,
-            self.changed,
-            first_checkpoint=self._maintenance,
-            admit=self._admit,
-            waits=self._waits,
-            has_left=self.metric_store.has_left,
-            keep=self.metric_store.keep,
-        )
-        self.lending = Lending(
-            self.training, self.evaluation, admit=self._admit, waits=self._waits, changed=self.changed
+            *lender,
+            sessions=self.sessions,
+            lease_book=self.lease_book,
+            recovery=self.recovery,
+            first_checkpoint=self._first_checkpoint,
+            metric_store=self.metric_store,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._finishing = False
@@ -410,3 +404,12 @@ class ChiefJob:
             if self.sessions.ready and self.recovery.is_open:
                 return
             await self.changed.wait()
+
+    async def _first_checkpoint(self, incarnation: Incarnation) -> None:
+        """Waits for the initial checkpoint, if there is to be one."""
+        await self._maintenance.before_leasing()
+        await self._admit(incarnation)
+        while not self._maintenance.may_lease:
+            await asyncio.sleep(RETRY_S)
+            await self._maintenance.before_leasing()
+            await self._admit(incarnation)

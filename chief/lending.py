@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+import abc
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.history import encode_units
 from stratagem.chief.journal import Journal
 from stratagem.chief.lease_book import LeaseBook, Leases
 from stratagem.chief.metric_states import MetricState
+from stratagem.chief.metric_store import MetricStore
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.sessions import Sessions
 from stratagem.chief.waits import Waits
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan
-
-RETRY_S = 0.25
-"""Between two looks whether all ps are back for the first checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,118 +65,85 @@ class LeaseRequest:
     """A unit that it does not report has to be computed again, for what is counted on it."""
 
 
-class UnitLender(Protocol):
-    """Whose units are leased."""
-
-    async def accept(self, request: LeaseRequest) -> None:
-        """Takes in what is reported."""
-
-    async def leave(self, request: LeaseRequest) -> None:
-        """Takes back what the caller holds of the pass."""
-
-    async def ask(self, request: LeaseRequest) -> Leases:
-        """What can be leased now."""
-
-    def what_for(self, request: LeaseRequest) -> str:
-        """What those who hold the rest are waited for to do, for the status page."""
-
-
-class Lending:
-    """The verb NextUnits.
+class UnitLender(abc.ABC):
+    """Leases units of one kind by the verb NextUnits; what an acceptance carries is the matter of the kind.
 
     Args:
-        training: units of training data.
-        evaluation: units of evaluation data.
+        journal: where it is written what has to survive the chief.
+        changed: notified when there may be units, or the end of a pass.
         admit: waits until a caller may speak.
         waits: what callers wait for, for the status page.
-        changed: notified when there may be units, or the end of a pass.
     """
 
     def __init__(
-        self,
-        training: UnitLender,
-        evaluation: UnitLender,
-        *,
-        admit: Callable[[Incarnation], Awaitable[None]],
-        waits: Waits,
-        changed: ChangeEvent,
+        self, journal: Journal, changed: ChangeEvent, admit: Callable[[Incarnation], Awaitable[None]], waits: Waits
     ) -> None:
-        self._training = training
-        self._evaluation = evaluation
+        self._journal = journal
+        self._changed = changed
         self._admit = admit
         self._waits = waits
-        self._changed = changed
 
     async def next_units(self, request: LeaseRequest) -> Leases:
         """Takes in what is reported and leases what is wanted; with ``wait`` not before there is some, or the end."""
-        lender = self._evaluation if isinstance(request.units_of, EvaluationPass) else self._training
         await self._admit(request.incarnation)
-        await lender.accept(request)
+        await self.accept(request)
         if request.leave:
-            await lender.leave(request)
+            await self.leave(request)
         if not request.want:
             return Leases()
         with self._waits.of(request.incarnation):
             while True:
-                leases = await lender.ask(request)
+                leases = await self.ask(request)
                 if leases.granted or leases.end or not request.wait:
                     return leases
-                self._waits.note(request.incarnation, lender.what_for(request), leases.waits_for)
+                self._waits.note(request.incarnation, self.what_for(request), leases.waits_for)
                 await self._changed.wait()
                 await self._admit(request.incarnation)
 
+    @abc.abstractmethod
+    async def accept(self, request: LeaseRequest) -> None:
+        """Takes in what is reported."""
 
-class FirstCheckpoint(Protocol):
-    """Whether units may be leased: no update can be lost before there is a checkpoint, where there is to be one."""
+    @abc.abstractmethod
+    async def leave(self, request: LeaseRequest) -> None:
+        """Takes back what the caller holds of the pass."""
 
-    @property
-    def may_lease(self) -> bool:
-        """It is there, or there is to be none."""
+    @abc.abstractmethod
+    async def ask(self, request: LeaseRequest) -> Leases:
+        """What can be leased now."""
 
-    async def before_leasing(self) -> None:
-        """Takes it, if it can be taken now."""
+    @abc.abstractmethod
+    def what_for(self, request: LeaseRequest) -> str:
+        """What those who hold the rest are waited for to do, for the status page."""
 
 
-class TrainingUnits:
+class TrainingUnits(UnitLender):
     """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted.
 
     Args:
+        lender: see :class:`UnitLender`.
         sessions: membership.
         lease_book: the units.
         recovery: knows which reports to believe, and what follows when units come back.
-        journal: where accepted units and composed steps are written.
-        changed: notified when somebody may go on.
-        first_checkpoint: has to be there before a unit is leased.
-        admit: waits until a caller may speak.
-        waits: what callers wait for, for the status page.
-        has_left: whether a worker has left a group of agreements.
-        keep: keeps what was counted on units.
+        first_checkpoint: waits until units may be leased: no update can be lost before there is a checkpoint.
+        metric_store: keeps what was counted on units, and knows who has left a group of agreements.
     """
 
     def __init__(
         self,
+        *lender: Any,
         sessions: Sessions,
         lease_book: LeaseBook,
         recovery: Recovery,
-        journal: Journal,
-        changed: ChangeEvent,
-        *,
-        first_checkpoint: FirstCheckpoint,
-        admit: Callable[[Incarnation], Awaitable[None]],
-        waits: Waits,
-        has_left: Callable[[Incarnation, str], bool],
-        keep: Callable[[Sequence[MetricState]], None],
+        first_checkpoint: Callable[[Incarnation], Awaitable[None]],
+        metric_store: MetricStore,
     ) -> None:
+        super().__init__(*lender)
         self._sessions = sessions
         self._lease_book = lease_book
         self._recovery = recovery
-        self._journal = journal
-        self._changed = changed
         self._first_checkpoint = first_checkpoint
-        self._admit = admit
-        self._waits = waits
-        self._has_left = has_left
-        self._keep = keep
+        self._metric_store = metric_store
 
     async def accept(self, request: LeaseRequest) -> None:
         """Counts units as accepted."""
@@ -187,7 +152,7 @@ class TrainingUnits:
         await self._admit(incarnation)
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
         self._recovery.accepted(accepted)
-        self._keep(request.states)
+        self._metric_store.keep(request.states)
         # Others wait for the end of what they are about, or for a step: not for each unit on the way there.
         leases = self._lease_book.epoch(data.dataset, data.epoch)
         is_end = leases.is_closed_before(leases.plan.num_units if data.stop is None else data.stop)
@@ -203,16 +168,11 @@ class TrainingUnits:
     async def ask(self, request: LeaseRequest) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""
         incarnation, data = request.incarnation, _training(request)
-        await self._first_checkpoint.before_leasing()
-        await self._admit(incarnation)
-        while not self._first_checkpoint.may_lease:
-            await asyncio.sleep(RETRY_S)
-            await self._first_checkpoint.before_leasing()
-            await self._admit(incarnation)
+        await self._first_checkpoint(incarnation)
 
         def workers() -> list[Incarnation]:
             live = [session.incarnation for session in self._sessions.live("worker")]
-            return [each for each in live if not self._has_left(each, data.group)]
+            return [each for each in live if not self._metric_store.has_left(each, data.group)]
 
         self._lease_book.note_counts(incarnation, request.counts)
         held, steps = frozenset(request.held), self._lease_book.steps

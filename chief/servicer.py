@@ -39,7 +39,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     async def NextUnits(self, request: chief_pb2.NextUnitsRequest, context: Any) -> chief_pb2.NextUnitsReply:
         """Leases units."""
-        return wire.leases_to_proto(await self._job.lending.next_units(wire.lease_request_from_proto(request)))
+        lender = self._job.evaluation if request.HasField("evaluation") else self._job.training
+        return wire.leases_to_proto(await lender.next_units(wire.lease_request_from_proto(request)))
 
     async def StartStep(self, request: chief_pb2.StartStepRequest, context: Any) -> chief_pb2.StartStepReply:
         """Waits for the staleness bound."""
