@@ -22,6 +22,9 @@ from stratagem.errors import CollectiveError
 from stratagem.worker.ring.communicator import Communicator
 
 Tensors = list[torch.Tensor]
+_DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
+"""What a call waits for that is over when it returns."""
+_DONE.set_result(None)
 _open: weakref.WeakSet[LaneProcessGroup] = weakref.WeakSet()
 
 
@@ -267,26 +270,24 @@ class LaneProcessGroup(dist.ProcessGroup):
     def _run(self, operation: Operation, opts: Any) -> LaneWork:
         if self._ended:
             raise CollectiveError(f"{operation.what}: {self._ended}")
-        communicator = self.communicator
-        is_inference = torch.is_inference_mode_enabled()
+        if not getattr(opts, "asyncOp", True):  # the caller waits: here and now is one change of threads less
+            self._perform(operation)
+            return LaneWork(operation.what, operation.outputs, _DONE)
+        run = functools.partial(self._perform, operation)
+        if torch.is_inference_mode_enabled():  # what was made in that mode can be written in it alone
+            run = functools.partial(_in_inference_mode, run)
+        return LaneWork(operation.what, operation.outputs, self.communicator.submit(run))
 
-        def run() -> None:
-            with torch.inference_mode(is_inference):  # what was made in that mode can be written in it alone
-                for what, step in operation.steps:
-                    communicator.collective(what, lambda tag, step=step: step(communicator.group, tag))  # type: ignore[misc]
-                operation.finish()
+    def _perform(self, operation: Operation) -> None:
+        group = self.communicator.group
+        for what, step in operation.steps:
+            self.communicator.collective(what, functools.partial(step, group))
+        operation.finish()
 
-        done: concurrent.futures.Future[None]
-        if getattr(opts, "asyncOp", True):
-            done = communicator.submit(run)
-        else:  # the caller waits: here and now is one change of threads less
-            done = concurrent.futures.Future()
-            try:
-                run()
-                done.set_result(None)
-            except Exception as error:
-                done.set_exception(error)
-        return LaneWork(operation.what, operation.outputs, done)
+
+def _in_inference_mode(run: Callable[[], None]) -> None:
+    with torch.inference_mode():
+        run()
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:

@@ -98,11 +98,17 @@ def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
     # Not isinstance: torch says of its enum's members, too, that they are ReduceOps.
     state: Any = (op if type(op) is dist.ReduceOp else dist.ReduceOp(op)).__getstate__()
     kind, supplement = state
-    name = str(kind).rpartition(".")[2]
+    if supplement is None:
+        return _reduction(kind.name, dtype)
+    return dataclasses.replace(_reduction(kind.name, dtype), factor=supplement)
+
+
+@functools.cache
+def _reduction(name: str, dtype: torch.dtype) -> RankReduction:
     if name in _BITWISE and not (dtype.is_floating_point or dtype.is_complex):
         return RankReduction(name, None)
     if (name in _SUMS and dtype.is_complex) or (name in _OPS and can_travel(dtype)):
-        return RankReduction(name, _OPS[name], supplement if name == "PREMUL_SUM" else None)
+        return RankReduction(name, _OPS[name])
     raise ConfigurationError(
         f"there is no {name} of {name_of(dtype)}: convert the tensor to float32, or gather it and reduce it yourself"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 def told(tensor: torch.Tensor) -> str:
     """For errors: "float32 [16, 64]"."""
-    return f"{name_of(tensor.dtype)} {list(tensor.shape)}"
+    return _words(tensor.dtype, tensor.shape)
+
+
+@functools.lru_cache(4096)
+def _words(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{name_of(dtype)} {list(shape)}"
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from stratagem.distributed.process_group import LaneProcessGroup
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
-JOIN_S = 90.0
+JOIN_S = 500.0
 
 
 @contextlib.contextmanager
