@@ -17,11 +17,14 @@ from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
 from benchmarks.training.workloads import WIDE
 from benchmarks.window import ROLES, family_cpu_s, role_of
+from stratagem.rpc import heap
 
 POLL_S = 0.1
 MIB = 1 << 20
 BASE_MIB = {"worker": 260, "ps": 230, "chief": 60}
 """What a process has that holds no tensor: Python, torch with its compiler in a worker, grpc."""
+_GIVES_BACK = dict.fromkeys(heap.ENVIRONMENT, str(128 << 10))
+"""What glibc begins with: freed memory of this size goes back. All systems are started with `heap.ENVIRONMENT`."""
 _PART_MIB = 64
 """The largest layer: a gradient has memory of its own between backward and its bucket."""
 
@@ -108,8 +111,9 @@ def memory_cases(lanes: Sequence[str], num_workers: int) -> list[Case]:
     """Rings and parameter servers over the lanes, and DDP."""
     ring = [("stratagem", lane, 0, functools.partial(jobs.run_ring, WIDE, num_workers, lane)) for lane in lanes]
     ps = [("stratagem", lane, 1, functools.partial(jobs.run_ps, WIDE, num_workers, 1, lane)) for lane in lanes]
-    ddp = ("ddp", "gloo", 0, functools.partial(jobs.run_ddp, WIDE, num_workers))
-    return [_case(system, lane, num_workers, num_ps, run) for system, lane, num_ps, run in (*ring, ddp, *ps)]
+    ddp = functools.partial(jobs.run_ddp, WIDE, num_workers)
+    peers = [("ddp", "gloo", 0, ddp), ("ddp, glibc's malloc as it is", "gloo", 0, functools.partial(ddp, _GIVES_BACK))]
+    return [_case(system, lane, num_workers, num_ps, run) for system, lane, num_ps, run in (*ring, *peers, *ps)]
 
 
 def _case(system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[], JobResult]) -> Case:
@@ -120,7 +124,7 @@ def _case(system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[
 
     def measure() -> tuple[Sample, Mapping[str, str]]:
         # A process of DDP is no task of ours; the launcher and the fork server hold no tensors and are no role.
-        watch = Watch(os.getpid(), _ddp_role if system == "ddp" else role_of)
+        watch = Watch(os.getpid(), _ddp_role if system.startswith("ddp") else role_of)
         with watch.running():
             result = run()
         result.check(WIDE.timed_steps)
@@ -130,7 +134,9 @@ def _case(system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[
             sample[f"{role}_mib"] = None if peak is None else peak.pss_bytes / MIB
             sample[f"{role}_usual_mib"] = None if peak is None else peak.usual_bytes / MIB
             sample[f"{role}_shared_mib"] = None if peak is None else peak.shared_bytes / MIB
-            sample[f"{role}_formula_mib"] = None if peak is None or system == "ddp" else formula_mib(role, num_ps)
+            sample[f"{role}_formula_mib"] = (
+                None if peak is None or system.startswith("ddp") else formula_mib(role, num_ps)
+            )
         return sample, machine.library_versions()
 
     return Case.of_one_row(identity, measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from benchmarks.collectives.jobs import tensorflow_environments, torch_environment
 from benchmarks.jobs import Task, free_addresses, python_module, run_job, stratagem_run
@@ -34,11 +35,12 @@ def run_ring(workload: Workload, num_workers: int, lane: str) -> JobResult:
     return run_job([Task(command)], read_result)
 
 
-def run_ddp(workload: Workload, num_workers: int) -> JobResult:
-    """Processes of torch's DistributedDataParallel over gloo."""
+def run_ddp(workload: Workload, num_workers: int, environment: Mapping[str, str] | None = None) -> JobResult:
+    """Processes of torch's DistributedDataParallel over gloo; with ``environment`` beside what all jobs get."""
     host, port = free_addresses(1)[0].split(":")
-    command = python_module("training.ddp_job", *_arguments(workload))
-    tasks = [Task(command, torch_environment(rank, num_workers, host, int(port))) for rank in range(num_workers)]
+    command, more = python_module("training.ddp_job", *_arguments(workload)), environment or {}
+    ranks = [torch_environment(rank, num_workers, host, int(port)) for rank in range(num_workers)]
+    tasks = [Task(command, {**rank, **more}) for rank in ranks]
     return run_job(tasks, read_result, num_members=num_workers)
 
 
