@@ -10,6 +10,7 @@ from benchmarks import apply, apply_rows, chief, memory, pull, start
 from benchmarks.collectives.cases import LANES as ALL_LANES
 from benchmarks.collectives.cases import allreduce_cases
 from benchmarks.collectives.sizes import DEFAULT_SIZES
+from benchmarks.collectives.torch_cases import collectives_cases
 from benchmarks.hosts import why_unavailable
 from benchmarks.links.cases import LANES as LINK_LANES
 from benchmarks.links.cases import WIRES, link_cases
@@ -61,6 +62,20 @@ def allreduce_command(
     gloo = takes_part("gloo", peers)
     cases = allreduce_cases(num_workers, sizes, lanes, wire, tls=tls, gloo=gloo, tf_python=python)
     report([cases], blocks, as_json)
+
+
+@click.command("collectives")
+@lane_option(ALL_LANES, ("shm", "tcp"))
+@sizes_option("4KB,64KB,1MB,16MB,64MB")
+@workers_option
+@peer_option("gloo")
+@blocks_option
+@json_option
+def collectives_command(
+    lanes: tuple[str, ...], sizes: list[int], num_workers: int, peers: tuple[str, ...], blocks: int, as_json: bool
+) -> None:
+    """Collectives of torch.distributed with our backend, beside gloo."""
+    report([collectives_cases(num_workers, sizes, lanes, gloo=takes_part("gloo", peers))], blocks, as_json)
 
 
 @click.command("train")
@@ -232,6 +247,7 @@ def parse_rates(text: str) -> list[int]:
 
 COMMANDS = (
     allreduce_command,
+    collectives_command,
     train_command,
     links_command,
     ps_command,
