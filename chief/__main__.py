@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pydantic
 
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.ps_clients import ChiefPsClient
-from stratagem.chief.ps_pool import Connect
+from stratagem.chief.servers.ps_clients import ChiefPsClient
+from stratagem.chief.servers.ps_pool import Connect
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.chief.wire import progress_from_proto
 from stratagem.cluster.config import ChiefConfig
@@ -32,7 +32,7 @@ from stratagem.rpc.server import serve_aio
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-    from stratagem.chief.metrics_server import MetricsServer
+    from stratagem.chief.monitoring.metrics_server import MetricsServer
 
 logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__" under python -m
 
@@ -86,8 +86,8 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
 def _serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> MetricsServer:
     if importlib.util.find_spec("prometheus_client") is None:
         raise ConfigurationError("metrics_bind needs the package prometheus-client: pip install 'stratagem[metrics]'")
-    from stratagem.chief.metrics import families
-    from stratagem.chief.metrics_server import MetricsServer
+    from stratagem.chief.monitoring.metrics import families
+    from stratagem.chief.monitoring.metrics_server import MetricsServer
 
     def look() -> Iterable[Metric]:
         status = job.get_status()

@@ -18,24 +18,26 @@ from typing import Any
 
 from stratagem.checkpoint.draft import sweep
 from stratagem.checkpoint.ended import write_end
-from stratagem.chief import checkpoints, status
 from stratagem.chief.change_event import ChangeEvent
-from stratagem.chief.commit_hold import CommitHold
-from stratagem.chief.evaluation_units import EvaluationUnits
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.checkpointing.restoring import Restoring
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
+from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.events import Event, Request, Stop
-from stratagem.chief.journal import Journal
-from stratagem.chief.lease_book import LeaseBook
-from stratagem.chief.lending import TrainingUnits
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.evaluation_units import EvaluationUnits
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.lending import TrainingUnits
 from stratagem.chief.maintenance import Maintenance
-from stratagem.chief.metric_store import MetricStore
-from stratagem.chief.ps_pool import Connect, PsPool
+from stratagem.chief.membership.session import Fence, Prepare, Release, StopJob
+from stratagem.chief.membership.session_streams import SessionStreams
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring import status
+from stratagem.chief.monitoring.waits import Waits
 from stratagem.chief.recovery import Recovery
-from stratagem.chief.restoring import Restoring
-from stratagem.chief.saving import CommittedCheckpoint, Saving
-from stratagem.chief.servers import Server
-from stratagem.chief.session_streams import SessionStreams
-from stratagem.chief.sessions import Fence, Prepare, Release, Sessions, StopJob
-from stratagem.chief.waits import Waits
+from stratagem.chief.servers.ps_pool import Connect, PsPool
+from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan

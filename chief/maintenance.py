@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from stratagem.chief import checkpoints
-from stratagem.chief.journal import Journal
-from stratagem.chief.ps_pool import PsPool
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.recovery import Recovery
-from stratagem.chief.saving import Saving
-from stratagem.chief.sessions import Sessions
+from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import CheckpointError, StratagemError
 

@@ -17,16 +17,17 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from stratagem.chief.change_event import ChangeEvent
-from stratagem.chief.checkpoints import ServersManifest
-from stratagem.chief.history import encode_positions, encode_units
-from stratagem.chief.journal import Journal
-from stratagem.chief.lease_book import LeaseBook, Positions
-from stratagem.chief.ps_pool import PsPool
-from stratagem.chief.restoring import RestoredServers, Restoring
-from stratagem.chief.saving import Saving
-from stratagem.chief.servers import Server, ServerDescription
-from stratagem.chief.sessions import Sessions, SessionState
-from stratagem.chief.steps import Removal
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
+from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
+from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.journal.history import encode_positions, encode_units
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.leasing.steps import Removal
+from stratagem.chief.membership.session import SessionState
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.servers.ps_pool import PsPool
+from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import StratagemError

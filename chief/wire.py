@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from stratagem.chief import events
-from stratagem.chief.evaluations import plan_of
-from stratagem.chief.lease_book import Leases
-from stratagem.chief.lending import EvaluationPass, LeaseRequest, TrainingPass
-from stratagem.chief.metric_states import Logs, MetricState, Page
-from stratagem.chief.progress import TaskProgress
-from stratagem.chief.servers import ServerDescription
-from stratagem.chief.status import JobStatus
+from stratagem.chief.counting.metric_states import Logs, MetricState, Page
+from stratagem.chief.leasing.evaluations import plan_of
+from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, TrainingPass
+from stratagem.chief.monitoring.progress import TaskProgress
+from stratagem.chief.monitoring.status import JobStatus
+from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.job import ChiefJob
-from stratagem.chief.ps_clients import ChiefPsClient
+from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.units import Unit, UnitBitmap, Update

@@ -14,8 +14,8 @@ import pytest
 
 from stratagem.checkpoint import ended
 from stratagem.chief import job as chief_job
-from stratagem.chief.journal import Journal
-from stratagem.chief.sessions import SessionState
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.units import Unit
 from stratagem.ps.__main__ import run as run_ps

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.chief.sessions import SessionState
+from stratagem.chief.membership.session import SessionState
 from stratagem.rpc.session import SessionClient
 from tests.contract.chief.fakes import Task, chief, indices, refused, run, until
 

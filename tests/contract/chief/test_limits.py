@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.chief import session_streams, wire
+from stratagem.chief import wire
 from stratagem.chief.events import Stop
-from stratagem.chief.session_streams import SessionStreams
+from stratagem.chief.membership import session_streams
+from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.errors import ForbiddenError, LimitError
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2

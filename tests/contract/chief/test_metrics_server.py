@@ -15,8 +15,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from stratagem.chief import metrics_server
-from stratagem.chief.metrics_server import MetricsServer
+from stratagem.chief.monitoring import metrics_server
+from stratagem.chief.monitoring.metrics_server import MetricsServer
 from stratagem.errors import ConfigurationError
 from stratagem.launch.tls import make_throw_away
 from stratagem.rpc.security import OPEN, Security, make_security

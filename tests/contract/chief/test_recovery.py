@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stratagem.chief import checkpoints
+from stratagem.chief.checkpointing import checkpoints
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.generated import chief_pb2

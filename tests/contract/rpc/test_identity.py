@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from stratagem.chief.ps_clients import ChiefPsClient
+from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, PeerUnavailableError, StratagemError
 from stratagem.launch.poller import StatusPoller

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.chief.agreements import Agreements
+from stratagem.chief.counting.agreements import Agreements
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 

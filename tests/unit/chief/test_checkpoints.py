@@ -12,8 +12,8 @@ import pytest
 
 from stratagem.checkpoint.draft import sweep
 from stratagem.checkpoint.manifest import SavedFile
-from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import ServersManifest
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.chief.clocks import Clocks
+from stratagem.chief.leasing.clocks import Clocks
 from stratagem.cluster.incarnation import Incarnation
 
 LIVES = [Incarnation(f"worker:{i}", i + 1) for i in range(3)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.chief.evaluations import Evaluations, Pin, plan_of
+from stratagem.chief.leasing.evaluations import Evaluations, Pin, plan_of
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Unit

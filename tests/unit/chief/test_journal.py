@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.chief.evaluations import Pin, plan_of
-from stratagem.chief.history import JobHistory
-from stratagem.chief.journal import NAME, Journal
-from stratagem.chief.metric_states import MetricState, MetricStates, encode_state
+from stratagem.chief.counting.metric_states import MetricState, MetricStates, encode_state
+from stratagem.chief.journal.history import JobHistory
+from stratagem.chief.journal.journal import NAME, Journal
+from stratagem.chief.leasing.evaluations import Pin, plan_of
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError

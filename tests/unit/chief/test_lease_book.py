@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stratagem.chief.lease_book import LeaseBook
-from stratagem.chief.steps import StepClosing
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError

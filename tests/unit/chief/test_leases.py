@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.chief.leases import EpochLeases
+from stratagem.chief.leasing.leases import EpochLeases
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import ProtocolError

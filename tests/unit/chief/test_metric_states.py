@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stratagem.chief import metric_states
-from stratagem.chief.metric_states import MetricState, MetricStates
+from stratagem.chief.counting import metric_states
+from stratagem.chief.counting.metric_states import MetricState, MetricStates
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import MAX_STATE_BYTES, Unit
 from stratagem.errors import LimitError

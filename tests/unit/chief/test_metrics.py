@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from prometheus_client.metrics_core import Metric
 
 from stratagem.chief.events import Member
-from stratagem.chief.metrics import MAX_REPORTED, families
-from stratagem.chief.progress import TaskProgress
-from stratagem.chief.status import JobStatus, TaskReport
+from stratagem.chief.monitoring.metrics import MAX_REPORTED, families
+from stratagem.chief.monitoring.progress import TaskProgress
+from stratagem.chief.monitoring.status import JobStatus, TaskReport
 from stratagem.chief.wire import progress_from_proto
 from stratagem.rpc.generated import chief_pb2
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from stratagem.chief.sessions import Action, Announce, Dismiss, Fence, Prepare, Release, Sessions, SessionState, StopJob
+from stratagem.chief.membership.session import Action, Announce, Dismiss, Fence, Prepare, Release, SessionState, StopJob
+from stratagem.chief.membership.sessions import Sessions
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, FencedError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratagem.chief.waits import SAME_S, Waits
+from stratagem.chief.monitoring.waits import SAME_S, Waits
 from stratagem.cluster.incarnation import Incarnation
 
 ONE, TWO, THREE = (Incarnation(f"worker:{index}", 1) for index in range(3))

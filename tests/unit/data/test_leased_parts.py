@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from stratagem.chief.lease_book import LeaseBook
+from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from stratagem.checkpoint.catalog import find_damage, read_step
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import ServersManifest
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ClusterSpecError, FrameError, ProtocolError, StratagemError
 from stratagem.ps import snapshot

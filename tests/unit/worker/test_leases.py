@@ -7,8 +7,8 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.chief.lease_book import LeaseBook
-from stratagem.chief.lending import TrainingPass
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.lending import TrainingPass
 from stratagem.chief.wire import lease_request_from_proto, leases_to_proto
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Plan, Unit

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stratagem.chief.evaluations import Pin
-from stratagem.chief.metric_states import MetricStates, decode_logs, decode_state
+from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
+from stratagem.chief.leasing.evaluations import Pin
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
 

@@ -1,8 +1,8 @@
 """Which worker gets which unit: plans, epochs, steps and clocks together. Pure, no I/O.
 
 At staleness > 0 a unit is a whole batch and any worker may get it. At staleness 0 units are slices and are leased as
-parts of steps (:mod:`stratagem.chief.steps`). A unit changes hands only through :meth:`LeaseBook.give_back`, which its
-owner calls after every live ps has refused the former holder (fence) and heard of the closed steps.
+parts of steps (:mod:`stratagem.chief.leasing.steps`). A unit changes hands only through :meth:`LeaseBook.give_back`,
+which its owner calls after every live ps has refused the former holder (fence) and heard of the closed steps.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from stratagem.chief.clocks import Clocks
-from stratagem.chief.leases import EpochLeases
-from stratagem.chief.steps import JobSteps, Removal, SliceState
+from stratagem.chief.leasing.clocks import Clocks
+from stratagem.chief.leasing.leases import EpochLeases
+from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError

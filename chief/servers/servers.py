@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stratagem.checkpoint.manifest import SavedFile
-from stratagem.chief.steps import StepClosing
+from stratagem.chief.leasing.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
-from stratagem.chief.history import decode_positions, encode_positions
+from stratagem.chief.journal.history import decode_positions, encode_positions
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 

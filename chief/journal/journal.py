@@ -14,7 +14,7 @@ import os
 import pathlib
 from typing import Any
 
-from stratagem.chief.history import JobHistory
+from stratagem.chief.journal.history import JobHistory
 from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Membership, Request, Stop, Welcome
-from stratagem.chief.journal import Journal
-from stratagem.chief.sessions import (
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.membership.session import (
     Action,
     Announce,
     Dismiss,
@@ -17,11 +17,11 @@ from stratagem.chief.sessions import (
     Prepare,
     Release,
     Session,
-    Sessions,
     SessionState,
     StopJob,
 )
-from stratagem.chief.status import member_of
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring.status import member_of
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.spec import split_address
 from stratagem.cluster.units import Lease

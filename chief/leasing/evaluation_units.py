@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from stratagem.chief.commit_hold import CommitHold
-from stratagem.chief.evaluations import Evaluations, RunningEvaluation, Versions
-from stratagem.chief.lease_book import Leases
-from stratagem.chief.lending import EvaluationPass, LeaseRequest, UnitLender
-from stratagem.chief.metric_states import MetricState
-from stratagem.chief.ps_pool import PsPool
+from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.counting.metric_states import MetricState
+from stratagem.chief.leasing.evaluations import Evaluations, RunningEvaluation, Versions
+from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, UnitLender
+from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.errors import PeerUnavailableError, ProtocolError

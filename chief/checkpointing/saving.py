@@ -1,4 +1,4 @@
-"""The checkpoint protocol: hold commits (:mod:`stratagem.chief.commit_hold`), save, commit, release."""
+"""The checkpoint protocol: hold commits (:mod:`stratagem.chief.checkpointing.commit_hold`), save, commit, release."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 
-from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import ServersManifest
-from stratagem.chief.commit_hold import CommitHold
-from stratagem.chief.lease_book import LeaseBook, Positions
-from stratagem.chief.servers import Server, ServerDescription
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
+from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.units import UnitBitmap
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from stratagem.checkpoint.durable import set_aside
 from stratagem.checkpoint.manifest import MANIFEST
-from stratagem.chief import checkpoints
-from stratagem.chief.checkpoints import ServersManifest
-from stratagem.chief.ps_pool import PsPool
-from stratagem.chief.servers import Server
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
+from stratagem.chief.servers.ps_pool import PsPool
+from stratagem.chief.servers.servers import Server
 from stratagem.errors import CheckpointError, ConfigurationError
 
 logger = logging.getLogger(__name__)

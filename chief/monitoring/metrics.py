@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from stratagem.chief.progress import TaskProgress
-from stratagem.chief.status import JobStatus, TaskReport
+from stratagem.chief.monitoring.progress import TaskProgress
+from stratagem.chief.monitoring.status import JobStatus, TaskReport
 
 MAX_REPORTED = 20
 STATES = ("waiting", "live", "lost", "done")

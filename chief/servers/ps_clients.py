@@ -9,8 +9,8 @@ import grpc.aio
 
 from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief import wire
-from stratagem.chief.servers import SavedShards, ServerDescription
-from stratagem.chief.steps import StepClosing
+from stratagem.chief.leasing.steps import StepClosing
+from stratagem.chief.servers.servers import SavedShards, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.rpc.channels import connect_aio
@@ -26,7 +26,7 @@ DISK_TIMEOUT_S = 600.0
 
 
 class ChiefPsClient:
-    """One ps, over gRPC. Implements :class:`stratagem.chief.servers.Server`.
+    """One ps, over gRPC. Implements :class:`stratagem.chief.servers.servers.Server`.
 
     Args:
         incarnation: process of the ps.

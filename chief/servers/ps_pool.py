@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from stratagem.chief.servers import Server, ServerDescription
-from stratagem.chief.steps import StepClosing
+from stratagem.chief.leasing.steps import StepClosing
+from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError

@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from stratagem.chief.change_event import ChangeEvent
-from stratagem.chief.history import encode_units
-from stratagem.chief.journal import Journal
-from stratagem.chief.lease_book import LeaseBook, Leases
-from stratagem.chief.metric_states import MetricState
-from stratagem.chief.metric_store import MetricStore
+from stratagem.chief.counting.metric_states import MetricState
+from stratagem.chief.counting.metric_store import MetricStore
+from stratagem.chief.journal.history import encode_units
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.lease_book import LeaseBook, Leases
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring.waits import Waits
 from stratagem.chief.recovery import Recovery
-from stratagem.chief.sessions import Sessions
-from stratagem.chief.waits import Waits
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan

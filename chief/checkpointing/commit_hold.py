@@ -10,8 +10,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
-from stratagem.chief.ps_pool import PsPool
-from stratagem.chief.servers import Server, ServerDescription
+from stratagem.chief.servers.ps_pool import PsPool
+from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Update
 from stratagem.errors import PeerUnavailableError, StratagemError

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from stratagem.chief.agreements import Agreements
 from stratagem.chief.change_event import ChangeEvent
-from stratagem.chief.journal import Journal
-from stratagem.chief.lease_book import LeaseBook
-from stratagem.chief.metric_states import Logs, MetricState, Page, encode_state
-from stratagem.chief.sessions import Sessions
-from stratagem.chief.waits import Waits
+from stratagem.chief.counting.agreements import Agreements
+from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring.waits import Waits
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from stratagem.chief.events import Member
-from stratagem.chief.history import JobHistory
-from stratagem.chief.lease_book import LeaseBook
-from stratagem.chief.sessions import Session, Sessions, SessionState
+from stratagem.chief.journal.history import JobHistory
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.membership.session import Session, SessionState
+from stratagem.chief.membership.sessions import Sessions
 from stratagem.cluster.incarnation import Incarnation
 
 

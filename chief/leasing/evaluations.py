@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from stratagem.chief.lease_book import Leases
-from stratagem.chief.leases import EpochLeases
+from stratagem.chief.leasing.lease_book import Leases
+from stratagem.chief.leasing.leases import EpochLeases
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap

@@ -1,0 +1,1 @@
+"""Checkpoints of the ps: taken, found, restored."""

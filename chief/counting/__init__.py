@@ -1,0 +1,1 @@
+"""What workers count and agree on together."""

@@ -1,0 +1,1 @@
+"""Which worker gets which unit, and when it may go on."""

@@ -1,0 +1,1 @@
+"""Who is in the cluster, and the streams that say so."""

@@ -1,0 +1,99 @@
+"""One task of the cluster as the chief sees it, and what can follow from an event. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import TaskId
+
+
+class SessionState(enum.Enum):
+    """Where a task stands."""
+
+    WAITING = "waiting"
+    AWAITED = "awaited"
+    JOINED = "joined"
+    LIVE = "live"
+    LOST = "lost"
+    DONE = "done"
+
+
+@dataclasses.dataclass
+class Session:
+    """One task of the cluster and its newest process."""
+
+    task: TaskId
+    state: SessionState = SessionState.WAITING
+    number: int = 0
+    address: str = ""
+    pid: int = 0
+    stream: int = 0
+    """Number of the stream that carries the session; events of older streams are ignored. 0: none does."""
+    broken_at: float = 0.0
+    """When the last stream broke off; means something while none carries the session."""
+    heard_at: float = 0.0
+    lost_at: float = 0.0
+    resumed: bool = False
+    """The incarnation is older than the chief's."""
+    given_up: bool = False
+    """Lost for long, and the cluster does without it."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The newest process."""
+        return Incarnation(str(self.task), self.number)
+
+    @property
+    def open(self) -> bool:
+        """Whether the process takes part; its stream may have broken off a moment ago."""
+        return self.state in (SessionState.JOINED, SessionState.LIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Announce:
+    """Tell every task the membership."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """A ps joined: bring it up to date, then call :meth:`Sessions.prepared`."""
+
+    incarnation: Incarnation
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence:
+    """Make the servers refuse a life; report each with :meth:`Sessions.fence_acknowledged`."""
+
+    incarnation: Incarnation
+    servers: tuple[Incarnation, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Every live ps refuses the incarnation: what it held may go to others."""
+
+    incarnation: Incarnation
+
+
+@dataclasses.dataclass(frozen=True)
+class Dismiss:
+    """End a stream, if it still incarnations."""
+
+    incarnation: Incarnation
+    stream: int
+    reason: str
+    """Why the incarnation is over; empty when it goes on over a newer stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StopJob:
+    """The job is over."""
+
+    exit_code: int
+    reason: str
+
+
+Action = Announce | Prepare | Fence | Release | Dismiss | StopJob

@@ -1,0 +1,1 @@
+"""What the chief tells people and Prometheus."""

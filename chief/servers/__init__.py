@@ -1,0 +1,1 @@
+"""The ps, as the chief speaks with them."""
