@@ -13,7 +13,6 @@ from benchmarks.job_files import rank_path
 from benchmarks.jobs import Task, free_addresses, python_module, run_job
 from benchmarks.runner import Case, Identity, Sample
 
-LANES = ("shm", "tcp", "grpc")
 Ranks = list[dict[str, list[float]]]
 """What every rank measured: collective and size to median seconds and CPU seconds of a call."""
 

@@ -29,7 +29,7 @@ class WrongValuesError(AssertionError):
     """A collective gave other values than it has to."""
 
 
-def calls(
+def prepared(
     name: str, num_elements: int, rank: int, size: int
 ) -> tuple[Callable[[], object], torch.Tensor, torch.Tensor]:
     """A collective, what it fills, and what that has to hold after the first call."""
@@ -50,7 +50,7 @@ def calls(
 
 def measure(name: str, num_elements: int, rank: int, size: int) -> tuple[float, float]:
     """Median seconds and mean CPU seconds of a call, after one whose values were compared."""
-    call, out, expected = calls(name, num_elements, rank, size)
+    call, out, expected = prepared(name, num_elements, rank, size)
     call()
     if not torch.equal(out, expected):
         raise WrongValuesError(f"{name} of {num_elements:,} elements gave {out[:4].tolist()}… on rank {rank}")
