@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +34,25 @@ def test_a_script_of_torch_distributed_runs_unported_under_stratagem_run() -> No
     )
     assert job.returncode == 0, job.stderr[-5000:]
     assert job.stdout.splitlines() == ["agreed stratagem"]
+
+
+def test_a_rank_that_fails_ends_and_the_other_is_told() -> None:
+    """Though nobody destroys the group: a thread that waits for another rank keeps no process."""
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPTS / "leaves_early.py")],
+            env={**os.environ, **environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=JOB_S) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 1], said
+    assert "ValueError: rank 1 has had enough" in said[1][1]
+    told = [line for line in said[0][0].splitlines() if line.startswith("rank 0 was told: ")]
+    assert len(told) == 2 and all("rank 1" in line or "worker:1" in line for line in told), said[0]
