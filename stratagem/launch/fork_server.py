@@ -11,6 +11,7 @@ has ended stays a zombie until it is reaped, which keeps its process group's id 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -108,6 +109,8 @@ def _become(command: tuple[str, ...]) -> None:
     import numpy as np
     import torch
 
+    if "triton" in sys.modules:  # prints pages about what it still finds alive at the very end
+        atexit.register(gc.unfreeze)  # a second of the CPU: the collector looks at all of torch once more
     np.random.seed()  # seeded from the system's entropy once, for all forks; so may torch be
     torch.default_generator.seed()
     sys.argv = ["", *command[len(COMMAND_PREFIX) :]]

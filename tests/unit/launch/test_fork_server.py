@@ -135,6 +135,18 @@ def test_a_fork_is_what_a_python_of_its_own_is(server: ForkServer, tasks: Tasks)
     assert not parents  # all reaped
 
 
+def test_beside_triton_nothing_is_kept_from_the_collector_at_the_end(server: ForkServer, tasks: Tasks) -> None:
+    # It looks for leaks when Python ends, and would print pages about what the server has frozen.
+    out, err = tasks.output(
+        tasks.start(
+            "import atexit, gc, sys\natexit._run_exitfuncs()\n"
+            "print('triton' in sys.modules, gc.get_freeze_count() > 0)",
+            server.start,
+        )
+    )
+    assert out in (["True False"], ["False True"]), err
+
+
 def test_exit_codes_signals_and_what_a_task_leaves_behind(server: ForkServer, tasks: Tasks) -> None:
     failed = tasks.start("import sys; sys.exit(7)", server.start)
     waits = "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
