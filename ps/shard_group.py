@@ -58,6 +58,8 @@ class ShardGroup:
         self._came: tuple[Mapping[str, Any], ...] = ()
         self._hyper: tuple[dict[str, Any], ...] = ()
         self._plan: _Plan | None = None
+        self._ready: tuple[Any, ...] = ()
+        """What :meth:`prepare` was called with, until it is applied."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,6 +84,17 @@ class ShardGroup:
             self._allocate(present)
             self._plan = self._build(key, cut_runs(extents, self.spec.shards, present, self._likeness()))
         self._refresh(self._plan)
+        self._ready = parts, present, hyper_parameters
+
+    def _prepare_once(
+        self, parts: Parts, present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Prepares, unless it was done with these very objects: all groups of an update prepare before any applies."""
+        came = parts, present, hyper_parameters
+        ready, self._ready = self._ready, ()
+        if not ready or any(one is not other for one, other in zip(ready, came, strict=True)):
+            self.prepare(parts, present, hyper_parameters)
+            self._ready = ()
 
     def apply(
         self,
@@ -103,7 +116,7 @@ class ShardGroup:
         Raises:
             ProtocolError: see :meth:`prepare`.
         """
-        self.prepare(parts, present, hyper_parameters)
+        self._prepare_once(parts, present, hyper_parameters)
         plan = self._plan
         assert plan is not None and self._rule is not None
         for parameter, run in zip(plan.parameters, plan.runs, strict=True):

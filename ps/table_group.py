@@ -101,6 +101,7 @@ class TableGroup(ShardGroup):
         for hyper in self._hyper:
             check_for_rows(self.spec.optimizer, hyper)
         self._checked = unpack(self.spec, parts)
+        self._ready = parts, present, hyper_parameters
 
     def apply(
         self,
@@ -120,7 +121,7 @@ class TableGroup(ShardGroup):
         Raises:
             ProtocolError: see :meth:`prepare`.
         """
-        self.prepare(parts, present, hyper_parameters)
+        self._prepare_once(parts, present, hyper_parameters)
         blocks, self._checked = self._checked, ()
         if any(present):
             self._allocate(present)
