@@ -9,9 +9,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
+from stratagem.worker.job_script import uses_torch_distributed
 
 EXIT_DONE = 0
 EXIT_SCRIPT_FAILED = 1
@@ -31,6 +33,12 @@ class Outcome:
     """Frames of the user's code only; empty where they would not help."""
 
 
+_kept: list[dict[str, Any]] = []
+"""What scripts with process groups have left, until the process ends. A model of DDP that goes with gloo's last process
+group joins gloo's thread while it holds the GIL, for which that thread may wait: both would stand still for ever. At
+the end of the process threads no longer get the GIL, as after a script that Python itself runs."""
+
+
 def run_script(script: str, arguments: Sequence[str]) -> Outcome:
     """Runs ``script`` as ``__main__`` with ``arguments`` in ``sys.argv``.
 
@@ -43,7 +51,9 @@ def run_script(script: str, arguments: Sequence[str]) -> Outcome:
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
-        runpy.run_path(script, run_name="__main__")
+        names = runpy.run_path(script, run_name="__main__")
+        if uses_torch_distributed():
+            _kept.append(names)
     except Preempted as error:
         return Outcome(EXIT_TERMINATED, error.message)
     except SystemExit as error:
