@@ -137,6 +137,8 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
         raise stopped
     except JobStoppedError as stopped:
         logger.info("The job is over: %s", stopped)
+        if stopped.exit_code == 0 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a pod that is deleted now has ended well
         if session.incarnation:
             session.goodbye(0)
         return stopped.exit_code
@@ -167,7 +169,8 @@ def _signals_raise() -> Iterator[None]:
         yield
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is end:
+                signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

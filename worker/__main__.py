@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     sys.stdout.flush()
     sys.stderr.flush()
     _write_report()
+    if outcome.exit_code == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has done its work: a pod deleted now has ended well
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message)
     elif isinstance(config, WorkerConfig) and config.chief:
