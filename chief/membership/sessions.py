@@ -30,6 +30,8 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError, FencedError
 
+AWAITED_TIMEOUTS = 3
+"""Session timeouts for which a chief that was started again awaits each task: it may be at another address now."""
 HOPELESS = (2, 42)
 """Exit codes after which a restart of the task helps nobody."""
 
@@ -308,7 +310,9 @@ class Sessions:
         actions: list[Action] = []
         for session in self.tasks.values():
             silent_s = now - session.heard_at
-            if (session.open or session.state is SessionState.AWAITED) and silent_s > self._session_timeout_s:
+            is_awaited = session.state is SessionState.AWAITED
+            patience_s = self._session_timeout_s * (AWAITED_TIMEOUTS if is_awaited else 1)
+            if (session.open or is_awaited) and silent_s > patience_s:
                 actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
             elif session.open and not session.stream and (broken_s := now - session.broken_at) > self._session_grace_s:
                 why = f"its session broke off without a goodbye {broken_s:.1f} s ago and did not come back"

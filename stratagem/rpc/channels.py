@@ -41,6 +41,8 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
         # How long one attempt may take, TLS included: a busy machine, or a link with delay, needs more than a moment.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # A pod that is made again has another address: gRPC asks for it once in 30 s otherwise.
+        ("grpc.dns_min_time_between_resolutions_ms", 500),
         # Control and data must not share a connection: a channel with its own pool has its own.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
