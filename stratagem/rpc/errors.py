@@ -81,7 +81,10 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         error: what a call raised.
         peer: task id of the callee, for the message.
     """
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # what a call raises is the call
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # what a call raises is the call
+    except ValueError:  # it was cancelled here while the server's error was on its way
+        status = None
     if status is not None and (known := _known_error(status)) is not None:
         return known
     call: Any = error
