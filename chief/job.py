@@ -279,8 +279,9 @@ class ChiefJob:
             await asyncio.wait_for(self._maintenance.save_last(), LEAVE_S)
         except (StratagemError, TimeoutError) as error:
             logger.warning("No checkpoint before the chief leaves: %s", error)
-        if not self.finished.done():
-            self.finished.set_result(exit_code)
+        finally:
+            if not self.finished.done():
+                self.finished.set_result(exit_code)
 
     def spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         """Runs work beside the requests; its failure stops the job."""

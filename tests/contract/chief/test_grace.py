@@ -78,6 +78,21 @@ def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
     assert "the job goes on with the chief that is started in its place" in caplog.text
 
 
+def test_a_chief_leaves_also_when_the_checkpoint_fails_as_nobody_thought_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails() -> None:
+        raise RuntimeError("what nobody thought of")
+
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
+            monkeypatch.setattr(running.job._maintenance, "save_last", fails)
+            running.job.leave(143, "the chief got SIGTERM")
+            assert await running.exit_code() == 143
+
+    run(scenario)
+
+
 def test_a_chief_without_a_journal_ends_the_job() -> None:
     async def scenario() -> None:
         async with chief(num_workers=1, num_ps=0) as running:
