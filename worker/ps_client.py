@@ -95,31 +95,6 @@ class PendingCall:
         return self._reply
 
 
-class ControlCall:
-    """An ordinary RPC on its way."""
-
-    def __init__(self, client: PsClient, future: Any) -> None:
-        self._client = client
-        self._future = future
-
-    def result(self) -> Any:
-        """The reply; errors as :meth:`PendingCall.result`."""
-        while True:
-            try:
-                return self._future.result(timeout=POLL_S)
-            except grpc.FutureTimeoutError:
-                try:
-                    self._client.session.raise_if_stopped()
-                except BaseException:
-                    self._future.cancel()
-                    raise
-            except grpc.FutureCancelledError:
-                raise PeerUnavailableError(f"the call to {self._client.task} was cancelled") from None
-            except grpc.RpcError as error:
-                self._client.session.raise_if_stopped()
-                raise error_from_rpc(error, self._client.task) from None
-
-
 class PsClient:
     """Talks to one ps.
 
@@ -204,11 +179,25 @@ class PsClient:
                 self.session.wait_stopped(min(left, RETRY_S))
 
     def call(self, method: str, request: Any, *, sequenced: bool = False) -> Any:
-        """An RPC, from start to reply; for what is not asked once a step."""
+        """An RPC, from start to reply; for what is not asked once a step. Errors as :meth:`PendingCall.result`."""
         self._sign(request, sequenced)
         if self._control is None:
             raise PeerUnavailableError(f"there is no connection to {self.task}")
-        return ControlCall(self, getattr(self._stub, method).future(request)).result()
+        future = getattr(self._stub, method).future(request)
+        while True:
+            try:
+                return future.result(timeout=POLL_S)
+            except grpc.FutureTimeoutError:
+                try:
+                    self.session.raise_if_stopped()
+                except BaseException:
+                    future.cancel()
+                    raise
+            except grpc.FutureCancelledError:
+                raise PeerUnavailableError(f"the call to {self.task} was cancelled") from None
+            except grpc.RpcError as error:
+                self.session.raise_if_stopped()
+                raise error_from_rpc(error, self.task) from None
 
     def start(self, method: str, request: Any, *, sequenced: bool = False) -> PendingCall:
         """Sends a request over the lane. A sequenced one takes the next number; to repeat it, use :meth:`restart`.
@@ -237,7 +226,7 @@ class PsClient:
     def _open(self, info: common_pb2.TaskInfo) -> None:
         self._control = channels.connect(info.address, self.task, self.session.security)
         self._stub = ps_pb2_grpc.ParameterServerStub(self._control)
-        hello = ps_pb2.HelloRequest(sender=self._sender(0), next_sequence=self._next_sequence)
+        hello = ps_pb2.HelloRequest(sender=self._sender(), next_sequence=self._next_sequence)
         try:
             reply: ps_pb2.HelloReply = self._stub.Hello(hello, timeout=5.0)
         except grpc.RpcError as error:
@@ -254,7 +243,7 @@ class PsClient:
             self._server_life, self._known_from = life, self._next_sequence
         opener = PsLaneOpener(
             self._stub,
-            self._sender(0),
+            self._sender(),
             self.task,
             info.address,
             self._meter,
@@ -286,8 +275,8 @@ class PsClient:
         if info is None or not info.live or info.incarnation != incarnation:
             raise PeerUnavailableError(f"the chief has lost {self.task}")
 
-    def _sender(self, sequence: int) -> common_pb2.Sender:
-        return common_pb2.Sender(task=self.session.task, incarnation=self.session.incarnation, sequence=sequence)
+    def _sender(self) -> common_pb2.Sender:
+        return common_pb2.Sender(task=self.session.task, incarnation=self.session.incarnation)
 
     def _info(self) -> common_pb2.TaskInfo | None:
         membership: chief_pb2.Membership = self.session.membership

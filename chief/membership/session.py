@@ -80,7 +80,7 @@ class Release:
 
 @dataclasses.dataclass(frozen=True)
 class Dismiss:
-    """End a stream, if it still incarnations."""
+    """End a stream, if it is still there."""
 
     incarnation: Incarnation
     stream: int

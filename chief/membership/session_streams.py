@@ -58,7 +58,7 @@ class SessionStreams:
         session_timeout_s: what tasks are told.
         job_started: whether the job has trained before.
         carry: carries out the actions that concern ps and job.
-        resume: takes the granted of a resumed worker into the books.
+        resume: takes the leases of a resumed worker into the books.
     """
 
     def __init__(
