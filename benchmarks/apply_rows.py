@@ -15,7 +15,7 @@ import torch
 from benchmarks import machine
 from benchmarks.apply import WrongUpdateError
 from benchmarks.runner import Case, Sample, Value
-from stratagem.ps.row_values import InitialRows
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.ps.shard_group import Parts
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.table_group import TableGroup

@@ -6,7 +6,7 @@ import re
 
 import click
 
-from benchmarks import apply, apply_rows, chief, memory, pull, start
+from benchmarks import apply, apply_rows, chief, memory, meter, pull, start
 from benchmarks.collectives.cases import LANES as ALL_LANES
 from benchmarks.collectives.cases import allreduce_cases
 from benchmarks.collectives.sizes import DEFAULT_SIZES
@@ -18,15 +18,17 @@ from benchmarks.options import (
     blocks_option,
     json_option,
     lane_option,
+    mpi_python_option,
     peer_option,
+    python_of,
     report,
     sizes_option,
     takes_part,
-    tensorflow_python,
     tf_python_option,
     workers_option,
     workload_option,
 )
+from benchmarks.peers import MPI, TENSORFLOW
 from benchmarks.training.cases import LANES as TRAIN_LANES
 from benchmarks.training.cases import fit_cases, ps_cases, step_cases, train_cases
 from benchmarks.training.workloads import ALL_REDUCED, CHANNELS_LAST, CLASSIFIERS, ON_SERVERS, WORKLOADS
@@ -58,7 +60,7 @@ def allreduce_command(
     as_json: bool,
 ) -> None:
     """All-reduce on this machine, a lane each, beside gloo and TensorFlow's RING."""
-    python = tensorflow_python(peers, tf_python)
+    python = python_of(TENSORFLOW, peers, tf_python)
     gloo = takes_part("gloo", peers)
     cases = allreduce_cases(num_workers, sizes, lanes, wire, tls=tls, gloo=gloo, tf_python=python)
     report([cases], blocks, as_json)
@@ -68,14 +70,22 @@ def allreduce_command(
 @lane_option(ALL_LANES, ("shm", "tcp"))
 @sizes_option("4KB,64KB,1MB,16MB,64MB")
 @workers_option
-@peer_option("gloo")
+@peer_option("gloo", "mpi")
+@mpi_python_option
 @blocks_option
 @json_option
 def collectives_command(
-    lanes: tuple[str, ...], sizes: list[int], num_workers: int, peers: tuple[str, ...], blocks: int, as_json: bool
+    lanes: tuple[str, ...],
+    sizes: list[int],
+    num_workers: int,
+    peers: tuple[str, ...],
+    mpi_python: str | None,
+    blocks: int,
+    as_json: bool,
 ) -> None:
-    """Collectives of torch.distributed with our backend, beside gloo."""
-    report([collectives_cases(num_workers, sizes, lanes, gloo=takes_part("gloo", peers))], blocks, as_json)
+    """Collectives of torch.distributed with our backend, beside gloo and Open MPI."""
+    python, gloo = python_of(MPI, peers, mpi_python), takes_part("gloo", peers)
+    report([collectives_cases(num_workers, sizes, lanes, gloo=gloo, mpi_python=python)], blocks, as_json)
 
 
 @click.command("train")
@@ -96,7 +106,7 @@ def train_command(
     as_json: bool,
 ) -> None:
     """Synchronous training with an all-reduce, beside DistributedDataParallel and TensorFlow's RING."""
-    python = tensorflow_python(peers, tf_python)
+    python = python_of(TENSORFLOW, peers, tf_python)
     chosen = [WORKLOADS[name] for name in workloads or ALL_REDUCED]
     try:
         groups = [
@@ -152,7 +162,7 @@ def ps_command(
     as_json: bool,
 ) -> None:
     """Training with parameter servers, beside TensorFlow's."""
-    python = tensorflow_python(peers, tf_python)
+    python = python_of(TENSORFLOW, peers, tf_python)
     report([ps_cases(WORKLOADS[name], lanes, python, tls=tls) for name in workloads or CLASSIFIERS], blocks, as_json)
 
 
@@ -217,6 +227,17 @@ def start_command(blocks: int, as_json: bool) -> None:
     report([start.start_cases()], blocks, as_json)
 
 
+@click.command("meter")
+@click.option(
+    "--pairs", type=click.IntRange(min=2), default=200, show_default=True, help="Of blocks of 5 steps, a job."
+)
+@blocks_option
+@json_option
+def meter_command(pairs: int, blocks: int, as_json: bool) -> None:
+    """What it costs a step that its phases are counted: blocks of steps with and without, in one worker."""
+    report([[case] for case in meter.meter_cases(pairs)], blocks, as_json)
+
+
 @click.command("chief")
 @click.option(
     "--workers", "counts", type=click.IntRange(min=1), multiple=True, default=(10, 100, 1000), show_default=True
@@ -256,6 +277,7 @@ COMMANDS = (
     pull_command,
     apply_command,
     rows_command,
+    meter_command,
     chief_command,
     start_command,
     memory_command,

@@ -23,7 +23,7 @@ POLL_S = 0.1
 MIB = 1 << 20
 BASE_MIB = {"worker": 260, "ps": 230, "chief": 60}
 """What a process has that holds no tensor: Python, torch with its compiler in a worker, grpc."""
-_GIVES_BACK = dict.fromkeys(heap.ENVIRONMENT, str(128 << 10))
+_GIVES_BACK = {name: str(128 << 10) if name.startswith("MALLOC_") else "" for name in heap.ENVIRONMENT}
 """What glibc begins with: freed memory of this size goes back. All systems are started with `heap.ENVIRONMENT`."""
 _PART_MIB = 64
 """The largest layer: a gradient has memory of its own between backward and its bucket."""
@@ -101,7 +101,7 @@ def formula_mib(role: str, num_ps: int) -> float | None:
     slots = weights  # of momentum
     if role == "worker":
         gradients = weights
-        return BASE_MIB[role] + weights + gradients + (0 if num_ps else slots + weights) + _PART_MIB
+        return BASE_MIB[role] + weights + gradients + (0 if num_ps else slots) + _PART_MIB
     if role == "ps":
         return BASE_MIB[role] + 4 * weights / num_ps
     return float(BASE_MIB[role])

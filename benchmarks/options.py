@@ -13,7 +13,7 @@ import click
 from benchmarks import machine
 from benchmarks.collectives.sizes import parse_sizes
 from benchmarks.hosts import HostsUnavailableError
-from benchmarks.peers import TF_PYTHON_VARIABLE, PeerMissingError, find_tensorflow
+from benchmarks.peers import MPI, TENSORFLOW, Peer, PeerMissingError
 from benchmarks.runner import Case, Identity, Row, Sample, run_cases
 from benchmarks.table import format_number, format_table
 from benchmarks.training.workloads import WORKLOADS
@@ -23,7 +23,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 blocks_option = click.option("--blocks", type=click.IntRange(min=1), default=DEFAULT_BLOCKS, show_default=True)
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout; the table goes to stderr.")
-tf_python_option = click.option("--tf-python", help=f"Interpreter that has TensorFlow; also from {TF_PYTHON_VARIABLE}.")
+tf_python_option = click.option(
+    "--tf-python", help=f"Interpreter that has TensorFlow; also from {TENSORFLOW.variable}."
+)
+mpi_python_option = click.option("--mpi-python", help=f"Interpreter that has mpi4py; also from {MPI.variable}.")
 workers_option = click.option("--workers", "num_workers", type=click.IntRange(min=2), default=2, show_default=True)
 
 
@@ -73,16 +76,16 @@ def takes_part(peer: str, peers: Collection[str]) -> bool:
     return peer in peers or "auto" in peers
 
 
-def tensorflow_python(peers: Collection[str], tf_python: str | None) -> str | None:
-    """The interpreter that has TensorFlow; None: it takes no part.
+def python_of(peer: Peer, peers: Collection[str], python: str | None) -> str | None:
+    """The interpreter that has a peer; None: it takes no part.
 
     Raises:
         click.UsageError: it was asked for and is not there.
     """
-    if not takes_part("tf", peers):
+    if not takes_part(peer.name, peers):
         return None
     try:
-        return find_tensorflow(tf_python, os.environ, required="tf" in peers)
+        return peer.find(python, os.environ, required=peer.name in peers)
     except PeerMissingError as error:
         raise click.UsageError(str(error)) from None
 

@@ -19,7 +19,7 @@ LANE = "grpc"
 
 @dataclasses.dataclass(frozen=True)
 class PullResult:
-    """One job: medians over its pulls."""
+    """One job: medians over its pulls for times, the fewest for bytes."""
 
     cold_s: float
     """Seconds of a pull that names no version: every weight comes."""

@@ -17,9 +17,9 @@ from benchmarks.pull import PullResult
 from benchmarks.training.torch_models import make_model
 from benchmarks.training.workloads import SEED, WORKLOADS
 from benchmarks.window import loopback_bytes
-from stratagem.worker.layout import Layout, VariableSpec
+from stratagem.worker.push.layout import Layout, VariableSpec
+from stratagem.worker.push.variables import RemoteVariables, create_or_attach
 from stratagem.worker.runtime import WorkerRuntime, active_runtime
-from stratagem.worker.variables import RemoteVariables
 
 NUM_COLD = 12
 NUM_UNCHANGED = 200
@@ -38,7 +38,7 @@ def main() -> None:
     given = [weight.clone() for weight in weights]
     layout = _halves(weights, runtime.cluster.num_ps)
     variables = _variables(runtime, layout, weights)
-    variables.create_or_attach()
+    create_or_attach(variables, runtime.clients, runtime.is_lead, runtime.config.start_timeout_s)
     for weight in weights:
         weight.zero_()
 
@@ -65,21 +65,23 @@ def _halves(weights: list[torch.Tensor], num_ps: int) -> Layout:
 
 def _variables(runtime: WorkerRuntime, layout: Layout, weights: list[torch.Tensor]) -> RemoteVariables:
     """Remote variables that know no version yet."""
-    return RemoteVariables(
-        runtime.clients, layout, weights, {FIRST_GROUP: ""}, runtime.is_lead, runtime.config.start_timeout_s
-    )
+    return RemoteVariables(runtime.clients, layout, weights, {FIRST_GROUP: ""})
 
 
 def _time(warm_up: Callable[[], bool], pulls: list[Callable[[], bool]]) -> tuple[float, float]:
-    """Median seconds and mean bytes over the loopback of ``pulls``, after one that is not counted."""
+    """Median seconds and fewest bytes over the loopback of ``pulls``, after one that is not counted.
+
+    The fewest, because the loopback counts what other jobs of the machine send as well.
+    """
     warm_up()
-    times = []
-    begin_bytes = loopback_bytes()
+    times, num_bytes = [], []
     for pull in pulls:
+        begin_bytes = loopback_bytes()
         start = time.perf_counter()
         pull()
         times.append(time.perf_counter() - start)
-    return statistics.median(times), (loopback_bytes() - begin_bytes) / len(pulls)
+        num_bytes.append(loopback_bytes() - begin_bytes)
+    return statistics.median(times), min(num_bytes)
 
 
 if __name__ == "__main__":

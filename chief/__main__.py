@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pydantic
 
 from stratagem.chief.job import ChiefJob
+from stratagem.chief.journal.journal import exit_code_of
+from stratagem.chief.journal.lock import JournalLock
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servers.ps_pool import Connect
 from stratagem.chief.servicer import SERVICE, ChiefServicer
-from stratagem.chief.wire import progress_from_proto
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.rpc.chief_address import write_chief_address
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
@@ -30,9 +33,7 @@ from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.server import serve_aio
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
-    from stratagem.chief.monitoring.metrics_server import MetricsServer
+    from stratagem.chief.web.http_server import HttpServer
 
 logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__" under python -m
 
@@ -49,15 +50,52 @@ def run(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = F
         Exit code of the job.
 
     Raises:
-        ConfigurationError: the port is taken, or the journal cannot be read.
+        ConfigurationError: the port is taken, or the journal cannot be read or is that of a chief that runs.
     """
-    return asyncio.run(serve(config, print_address=print_address, until_eof=until_eof))
+    return asyncio.run(serve(config, print_address=print_address, until_eof=until_eof, owns_process=True))
 
 
-async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False) -> int:
-    """As :func:`run`, inside an event loop."""
+async def serve(
+    config: ChiefConfig, *, print_address: bool = False, until_eof: bool = False, owns_process: bool = False
+) -> int:
+    """As :func:`run`, inside an event loop, in a process that may be somebody else's too."""
     security = security_of(config)
+    if not config.state_dir:
+        return await _coordinate(config, security, print_address, until_eof, owns_process)
+    lock = JournalLock(config.state_dir)
+    try:
+        if await lock.wait(config.standby) and config.standby and (code := exit_code_of(config.state_dir)) is not None:
+            logger.info("The job that this chief stood by for is over, with exit code %d", code)
+            return code
+        return await _coordinate(config, security, print_address, until_eof, owns_process)
+    finally:
+        lock.release()
+
+
+async def _coordinate(
+    config: ChiefConfig, security: Security, print_address: bool, until_eof: bool, owns_process: bool
+) -> int:
     job = ChiefJob(config, lambda chief_epoch: _connector(config, chief_epoch, security))
+    freezing = asyncio.create_task(_freeze(job)) if owns_process else None
+    try:
+        return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
+    finally:
+        if freezing is not None:
+            freezing.cancel()
+        job.close()
+
+
+async def _freeze(job: ChiefJob) -> None:
+    """Once all are here their sessions stay: to look through those of 1,000 workers for garbage, again and again, kept
+    everybody waiting for up to 0.16 s."""
+    while not job.sessions.ready:
+        await job.changed.wait()
+    gc.freeze()
+
+
+async def _serve(
+    config: ChiefConfig, job: ChiefJob, security: Security, *, print_address: bool, until_eof: bool
+) -> int:
     server = await serve_aio(
         config.bind,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
@@ -67,6 +105,8 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
         security=security,
     )
     job.address = config.advertise or server.address
+    if config.state_dir:
+        write_chief_address(config.state_dir, job.address)
     logger.info("%s listening on %s%s", config.task, server.address, security.words)
     if print_address:
         print(server.address, flush=True)
@@ -77,25 +117,27 @@ async def serve(config: ChiefConfig, *, print_address: bool = False, until_eof: 
         loop.add_reader(sys.stdin.fileno(), _on_input, job)
     async with contextlib.AsyncExitStack() as servers:
         servers.push_async_callback(server.stop)
-        if config.metrics_bind:
-            servers.push_async_callback(_serve_metrics(config, job, security).stop)
+        for serve_http in _http_servers(config):
+            servers.push_async_callback(serve_http(config, job, security).stop)
         await server.set_serving(True)
         return await job.run()
 
 
-def _serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> MetricsServer:
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigurationError("metrics_bind needs the package prometheus-client: pip install 'stratagem[metrics]'")
-    from stratagem.chief.monitoring.metrics import families
-    from stratagem.chief.monitoring.metrics_server import MetricsServer
-
-    def look() -> Iterable[Metric]:
-        status = job.get_status()
-        return families(status, {task.member.task: progress_from_proto(task.progress) for task in status.tasks})
-
-    server = MetricsServer(config.metrics_bind, look, asyncio.get_running_loop(), security, insecure=config.insecure)
-    logger.info("Metrics at %s", server.url)
-    return server
+def _http_servers(config: ChiefConfig) -> Iterator[Callable[[ChiefConfig, ChiefJob, Security], HttpServer]]:
+    """What serves over HTTP; loaded when it is asked for, and only then needed."""
+    for field, extra, packages in (
+        ("metrics_bind", "metrics", ("prometheus_client", "aiohttp")),
+        ("web", "web", ("aiohttp",)),
+    ):
+        if not getattr(config, field):
+            continue
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ConfigurationError(
+                f"{field} needs {' and '.join(missing)}, which is not installed here: pip install 'stratagem[{extra}]'"
+            )
+        serving = importlib.import_module("stratagem.chief.web.serving")
+        yield serving.serve_metrics if field == "metrics_bind" else serving.serve_page
 
 
 def _on_input(job: ChiefJob) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 
 
 class ChangeEvent:
@@ -16,6 +17,9 @@ class ChangeEvent:
         self._happened.set()
         self._happened = asyncio.Event()
 
-    async def wait(self) -> None:
-        """Waits for the next change."""
-        await self._happened.wait()
+    def wait(self) -> Coroutine[None, None, bool]:
+        """Waits for the next change after this call, not after the first ``await`` of it.
+
+        ``asyncio.wait_for`` begins what it is given one turn of the loop later: a change in between would be missed.
+        """
+        return self._happened.wait()

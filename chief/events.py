@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from stratagem.cluster.membership import Membership
 from stratagem.cluster.units import Lease
 
 
@@ -20,6 +21,8 @@ class Join:
     """Units that a resumed worker holds."""
     store_epoch: int = 0
     """ps: epoch of its store; 0 when it holds no variables."""
+    finished: bool = False
+    """Worker: its script has ended with exit code 0, and nobody starts it again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,14 @@ class Heartbeat:
     """What the task says about itself, as it came: the chief only shows it."""
     waiting_step: int = 0
     """Staleness 0: step of the job whose update the task waits for; 0: none."""
+    measures: bytes = b""
+    """What it has measured, as it came; empty: nothing newer."""
+    copies: tuple[int, int] = (0, 0)
+    """Of a ps: which copy is to be dropped, and up to which those here are (see ``Member``)."""
+    leaving: bool = False
+    """A ps was told to end, and wants what it holds to be in a checkpoint first."""
+    lines: tuple[tuple[float, str, str], ...] = ()
+    """What it wrote into its log: seconds since 1970, level, text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,26 +60,8 @@ class Welcome:
     heartbeat_interval_s: float
     session_timeout_s: float
     job_started: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """One task of the cluster."""
-
-    task: str
-    address: str
-    incarnation: int
-    live: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Membership:
-    """The cluster as it stands."""
-
-    ready: bool
-    members: tuple[Member, ...]
-    lead: str
-    routing_epoch: int
+    ps_replicas: int
+    wants_log: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

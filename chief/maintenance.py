@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from stratagem.chief.checkpointing import checkpoints
@@ -15,11 +14,14 @@ from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.cluster.config import ChiefConfig
-from stratagem.errors import CheckpointError, StratagemError
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.errors import CheckpointError, PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
 
 Work = Callable[[], Coroutine[Any, Any, None]]
+RETRY_S = 0.25
+"""Between two looks whether all ps are back for the first checkpoint."""
 
 
 class Maintenance:
@@ -30,10 +32,12 @@ class Maintenance:
         sessions: of the tasks.
         journal: of the job.
         ps_pool: the ps.
-        recovery: settled first.
+        recovery: concluded first.
         saving: takes checkpoints.
+        clock: seconds, monotonic.
         spawn: runs work beside the rest.
         stop: ends the job with an exit code, for a reason.
+        admit: waits until a caller may speak.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class Maintenance:
         recovery: Recovery,
         saving: Saving,
         *,
+        clock: Callable[[], float],
         spawn: Callable[[Work], None],
         stop: Callable[[int, str], None],
+        admit: Callable[[Incarnation], Awaitable[None]],
     ) -> None:
         self._config = config
         self._sessions = sessions
@@ -54,11 +60,17 @@ class Maintenance:
         self._ps_pool = ps_pool
         self._recovery = recovery
         self._saving = saving
+        self._clock = clock
         self._spawn = spawn
         self._stop = stop
+        self._admit = admit
         self._busy = False
         self._first = asyncio.Lock()
         self._saved_step: int | None = None
+        self._is_blank = False
+        """All ps are here, and initial values are yet to come."""
+        self._has_older = False
+        """An earlier chief took a checkpoint: units need not wait for another one, which may wait for their updates."""
         self._next_save_at: float | None = None
         self._delay = ""
 
@@ -73,16 +85,28 @@ class Maintenance:
             self._start(self._watch)
         elif self._config.checkpoint_dir and self._saved_step is None:
             self._start(self._save_first)
-        elif self._next_save_at is not None and time.monotonic() >= self._next_save_at:
+        elif self._next_save_at is not None and self._clock() >= self._next_save_at:
             self._start(self._save)
 
-    async def before_leasing(self) -> None:
-        """Takes the initial checkpoint before the first unit is leased: no update can be lost before there is one.
+    async def first_checkpoint(self, caller: Incarnation) -> None:
+        """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one."""
+        while True:
+            await self._before_leasing()
+            await self._admit(caller)
+            if self._may_lease:
+                return
+            await asyncio.sleep(RETRY_S)
 
-        Returns at once when there are no variables yet, or checkpoints are off; returns without one while a ps is away
-        (the caller asks again).
+    async def _before_leasing(self) -> None:
+        """Takes the initial checkpoint before the first unit is leased.
+
+        Returns at once when there are no variables yet, or checkpoints are off; returns without one while a ps is away:
+        what it holds may be initial values.
         """
-        if not self._config.checkpoint_dir or self._saved_step is not None:
+        if not self._config.checkpoint_dir or self._saved_step is not None or self._has_older:
+            return
+        if self._journal.history.checkpoint and checkpoints.newest(self._config.checkpoint_dir) is not None:
+            self._has_older = True
             return
         if not self._journal.history.initialized:
             await self._watch()
@@ -90,11 +114,15 @@ class Maintenance:
             await self._save_first()
 
     @property
-    def may_lease(self) -> bool:
+    def _may_lease(self) -> bool:
         """No unit may be leased between the initial values and the first checkpoint."""
-        return bool(
-            not self._config.checkpoint_dir or self._saved_step is not None or not self._journal.history.initialized
-        )
+        has_checkpoint = self._saved_step is not None or self._has_older
+        return not self._config.checkpoint_dir or has_checkpoint or self._is_blank
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the first checkpoint since this chief started is taken: nobody is about to take it."""
+        return self._saved_step is not None
 
     async def save_last(self) -> None:
         """The checkpoint at the end, if there is anything that the last one lacks.
@@ -118,15 +146,28 @@ class Maintenance:
         self._spawn(run)
 
     async def _step(self) -> int:
-        return max((each.step for each in (await self._ps_pool.describe()).values()), default=0)
+        """The largest number of updates that a ps has applied; of all of them, for one that is away may have most.
+
+        Raises:
+            PeerUnavailableError: one is.
+        """
+        described = await self._ps_pool.describe()
+        if len(described) < (num_ps := self._ps_pool.num_ps):
+            raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")
+        return max((each.step for each in described.values()), default=0)
 
     async def _watch(self) -> None:
         """Notes when all ps hold values. A ps without variables never does: nobody waits for it once training runs."""
         described = await self._ps_pool.describe()
+        self._is_blank = False
+        if len(described) < self._config.num_ps:
+            return
         holding = [incarnation.task for incarnation, each in described.items() if each.initialized]
         trained = any(each.step for each in described.values())
-        if holding and (trained or len(holding) == self._config.num_ps):
+        if holding and (trained or len(holding) == self._ps_pool.num_ps):
             self._journal.write("initialized", tasks=sorted(holding))
+        else:
+            self._is_blank = True
 
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""
@@ -134,11 +175,10 @@ class Maintenance:
             if self._saved_step is not None:
                 return
             newest = checkpoints.newest(self._config.checkpoint_dir)
-            if newest is not None and newest[1].step == await self._step():
-                self._saved(newest[1].step)
-                return
             try:
-                self._saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
+                if newest is not None and newest[1].step == await self._step():
+                    return self.saved(newest[1].step)
+                self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
             except CheckpointError as error:
                 self._stop(2, str(error))
             except StratagemError as error:
@@ -149,14 +189,15 @@ class Maintenance:
     async def _save(self) -> None:
         try:
             if await self._step() == self._saved_step:
-                self._saved(self._saved_step)
+                self.saved(self._saved_step)
             else:
-                self._saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
+                self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
         except StratagemError as error:
             logger.warning("No checkpoint: %s", error)
-            self._saved(self._saved_step)
+            self.saved(self._saved_step)
 
-    def _saved(self, step: int | None) -> None:
+    def saved(self, step: int | None) -> None:
+        """There is a checkpoint of this step."""
         self._saved_step = step
         every_s = self._config.checkpoint_every_s
-        self._next_save_at = time.monotonic() + every_s if every_s else None
+        self._next_save_at = self._clock() + every_s if every_s else None

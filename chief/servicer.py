@@ -9,6 +9,7 @@ from stratagem.chief import wire
 from stratagem.chief.events import Event, Request
 from stratagem.chief.job import ChiefJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
+from stratagem.rpc.units import incarnation_from_proto
 
 SERVICE = "stratagem.Chief"
 
@@ -25,8 +26,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self._told: tuple[Event | None, chief_pb2.SessionEvent] = None, chief_pb2.SessionEvent()
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[chief_pb2.SessionEvent]:
-        """A session."""
-        async for event in self._job.session(_decoded(request_iterator)):
+        async for event in self._job.streams.attend(_decoded(request_iterator)):
             if event is not self._told[0]:  # what all are told is encoded once
                 self._told = event, wire.event_to_proto(event)
             yield self._told[1]
@@ -34,7 +34,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def OpenDataset(self, request: chief_pb2.OpenDatasetRequest, context: Any) -> chief_pb2.OpenDatasetReply:
         """Registers a dataset."""
         plan = wire.plan_from_proto(request, self._job.config.seed)
-        known = await self._job.open_dataset(wire.life_from_proto(request.sender), request.dataset, plan)
+        known = await self._job.training.open_dataset(incarnation_from_proto(request.sender), request.dataset, plan)
         return chief_pb2.OpenDatasetReply(seed=known.seed)
 
     async def NextUnits(self, request: chief_pb2.NextUnitsRequest, context: Any) -> chief_pb2.NextUnitsReply:
@@ -52,7 +52,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     ) -> chief_pb2.GetMetricStatesReply:
         """What was counted."""
         name = wire.topic_from_proto(request.topic)
-        incarnation = wire.life_from_proto(request.sender)
+        incarnation = incarnation_from_proto(request.sender)
         return wire.page_to_proto(
             await self._job.metric_store.get_metric_states(incarnation, name, request.first, request.only_logs)
         )
@@ -60,27 +60,38 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def RecordLogs(self, request: chief_pb2.RecordLogsRequest, context: Any) -> chief_pb2.RecordLogsReply:
         """What came of it."""
         name, logs = wire.topic_from_proto(request.topic), wire.logs_from_proto(request.logs)
-        stands = await self._job.metric_store.record_logs(wire.life_from_proto(request.sender), name, logs)
+        stands = await self._job.metric_store.record_logs(incarnation_from_proto(request.sender), name, logs)
         return chief_pb2.RecordLogsReply(logs=wire.logs_to_proto(stands))
 
     async def Agree(self, request: chief_pb2.AgreeRequest, context: Any) -> chief_pb2.AgreeReply:
         """A decision of all workers."""
-        incarnation, topic = wire.life_from_proto(request.sender), wire.topic_from_proto(request.topic)
+        incarnation, topic = incarnation_from_proto(request.sender), wire.topic_from_proto(request.topic)
         if request.leave:
             await self._job.leave_group(incarnation, topic.group)
             return chief_pb2.AgreeReply()
         return chief_pb2.AgreeReply(value=await self._job.metric_store.agree(incarnation, topic, request.value))
 
+    async def TakeIn(self, request: chief_pb2.TakeInRequest, context: Any) -> chief_pb2.TakeInReply:
+        """A ring takes newcomers in."""
+        newcomers = [incarnation_from_proto(one) for one in request.newcomers]
+        await self._job.take_in(incarnation_from_proto(request.sender), newcomers)
+        return chief_pb2.TakeInReply()
+
+    async def Scale(self, request: chief_pb2.ScaleRequest, context: Any) -> chief_pb2.ScaleReply:
+        """How many there are to be."""
+        self._job.scaling.scale(request.num_workers, request.num_ps)
+        return chief_pb2.ScaleReply()
+
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any
     ) -> chief_pb2.SaveCheckpointReply:
         """Takes a checkpoint."""
-        saved = await self._job.save_checkpoint(wire.life_from_proto(request.sender), request.directory)
+        saved = await self._job.save_checkpoint(incarnation_from_proto(request.sender), request.directory)
         return chief_pb2.SaveCheckpointReply(path=saved.path, step=saved.step)
 
     async def GetStatus(self, request: chief_pb2.GetStatusRequest, context: Any) -> chief_pb2.GetStatusReply:
         """The status page."""
-        return wire.status_to_proto(self._job.get_status())
+        return wire.status_to_proto(self._job.get_status(), request.measures)
 
 
 async def _decoded(requests: Any) -> AsyncIterator[Request]:

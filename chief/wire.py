@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from stratagem.chief import events
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page
 from stratagem.chief.leasing.evaluations import plan_of
 from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, TrainingPass
-from stratagem.chief.monitoring.progress import TaskProgress
+from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
 from stratagem.chief.servers.servers import ServerDescription
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Plan, Unit, UnitBitmap, Update
+from stratagem.cluster.units import Plan, Unit
 from stratagem.errors import LimitError, ProtocolError
+from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
-from stratagem.rpc.units import lease_from_proto, lease_to_proto, unit_from_proto, unit_to_proto
+from stratagem.rpc.logs import MAX_LINES_AT_ONCE
+from stratagem.rpc.units import (
+    incarnation_from_proto,
+    lease_from_proto,
+    lease_to_proto,
+    unit_sets_from_proto,
+    update_from_proto,
+)
 
 MAX_UNITS = 1 << 26
 """In an epoch: every ps keeps a bit for each."""
@@ -25,40 +33,10 @@ MAX_WANT = 1024
 """Units that one answer leases; who wants more asks again."""
 
 
-def life_from_proto(sender: common_pb2.Sender) -> Incarnation:
-    """The caller."""
-    return Incarnation(sender.task, sender.incarnation)
-
-
-def update_to_proto(update: Update) -> common_pb2.Update:
-    """An update."""
-    return common_pb2.Update(units=[unit_to_proto(unit) for unit in update.units], ordinal=update.ordinal)
-
-
-def update_from_proto(update: common_pb2.Update) -> Update:
-    """An update."""
-    return Update(tuple(unit_from_proto(unit) for unit in update.units), update.ordinal)
-
-
-def positions_to_proto(units: Mapping[tuple[int, int], UnitBitmap]) -> list[common_pb2.UnitSet]:
-    """Sets of units."""
-    return [common_pb2.UnitSet(dataset=d, epoch=e, bitmap=bits.to_bytes()) for (d, e), bits in sorted(units.items())]
-
-
-def positions_from_proto(sets: Iterable[common_pb2.UnitSet]) -> dict[tuple[int, int], UnitBitmap]:
-    """Sets of units."""
-    return {(each.dataset, each.epoch): UnitBitmap(each.bitmap) for each in sets}
-
-
 def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:
     """What a ps has applied."""
-    return ServerDescription(
-        closed=positions_from_proto(reply.closed),
-        open={update_from_proto(each.update): each.num_servers for each in reply.open},
-        store_epoch=reply.store_epoch,
-        step=reply.step,
-        initialized=reply.initialized,
-    )
+    opened = {update_from_proto(each.update): each.num_servers for each in reply.open}
+    return from_message(ServerDescription, reply, closed=unit_sets_from_proto(reply.closed), open=opened)
 
 
 def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
@@ -69,15 +47,7 @@ def plan_from_proto(request: chief_pb2.OpenDatasetRequest, seed: int) -> Plan:
         LimitError: of too many units.
     """
     try:
-        plan = Plan(
-            num_examples=request.num_examples,
-            batch_size=request.batch_size,
-            drop_last=request.drop_last,
-            shuffle=request.shuffle,
-            num_slices=request.num_slices,
-            staleness=request.staleness,
-            seed=seed,
-        )
+        plan = from_message(Plan, request, seed=seed)
     except ValueError as error:
         raise ProtocolError(
             f"dataset {request.dataset} has no valid plan "
@@ -115,7 +85,7 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
         units_of = TrainingPass(request.dataset, request.epoch, request.stop or None, request.group)
         states = states_from_proto(request.states, request.dataset, request.epoch)
     return LeaseRequest(
-        life_from_proto(request.sender),
+        incarnation_from_proto(request.sender),
         units_of,
         request.accepted,
         states,
@@ -132,7 +102,7 @@ def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest:
     """What a worker reports that wants to start a step."""
     states = states_from_proto(request.states, request.dataset, request.epoch)
     units_of = TrainingPass(request.dataset, request.epoch)
-    return LeaseRequest(life_from_proto(request.sender), units_of, request.accepted, states)
+    return LeaseRequest(incarnation_from_proto(request.sender), units_of, request.accepted, states)
 
 
 def topic_from_proto(name: chief_pb2.Topic) -> Topic:
@@ -161,12 +131,10 @@ def evaluation_from_proto(evaluation: chief_pb2.EvaluationPass) -> EvaluationPas
 
 
 def logs_from_proto(logs: Iterable[chief_pb2.Log]) -> Logs:
-    """Named numbers."""
     return tuple((log.name, log.value) for log in logs)
 
 
 def logs_to_proto(logs: Logs) -> list[chief_pb2.Log]:
-    """Named numbers."""
     return [chief_pb2.Log(name=name, value=value) for name, value in logs]
 
 
@@ -187,10 +155,14 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
     if request.HasField("join"):
         join = request.join
         held = tuple(lease_from_proto(lease) for lease in join.held)
-        return events.Join(join.task, join.address, join.pid, join.resume_incarnation, held, join.store_epoch)
+        return from_message(events.Join, join, held=held)
     if request.HasField("heartbeat"):
-        progress = request.heartbeat.progress
-        return events.Heartbeat(progress.SerializeToString(), progress.waiting_step)
+        said, progress = request.heartbeat, request.heartbeat.progress
+        measured = said.measures.SerializeToString() if said.HasField("measures") else b""
+        lines = tuple((line.at, line.level, line.text) for line in said.lines[:MAX_LINES_AT_ONCE])
+        copies = progress.copy_to_drop, progress.copies_dropped
+        said_of_it = progress.SerializeToString(), progress.waiting_step, measured, copies, progress.leaving
+        return events.Heartbeat(*said_of_it, lines)
     if request.HasField("goodbye"):
         return events.Goodbye(request.goodbye.exit_code, request.goodbye.message)
     raise ProtocolError("expected Join, Heartbeat or Goodbye in a session, got an empty message")
@@ -199,81 +171,37 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
 def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
     """What the chief says in a session."""
     if isinstance(event, events.Welcome):
-        welcome = chief_pb2.Welcome(
-            incarnation=event.incarnation,
-            chief_epoch=event.chief_epoch,
-            heartbeat_interval_s=event.heartbeat_interval_s,
-            session_timeout_s=event.session_timeout_s,
-            job_started=event.job_started,
-        )
-        return chief_pb2.SessionEvent(welcome=welcome)
-    if isinstance(event, events.Membership):
-        membership = chief_pb2.Membership(
-            ready=event.ready,
-            tasks=[_member_to_proto(member) for member in event.members],
-            lead=event.lead,
-            routing_epoch=event.routing_epoch,
-        )
-        return chief_pb2.SessionEvent(membership=membership)
+        return chief_pb2.SessionEvent(welcome=to_message(chief_pb2.Welcome, event))
+    if isinstance(event, Membership):
+        tasks = [_member_to_proto(member) for member in event.members]
+        return chief_pb2.SessionEvent(membership=to_message(chief_pb2.Membership, event, tasks=tasks))
     if isinstance(event, events.Fenced):
         return chief_pb2.SessionEvent(fenced=chief_pb2.Fenced(reason=event.reason))
     return chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=event.exit_code, reason=event.reason))
 
 
-def _member_to_proto(member: events.Member) -> common_pb2.TaskInfo:
-    return common_pb2.TaskInfo(
-        task=member.task, address=member.address, incarnation=member.incarnation, live=member.live
-    )
+def _member_to_proto(member: Member) -> common_pb2.TaskInfo:
+    return to_message(common_pb2.TaskInfo, member)
 
 
-def progress_from_proto(data: bytes) -> TaskProgress:
-    """What a task said in a heartbeat."""
-    said = chief_pb2.Progress.FromString(data)
-    return TaskProgress(
-        step=said.step,
-        examples=said.examples,
-        loss=said.loss if said.has_loss else None,
-        step_s=said.step_s,
-        exposed_s=said.exposed_s,
-        waiting_s=said.waiting_s,
-        store_epoch=said.store_epoch,
-        bytes_held=said.bytes_held,
-        skipped=said.skipped,
-        reported=dict(said.metrics),
-    )
+def measures_to_proto(measured: Measures) -> chief_pb2.Measures:
+    """What a task has measured."""
+    if isinstance(measured, bytes):
+        return chief_pb2.Measures.FromString(measured)
+    return chief_pb2.Measures(values=measured)
 
 
-def status_to_proto(status: JobStatus) -> chief_pb2.GetStatusReply:
+def status_to_proto(status: JobStatus, with_measures: bool = False) -> chief_pb2.GetStatusReply:
     """The status page."""
     tasks = []
     for task in status.tasks:
         progress = chief_pb2.Progress.FromString(task.progress)
         if task.waiting_on:
             progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s or progress.waiting_s
-        tasks.append(
-            chief_pb2.TaskStatus(
-                info=_member_to_proto(task.member),
-                progress=progress,
-                heartbeat_age_s=task.heartbeat_age_s,
-                pid=task.pid,
-                units_held=task.units_held,
-                clock=task.clock,
-                state=task.state,
-            )
-        )
-    return chief_pb2.GetStatusReply(
-        tasks=tasks,
-        chief_epoch=status.chief_epoch,
-        ready=status.ready,
-        lead=status.lead,
-        units_accepted=status.units_accepted,
-        units_planned=status.units_planned,
-        epoch=status.epoch,
-        examples_accepted=status.examples_accepted,
-        checkpoint=status.checkpoint,
-        updates_lost=status.updates_lost,
-        waiting_for=status.waiting_for,
-        stop_reason=status.stop_reason,
-        restored=status.restored,
-        updates_undone=status.updates_undone,
-    )
+        shown = to_message(chief_pb2.TaskStatus, task, info=_member_to_proto(task.member), progress=progress)
+        if with_measures:
+            shown.measures.CopyFrom(measures_to_proto(task.measured.newest))
+            shown.earlier.CopyFrom(measures_to_proto(task.measured.earlier))
+            shown.window_s, shown.measures_age_s = task.measured.window_s, task.measured.age_s
+        tasks.append(shown)
+    return to_message(chief_pb2.GetStatusReply, status, tasks=tasks)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterable, Sequence
 
-from stratagem.cluster.units import Unit, Update
+from stratagem.cluster.units import Update
 from stratagem.errors import ProtocolError
+from stratagem.measuring import measures
+from stratagem.measuring.measures import labelled
+from stratagem.ps.backup import AsItCame
+from stratagem.ps.frames import COMMIT_UPDATE
 from stratagem.ps.requests import (
     CommitUpdate,
     GroupCommit,
     GroupVersion,
     Sender,
     TransferRef,
+    Version,
 )
 from stratagem.ps.runs import covers, presence
 from stratagem.ps.shard_group import Parts
-from stratagem.ps.state import Call, StoreState
+from stratagem.ps.state import StoreState
+from stratagem.ps.waiting import Call, check_counts, wait, wait_frames, wait_lane
 
 Gradient = dict[int, Parts]
+Present = dict[int, tuple[bool, ...]]
+"""Of each group of an update: which of its shards have a gradient."""
 
 
 class Applying:
@@ -31,32 +39,28 @@ class Applying:
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
-    def take_gradient(
-        self, sender: Sender, ref: TransferRef, groups: Sequence[GroupCommit], call: Call, *, keep: bool
-    ) -> Gradient:
+    def take_gradient(self, sender: Sender, ref: TransferRef, present: Present, call: Call, *, keep: bool) -> Gradient:
         """With ``changed`` held: waits for a gradient and hands out its parts; lets go of them unless ``keep``."""
         state = self._state
-        present = self.present(groups)
-        numbers = [commit.group for commit in groups]
+        numbers = list(present)
+        parts: Gradient = {}
 
         def covered() -> bool:
-            return all(
-                state.locked_group(group).spec.is_table  # its frames are all that came
-                or covers(
-                    [(offset, piece.numel()) for offset, piece in state.staging.parts(sender, ref.transfer, group)],
-                    state.locked_group(group).spec.shards,
-                    present[group],
-                )
-                for group in numbers
-            )
+            for group in numbers:
+                parts[group] = state.staging.parts(sender, ref.transfer, group)
+                spec = state.locked_group(group).group.spec
+                if spec.rows is None and not covers(  # a table's frames are all that came
+                    [(offset, piece.numel()) for offset, piece in parts[group]], spec.shards, present[group]
+                ):
+                    return False
+            return True
 
-        state.wait_frames(sender, ref, numbers, covered, call)
-        parts: Gradient = {group: state.staging.parts(sender, ref.transfer, group) for group in numbers}
+        wait_frames(state, sender, ref, numbers, covered, call)
         if not keep:
             state.staging.drop(sender, ref.transfer, numbers)
         return parts
 
-    def present(self, groups: Sequence[GroupCommit]) -> dict[int, tuple[bool, ...]]:
+    def present(self, groups: Sequence[GroupCommit]) -> Present:
         """Decoded presence masks.
 
         Raises:
@@ -67,65 +71,122 @@ class Applying:
         if len(masks) != len(groups):
             raise ProtocolError(f"expected each group once in an update, got {[commit.group for commit in groups]}")
         locked_groups = self._state.initialized_shelves(masks)
-        return {
-            locked.spec.group: presence(masks[locked.spec.group], len(locked.spec.shards)) for locked in locked_groups
-        }
+        specs = [locked.group.spec for locked in locked_groups]
+        return {spec.group: presence(masks[spec.group], len(spec.shards)) for spec in specs}
 
-    @contextmanager
-    def turn(self, sender: Sender, update: Update, store_epoch: int, call: Call) -> Iterator[bool]:
-        """Waits for the gate and for the same update under way elsewhere; then fences, holds and restores wait for it.
-
-        Yields:
-            Whether the update must still be applied.
-        """
-        state = self._state
-        pairs = {(unit, update.ordinal) for unit in update.units}
-        with state.changed:
-            self._wait_turn(sender, update, pairs, store_epoch, call)
-            is_new = not update.units or state.units.is_new(update)
-            state.enter(sender)
-            state.applying |= pairs
-        try:
-            yield is_new
-        finally:
-            with state.changed:
-                state.applying -= pairs
-                state.leave(sender)
-
-    def _wait_turn(
-        self, sender: Sender, update: Update, pairs: set[tuple[Unit, int]], store_epoch: int, call: Call
-    ) -> None:
-        state = self._state
-
-        def free() -> bool:
-            return not pairs & state.applying and state.gate_lets_through(update)
-
-        state.wait(free, sender, call, None, store_epoch)
+    def turn(self, sender: Sender, update: Update, store_epoch: int, call: Call) -> Turn:
+        """See :class:`Turn`."""
+        return Turn(self._state, sender, update, store_epoch, call)
 
     def apply(
         self,
         groups: Sequence[GroupCommit],
         gradient: Gradient,
-        present: dict[int, tuple[bool, ...]],
+        present: Present,
         scale: float,
+        as_it_came: AsItCame | None = None,
     ) -> None:
-        """Applies one update to several groups: all or, when one of them refuses it, none."""
-        with ExitStack() as locks:
-            locked_groups = [
-                self._state.locked_group(commit.group) for commit in sorted(groups, key=lambda one: one.group)
-            ]
-            for locked in locked_groups:
-                locks.enter_context(locked.lock)
-            hyper = {commit.group: commit.hyper_parameters for commit in groups}
-            for locked in locked_groups:
-                group = locked.spec.group
-                locked.group.prepare(gradient[group], present[group], hyper[group])
-            for locked in locked_groups:
-                group = locked.spec.group
+        """Applies one update to several groups: all or, when one of them refuses it, none. A backup is told."""
+        state = self._state
+        commits = [(state.locked_group(commit.group), commit) for commit in sorted(groups, key=_group_of)]
+        num_locked = 0
+        try:
+            for locked, _ in commits:
+                if not locked.lock.acquire(blocking=False):
+                    with state.totals.timed(measures.QUEUE):
+                        locked.lock.acquire()
+                num_locked += 1
+            if state.memory.lent_bytes:
+                state.memory.wait_left(state.shared_bytes)
+            start = time.perf_counter_ns()
+            for locked, commit in commits:
+                locked.group.prepare(gradient[commit.group], present[commit.group], commit.hyper_parameters)
+            if as_it_came is not None and state.backup is not None:
+                state.backup.tell(COMMIT_UPDATE, as_it_came, gradient)
+            self._note_staleness(groups)
+            for locked, commit in commits:
                 locked.publisher.outdate()
-                locked.group.apply(gradient[group], present[group], hyper[group], scale)
+                begun = time.perf_counter_ns()
+                group = commit.group
+                locked.group.apply(gradient[group], present[group], commit.hyper_parameters, scale)
+                state.totals.add_span(locked.apply_measure, begun)
+        finally:
+            for locked, _ in commits[:num_locked]:
+                locked.lock.release()
+        state.totals.add_span(measures.APPLY, start)
+        state.totals.add(measures.COMMITS, 1)
+
+    def _note_staleness(self, groups: Sequence[GroupCommit]) -> None:
+        """Counts by how many updates the weights lacked that a gradient was computed with."""
+        for commit in groups:
+            now = self._state.locked_group(commit.group).version
+            if commit.have is not None and commit.have.store_epoch == now.store_epoch:
+                bucket = measures.staleness_bucket(now.counter - commit.have.counter)
+                self._state.totals.add(labelled(measures.STALENESS, bucket), 1)
+                return
 
     def reply_weights(self, request: CommitUpdate, call: Call) -> tuple[GroupVersion, ...]:
         """Sends the weights of the request's groups that the sender does not have."""
+        if self._state.backup is not None:
+            self._state.backup.settle()
         wants = [(commit.group, commit.have) for commit in request.groups]
-        return self._state.send_weights(request.sender, wants, request.reply_transfer, call)
+        begun = time.perf_counter_ns()
+        versions = send_weights(self._state, request.sender, wants, request.reply_transfer, call)
+        self._state.totals.add_span(measures.REPLY, begun)
+        return versions
+
+
+class Turn:
+    """Around a change of weights. Waits for the gate and for the same update under way elsewhere; then fences, holds
+    and restores wait for it. Entered, it says whether the update must still be applied.
+
+    Args:
+        state: of the store.
+        sender: whose call changes them.
+        update: what is applied.
+        store_epoch: of the store that it is for.
+        call: whether the sender still waits.
+    """
+
+    __slots__ = ("_call", "_pairs", "_sender", "_state", "_store_epoch", "_update")
+
+    def __init__(self, state: StoreState, sender: Sender, update: Update, store_epoch: int, call: Call) -> None:
+        self._state, self._sender, self._update = state, sender, update
+        self._store_epoch, self._call = store_epoch, call
+        self._pairs = {(unit, update.ordinal) for unit in update.units}
+
+    def __enter__(self) -> bool:
+        state = self._state
+        with state.lock:
+            check_counts(state, self._sender, self._store_epoch)
+            if not self._is_free():
+                held = not state.gate_lets_through(self._update)
+                with state.totals.timed(measures.HELD if held else measures.QUEUE):
+                    wait(state, self._is_free, self._sender, self._call, None, self._store_epoch)
+            is_new = not self._update.units or state.units.is_new(self._update)
+            state.enter(self._sender)
+            state.applying |= self._pairs
+        return is_new
+
+    def __exit__(self, *_: object) -> None:
+        state = self._state
+        with state.lock:
+            state.applying -= self._pairs
+            state.leave(self._sender)
+
+    def _is_free(self) -> bool:
+        state = self._state
+        return self._pairs.isdisjoint(state.applying) and state.gate_lets_through(self._update)
+
+
+def _group_of(commit: GroupCommit) -> int:
+    return commit.group
+
+
+def send_weights(
+    state: StoreState, sender: Sender, wants: Iterable[tuple[int, Version | None]], transfer: int, call: Call
+) -> tuple[GroupVersion, ...]:
+    """Sends each group's weights unless the reader has them."""
+    lane = wait_lane(state, sender, call)
+    locked_groups = [(state.locked_group(group), have) for group, have in wants]
+    return tuple([locked.send_weights(lane, transfer, have) for locked, have in locked_groups])

@@ -13,10 +13,12 @@ from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.errors import CheckpointError, StaleStoreError
 from stratagem.ps import snapshot
 from stratagem.ps.locked_group import LockedGroup
+from stratagem.ps.origin import Origin
 from stratagem.ps.requests import Sender
 from stratagem.ps.specs import check_group, check_new_groups
-from stratagem.ps.state import Call, StoreState
+from stratagem.ps.state import StoreState
 from stratagem.ps.units import AppliedUnits, Epoch
+from stratagem.ps.waiting import Call, wait
 from stratagem.rpc.confinement import AllowedFolders
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,10 @@ class StoreDescription:
     step: int
     """Largest number of updates applied to any group."""
     initialized: bool
+    origin_elements: int = 0
+    """Of the variables in the checkpoint of another number of ps that this one began from."""
+    taken_elements: int = 0
+    """Of these: what is here."""
 
 
 class Checkpointing:
@@ -50,12 +56,21 @@ class Checkpointing:
         self._state = state
         self._index = index
         self._next_epoch = next_epoch
+        self._num_restores = 0
+        self._newest_restore = 0
+        """Calls to go back that have begun, and the number of the last one that has gone back."""
 
     def describe_units(self) -> StoreDescription:
-        """Units closed, and updates applied of open ones."""
+        """Units closed, and updates applied of open ones; a backup has them too."""
+        if self._state.backup is not None:
+            self._state.backup.settle()
+        return self._description()
+
+    def _description(self) -> StoreDescription:
         state = self._state
         with state.changed:
-            return StoreDescription(state.units.describe(), state.store_epoch, state.step, state.initialized)
+            origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else ()
+            return StoreDescription(state.units.describe(), state.store_epoch, state.step, state.initialized, *origin)
 
     def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
         """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished.
@@ -66,8 +81,8 @@ class Checkpointing:
         state = self._state
         with state.changed:
             state.gate.hold(token, time.monotonic(), hold_s)
-            state.wait(lambda: state.gate.num_inside == 0, sender, call, hold_s)
-            return self.describe_units()
+            wait(state, lambda: state.gate.num_inside == 0, sender, call, hold_s)
+            return self._description()
 
     def admit_updates(self, sender: Sender, token: int, updates: Sequence[Update], wait_s: float, call: Call) -> bool:
         """Lets updates through the hold; True when all of them are applied within ``wait_s`` seconds.
@@ -85,7 +100,7 @@ class Checkpointing:
         with state.changed:
             state.gate.admit(token, updates, time.monotonic())
             state.changed.notify_all()
-            return state.wait(applied, sender, call, wait_s)
+            return wait(state, applied, sender, call, wait_s)
 
     def save_shards(self, token: int, directory: str, nonce: str) -> tuple[list[SavedFile], int]:
         """Writes this ps's shards durably while commits are held. Returns the files and the step.
@@ -103,6 +118,8 @@ class Checkpointing:
                 [locked.group for _, locked in sorted(state.locked_groups.items())], state.units, state.store_epoch
             )
             step = state.step
+            if state.origin is not None:
+                state.origin.close()
         snapshot.check_nonce(path, nonce)
         files = snapshot.save(path, self._index, content)
         with state.changed:
@@ -118,9 +135,12 @@ class Checkpointing:
             self._state.gate.release(token)
             self._state.changed.notify_all()
 
-    def restore_shards(self, directory: str) -> int:
-        """Goes back to a checkpoint. Returns the new store epoch.
+    def restore_shards(self, directory: str, num_ps: int = 0, is_fresh: bool = False) -> int:
+        """Goes back to a checkpoint, as one of ``num_ps``; 0: of those that made it. Returns the new store epoch.
 
+        The files of one that ``is_fresh`` are not looked through once more.
+
+        Of a checkpoint that another number of ps made it takes what workers say that it is to hold, when they do.
         Every sender must say Hello again, and whoever waits gets ``StaleStoreError``.
 
         Raises:
@@ -128,27 +148,48 @@ class Checkpointing:
             ForbiddenError: the directory is none of those that this ps was started for.
         """
         path = self._place(directory)
-        snapshot.check(path, self._index)
-        content = snapshot.load(path, self._index)
         state = self._state
+        with state.changed:
+            self._num_restores += 1
+            number = self._num_restores
+        is_own = snapshot.check(path, self._index, num_ps, is_fresh)
+        origin = None if is_own else Origin(path)
+        if origin is not None:
+            content = snapshot.Content([], origin.units, origin.store_epoch)
+        else:
+            content = snapshot.load(path, self._index)
         specs = [group.spec for group in content.groups]
         for spec in specs:
             check_group(spec)
         check_new_groups(specs, [], state.limits)
         with state.changed:
+            if number < self._newest_restore:
+                return state.store_epoch  # the call was repeated meanwhile, and training may go on already
+            self._newest_restore = number
             epoch = self._next_epoch(max(state.store_epoch, content.store_epoch))
-            state.store_epoch = epoch  # from here on nobody new gets inside: waiting calls see another epoch
-            state.changed.notify_all()
-            state.changed.wait_for(lambda: state.gate.num_inside == 0)
-            state.locked_groups = {group.spec.group: LockedGroup(group, epoch) for group in content.groups}
-            state.units = content.units
-            state.steps.clear()
-            state.staging.clear()
-            state.senders.forget_windows()
-            state.close_lanes(StaleStoreError(f"ps:{self._index} went back to a checkpoint; say Hello again"))
-            state.changed.notify_all()
-        logger.info("Restored %d groups at step %d from %s", len(content.groups), state.step, path)
+            self.become(content, epoch)
+            state.origin, state.num_ps = origin, num_ps
+        state.copy_is_outdated()
+        if origin is not None:
+            logger.info("Begins from %s as one of %d ps, which others made", path, num_ps)
+        else:
+            logger.info("Restored %d groups at step %d from %s", len(content.groups), state.step, path)
         return epoch
+
+    def become(self, content: snapshot.Content, epoch: int) -> None:
+        """With ``changed`` held: puts another content in the place of what is here."""
+        state = self._state
+        state.store_epoch = epoch  # from here on nobody new gets inside: waiting calls see another epoch
+        state.changed.notify_all()
+        state.changed.wait_for(lambda: state.gate.num_inside == 0)
+        state.locked_groups = {group.spec.group: LockedGroup(group, epoch) for group in content.groups}
+        state.units = content.units
+        state.steps.clear()
+        state.staging.clear()
+        state.origin = None
+        state.senders.forget_windows()
+        state.close_lanes(StaleStoreError(f"ps:{self._index} holds other values now; say Hello again"))
+        state.changed.notify_all()
 
     def _place(self, directory: str) -> pathlib.Path:
         return self._folders.resolve(directory) if self._folders is not None else pathlib.Path(directory)
@@ -156,4 +197,7 @@ class Checkpointing:
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
         """Closes units whose updates a restore lost. Returns how many this ps did not have."""
         with self._state.changed:
-            return self._state.units.mark_lost(units)
+            num_lost = self._state.units.mark_lost(units)
+        if num_lost:
+            self._state.copy_is_outdated()
+        return num_lost

@@ -24,6 +24,8 @@ class CommitGate:
 
     def __init__(self) -> None:
         self._hold: _Hold | None = None
+        self.is_paused = False
+        """For the moment in which the store is copied: nobody passes."""
         self.num_inside = 0
         """Commits that passed and have not finished."""
 
@@ -74,6 +76,8 @@ class CommitGate:
 
     def lets_through(self, update: Update | None, now: float) -> bool:
         """Whether a commit may pass; None is a change that belongs to no update."""
-        if not self.is_held(now) or self._hold is None:
+        if self.is_paused:
+            return False
+        if self._hold is None or not self.is_held(now):
             return True
         return update is not None and any((unit, update.ordinal) in self._hold.admitted for unit in update.units)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stratagem.errors import ProtocolError
-from stratagem.ps.applying import Applying, Gradient
+from stratagem.errors import ConfigurationError, ProtocolError
+from stratagem.measuring.flight import FLIGHT
+from stratagem.ps.applying import Applying, Gradient, Present
+from stratagem.ps.backup import AsItCame
+from stratagem.ps.frames import CLOSE_UNITS, COMMIT_UPDATE
 from stratagem.ps.merge import facts_of, join_facts
 from stratagem.ps.requests import (
     CommitResult,
@@ -20,9 +23,13 @@ from stratagem.ps.requests import (
     UpdateAction,
 )
 from stratagem.ps.sequences import Verdict
-from stratagem.ps.state import Call, StoreState
+from stratagem.ps.sequencing import Running, begin, noted
+from stratagem.ps.state import StoreState
 from stratagem.ps.sync_commits import SyncCommits
 from stratagem.ps.units import UnitClose
+from stratagem.ps.waiting import Call, wait_lane
+
+NOT_SYNCHRONOUS = "copies of what a ps holds (ps_replicas 2) are for a staleness above 0"
 
 
 class Commits(Applying):
@@ -44,7 +51,7 @@ class Commits(Applying):
         Raises:
             ProtocolError: frames did not come, or do not fit.
         """
-        with self._state.noted(request.sender, call):
+        with noted(self._state, request.sender, call):
             return self._prepare(request, call)
 
     def commit_update(self, request: CommitUpdate, call: Call) -> CommitResult:
@@ -55,63 +62,84 @@ class Commits(Applying):
             ConfigurationError: hyper-parameters that torch refuses, or that differ between slices.
         """
         self._check(request)
-        decision = self._state.begin(request.sender, call)
+        decision = begin(self._state, request.sender, call)
         if decision.verdict is Verdict.DONE and (decision.result is not None or not request.update.units):
             known = decision.result_as(CommitResult) if decision.result is not None else None
             return self._repeat(request, known, call)
-        if decision.verdict is Verdict.DONE:
-            return self._commit(request, call)
-        with self._state.running(request.sender) as record:
-            result = self._commit(request, call)
-            record.append(result)
-        return result
+        if decision.verdict is Verdict.DONE:  # longer ago than results are kept: the ledger of units knows
+            return self._commit(request, None, call)
+        what = FLIGHT.happening(f"commit from {request.sender.task},", request.update)
+        with Running(self._state, request.sender) as running, what:
+            return self._commit(request, running, call)
 
-    def close_units(self, sender: Sender, closes: Sequence[UnitClose], call: Call) -> None:
+    def close_units(
+        self, sender: Sender, closes: Sequence[UnitClose], call: Call, as_it_came: AsItCame = bytes
+    ) -> None:
         """Closes units; repeating it does no harm."""
-        with self._state.noted(sender, call), self._state.changed:
-            self._state.units.close(closes)
+        with noted(self._state, sender, call):
+            with self._state.lock:
+                self._state.units.close(closes)
+                if self._state.backup is not None:
+                    self._state.backup.tell(CLOSE_UNITS, as_it_came, {})
+            if self._state.backup is not None:
+                self._state.backup.settle()
 
-    def _commit(self, request: CommitUpdate, call: Call) -> CommitResult:
-        state = self._state
-        with state.changed:
+    def _commit(self, request: CommitUpdate, running: Running | None, call: Call) -> CommitResult:
+        state, update = self._state, request.update
+        with state.lock:
             store_epoch = state.store_epoch
-            self.present(request.groups)
+            present = self.present(request.groups)
             state.units.close(request.closes)
-            is_new = not request.update.units or state.units.is_new(request.update)
+            is_new = not update.units or state.units.is_new(update)
         if request.slice is not None:
-            return self.sync.commit(request, request.slice, store_epoch, call)
-        state.wait_lane(request.sender, call)
+            if state.backup is not None:
+                raise ConfigurationError(NOT_SYNCHRONOUS)
+            result = self.sync.commit(request, request.slice, store_epoch, call)
+            if running is not None:
+                running.done(result)
+            return result
+        wait_lane(state, request.sender, call)
         applied = False
         if is_new:
-            applied = self._apply_once(request, store_epoch, call)
+            applied = self._apply_once(request, present, store_epoch, running, call)
         else:
-            self._note_duplicate(request)
+            self._note_duplicate(request, running)
+            if state.backup is not None and request.closes:
+                state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
         return CommitResult(applied, self.reply_weights(request, call))
 
-    def _apply_once(self, request: CommitUpdate, store_epoch: int, call: Call) -> bool:
+    def _apply_once(
+        self, request: CommitUpdate, present: Present, store_epoch: int, running: Running | None, call: Call
+    ) -> bool:
         state = self._state
+        applies = request.action is UpdateAction.APPLY
         gradient: Gradient = {}
-        if request.action is UpdateAction.APPLY:
-            with state.changed:
-                gradient = self.take_gradient(request.sender, request.gradients, request.groups, call, keep=True)
+        if applies:
+            with state.lock:
+                gradient = self.take_gradient(request.sender, request.gradients, present, call, keep=True)
         with self.turn(request.sender, request.update, store_epoch, call) as is_new:
-            if is_new and request.action is UpdateAction.APPLY:
-                self.apply(request.groups, gradient, self.present(request.groups), request.scale)
-            self._forget(request)
-            with state.changed:
-                if is_new:
-                    state.units.record(request.update, request.num_servers)
-                else:
-                    state.num_duplicates += 1
-        return is_new and request.action is UpdateAction.APPLY
+            applies = applies and is_new
+            if applies:
+                self.apply(request.groups, gradient, present, request.scale, request.as_it_came)
+            with state.lock:
+                if not is_new:
+                    self._note_duplicate(request, running)
+                    return False
+                self._forget(request)
+                state.units.record(request.update, request.num_servers)
+                if state.backup is not None and not applies:
+                    state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
+                if running is not None:  # before the reply: who does not get it has been applied all the same
+                    running.done(CommitResult(applies, ()))
+        return applies
 
     def _prepare(self, request: PrepareUpdate, call: Call) -> Facts:
         if request.slice is not None:
             return self.sync.prepare(request, request.slice, call)
         state = self._state
-        with state.changed:
-            gradient = self.take_gradient(request.sender, request.gradients, request.groups, call, keep=True)
+        with state.lock:
             present = self.present(request.groups)
+            gradient = self.take_gradient(request.sender, request.gradients, present, call, keep=True)
         if not request.want_facts:
             return Facts()
         return join_facts(
@@ -120,19 +148,21 @@ class Commits(Applying):
 
     def _repeat(self, request: CommitUpdate, recorded: CommitResult | None, call: Call) -> CommitResult:
         """A resend: applies nothing, and gets the weights as they are now."""
-        self._note_duplicate(request)
+        self._note_duplicate(request, None)
         left_out = recorded is not None and recorded.left_out
         return CommitResult(False, self.reply_weights(request, call), left_out)
 
-    def _note_duplicate(self, request: CommitUpdate) -> None:
-        with self._state.changed:
+    def _note_duplicate(self, request: CommitUpdate, running: Running | None) -> None:
+        with self._state.lock:
             self._state.num_duplicates += 1
-        self._forget(request)
+            self._forget(request)
+            if running is not None:
+                running.done(CommitResult(False, ()))
 
     def _forget(self, request: CommitUpdate) -> None:
-        with self._state.changed:
-            numbers = [commit.group for commit in request.groups]
-            self._state.staging.drop(request.sender, request.gradients.transfer, numbers)
+        """With ``changed`` held: the gradient is not needed any more."""
+        numbers = [commit.group for commit in request.groups]
+        self._state.staging.drop(request.sender, request.gradients.transfer, numbers)
 
     @staticmethod
     def _check(request: CommitUpdate) -> None:

@@ -6,10 +6,12 @@ import torch
 
 from stratagem.errors import FrameError
 from stratagem.ps.requests import FrameKind
-from stratagem.rpc.codec import Frame, decode_frame, encode_frame
+from stratagem.rpc.codec import Frame, Parts, decode_frame, encode_frame, frame_parts
 from stratagem.rpc.generated import frame_pb2
 
 WEIGHTS = int(frame_pb2.WEIGHTS)
+COMMIT_UPDATE, CLOSE_UNITS = int(frame_pb2.COMMIT_UPDATE), int(frame_pb2.CLOSE_UNITS)
+FOLLOW, FOLLOWED = int(frame_pb2.FOLLOW), int(frame_pb2.FOLLOWED)
 _KINDS = {
     int(frame_pb2.GRADIENT): FrameKind.GRADIENT,
     int(frame_pb2.ROW_GRADIENT): FrameKind.GRADIENT,
@@ -23,24 +25,19 @@ def weights_message(transfer: int, group: int, offset: int, piece: torch.Tensor)
     return encode_frame(WEIGHTS, transfer, group, offset, piece)
 
 
-def reply_message(kind: int, transfer: int, message: bytes) -> bytes:
-    """A message with a frame of a reply."""
-    return encode_frame(kind, transfer, 0, 0, torch.frombuffer(message, dtype=torch.uint8))
+def weights_parts(transfer: int, group: int, offset: int, piece: torch.Tensor) -> Parts:
+    """The same, not copied yet."""
+    return frame_parts(WEIGHTS, transfer, group, offset, [piece], tuple(piece.shape))
+
+
+def reply_parts(kind: int, transfer: int, message: bytes) -> Parts:
+    """A frame of a reply."""
+    return frame_parts(kind, transfer, 0, 0, [message], (len(message),))
 
 
 def payload_of(message: bytes) -> torch.Tensor:
     """The elements in a message: a view on it."""
     return decode_frame(message).tensor
-
-
-def read_message(message: bytes) -> tuple[FrameKind, Frame]:
-    """A frame that a worker sent over the grpc lane.
-
-    Raises:
-        FrameError: not a frame, or of a kind that workers do not send.
-    """
-    frame = decode_frame(message)
-    return kind_of(frame), frame
 
 
 def kind_of(frame: Frame) -> FrameKind:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from google.protobuf.message import DecodeError
 
-from stratagem.errors import IdentityError, LimitError, ProtocolError, StratagemError
+from stratagem.errors import ForbiddenError, IdentityError, LimitError, ProtocolError, StratagemError
+from stratagem.measuring import measures
 from stratagem.ps import wire
-from stratagem.ps.frames import kind_of
-from stratagem.ps.published import ReplyLane
+from stratagem.ps.copies import StoreImage
+from stratagem.ps.frames import FOLLOW, FOLLOWED, kind_of
+from stratagem.ps.published import AnsweringLane
 from stratagem.ps.requests import Sender
-from stratagem.ps.state import Call
 from stratagem.ps.store import Store
-from stratagem.rpc.codec import Frame
+from stratagem.ps.waiting import Call
+from stratagem.rpc.codec import Frame, message_of
 from stratagem.rpc.errors import failure_message, log_failure, log_refusal, status_message
 from stratagem.rpc.generated import frame_pb2, ps_pb2
 from stratagem.rpc.limits import check_ids
@@ -28,12 +29,12 @@ def prepare_update(store: Store, request: ps_pb2.PrepareUpdateRequest, call: Cal
 
 
 def commit_update(store: Store, request: ps_pb2.CommitUpdateRequest, call: Call) -> ps_pb2.CommitUpdateReply:
-    """An update."""
+    """See :meth:`stratagem.ps.commits.Commits.commit_update`."""
     return wire.commit_to(store.commits.commit_update(wire.commit_from(request), call))
 
 
 def pull_weights(store: Store, request: ps_pb2.PullWeightsRequest, call: Call) -> ps_pb2.PullWeightsReply:
-    """A pull."""
+    """See :meth:`stratagem.ps.variables.Variables.pull_weights`."""
     return wire.pull_to(store.variables.pull_weights(wire.pull_from(request), call))
 
 
@@ -44,16 +45,6 @@ _REQUESTS: dict[int, tuple[str, Any, _Handler]] = {
     int(frame_pb2.PULL_WEIGHTS): ("PullWeights", ps_pb2.PullWeightsRequest, pull_weights),
 }
 """By the kind of their frame: name, message, and what serves it."""
-
-
-class AnsweringLane(ReplyLane, Protocol):
-    """A way back that carries replies too."""
-
-    def answer(self, kind: int, transfer: int, message: bytes) -> None:
-        """Queues a reply behind the frames it announces. A closed lane drops it."""
-
-    def corked(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what is sent may wait, to leave in one write at the end."""
 
 
 class LaneRequests:
@@ -71,6 +62,7 @@ class LaneRequests:
         self._sender = sender
         self._lane = lane
         self._call = call
+        self._follows = sender.task.startswith("ps:")
 
     def take(self, frame: Frame) -> None:
         """Serves one frame.
@@ -78,12 +70,17 @@ class LaneRequests:
         Raises:
             StratagemError: it cannot be what it says, or the sender is dead: the lane has to end.
         """
+        if self._follows or frame.kind in (FOLLOW, FOLLOWED):
+            self._of_backup(frame)
+            return
         found = _REQUESTS.get(frame.kind)
         if found is None:
-            self._store.variables.stage(self._sender, kind_of(frame), frame)
+            begun = time.perf_counter_ns()
+            self._store.variables.stage(self._sender, kind_of(frame), frame, self._call)
+            self._store.state.totals.add_span(measures.RECEIVE, begun)
             return
         name, cls, handler = found
-        request = self._read(cls, frame.tensor)
+        request = self._read(cls, frame)
         with self._lane.corked():
             self._serve(name, handler, request, frame)
 
@@ -99,21 +96,48 @@ class LaneRequests:
         else:
             self._lane.answer(frame.kind, frame.transfer, reply.SerializeToString())
 
+    def _of_backup(self, frame: Frame) -> None:
+        if not self._follows or frame.kind not in (FOLLOW, FOLLOWED):
+            raise ForbiddenError(
+                f"{self._sender} may not send a frame of kind {frame.kind}: a ps follows, workers do not"
+            )
+        if frame.kind == FOLLOWED:
+            self._store.copies.confirm(self._sender, frame.offset)
+            return
+        request = self._read(ps_pb2.FollowRequest, frame)
+
+        def answer(image: StoreImage) -> None:
+            self._lane.answer(FOLLOW, frame.transfer, wire.image_to(image).SerializeToString())
+
+        try:
+            self._store.copies.follow(
+                self._sender,
+                request.store,
+                request.incarnation,
+                request.number,
+                self._lane,
+                frame.transfer,
+                answer,
+                self._call,
+            )
+        except StratagemError as error:
+            log_refusal("Follow", error)
+            self._refuse(frame, status_message(error))
+
     def _refuse(self, frame: Frame, status: Any) -> None:
         self._lane.answer(frame_pb2.REFUSED, frame.transfer, status.SerializeToString())
 
-    def _read(self, cls: Any, payload: torch.Tensor) -> Any:
-        limits = self._store.state.limits
-        if payload.nbytes > limits.max_request_bytes:
+    def _read(self, cls: Any, frame: Frame) -> Any:
+        limits, num_bytes = self._store.state.limits, frame.num_bytes
+        if num_bytes > limits.max_request_bytes:
             raise LimitError(
-                f"a {cls.__name__} of {payload.nbytes:,} bytes is over max_message_bytes of "
-                f"{limits.max_request_bytes:,}"
+                f"a {cls.__name__} of {num_bytes:,} bytes is over max_message_bytes of {limits.max_request_bytes:,}"
             )
         try:
-            request = cls.FromString(payload.contiguous().view(torch.uint8).numpy().tobytes())
+            request = cls.FromString(message_of(frame))
         except DecodeError:
-            raise ProtocolError(f"expected a {cls.__name__}, got {payload.nbytes} bytes of something else") from None
-        if (request.sender.task, request.sender.incarnation) != self._sender.life:
+            raise ProtocolError(f"expected a {cls.__name__}, got {num_bytes} bytes of something else") from None
+        if (request.sender.task, request.sender.incarnation) != self._sender.key:
             name = f"{request.sender.task or 'nobody'} (incarnation {request.sender.incarnation})"
             raise IdentityError(f"{self._sender} may not send a {cls.__name__} in the name of {name}")
         check_ids(request, limits.max_ids_per_request)

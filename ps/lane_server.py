@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -13,15 +12,20 @@ from typing import Protocol
 import torch
 
 from stratagem.errors import FencedError, LimitError, StratagemError
-from stratagem.ps.frames import payload_of, reply_message, weights_message
+from stratagem.ps.frames import payload_of, reply_parts, weights_message, weights_parts
 from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
-from stratagem.rpc.codec import decode_frame
+from stratagem.rpc.codec import TOGETHER_BYTES, TOGETHER_OVERHEAD_BYTES, Parts, decode_frames, encode_together
+from stratagem.rpc.frame_memory import FrameMemory
+from stratagem.rpc.lane import Corked, LentPiece, LentPieces
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
+
+LENT_ELEMENTS = 256 << 10
+"""Larger frames are copied when they leave, not when they are queued."""
 
 
 class WorkerStream(Protocol):
@@ -34,22 +38,75 @@ class WorkerStream(Protocol):
         """Has ``callback`` called when the stream ends; False when it has ended already."""
 
 
+class _Reply:
+    """A frame that waits to leave.
+
+    Args:
+        transfer: that it leaves under.
+        frame: weights, or the frame of a reply.
+    """
+
+    __slots__ = ("_frame", "_lent", "_transfer", "num_bytes", "pinned_bytes")
+
+    def __init__(self, transfer: int, frame: HeldFrame | Parts) -> None:
+        self._transfer, self._frame = transfer, frame
+        self._lent: LentPieces | None = None
+        self.pinned_bytes = 0
+        if isinstance(frame, HeldFrame):
+            self.pinned_bytes = num_bytes = frame.tensor.nbytes
+            if isinstance(frame.origin, LentPiece):
+                self._lent = LentPieces(frame.origin)
+        else:
+            num_bytes = sum(map(len, frame))
+        self.num_bytes = num_bytes + TOGETHER_OVERHEAD_BYTES
+
+    def parts(self) -> Parts:
+        """The frame as bytes. One that was held for the transfer it is sent under is not copied again."""
+        frame = self._frame
+        if not isinstance(frame, HeldFrame):
+            return frame
+        if self._lent is not None:
+            with self._lent.piece.guard:
+                return [weights_message(self._transfer, frame.group, frame.offset, self._lent.piece.tensor)]
+        if isinstance(frame.origin, tuple) and frame.origin[0] == self._transfer:
+            return [frame.origin[1]]
+        return weights_parts(self._transfer, frame.group, frame.offset, frame.tensor)
+
+
+def _message(replies: list[_Reply]) -> bytes:
+    frames = [reply.parts() for reply in replies]
+    if len(frames) > 1:
+        return encode_together(frames)
+    (parts,) = frames
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else b"".join(parts)
+
+
 class QueueLane:
     """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`.
 
     Args:
         max_pinned_bytes: bytes of messages that may wait here; a reader that is slower is cut off.
+        memory: where weights are kept that change before they have left.
     """
 
-    def __init__(self, max_pinned_bytes: Callable[[], int]) -> None:
+    def __init__(self, max_pinned_bytes: Callable[[], int], memory: FrameMemory | None = None) -> None:
         self._max_pinned_bytes = max_pinned_bytes
+        self._memory = memory or FrameMemory()
         self._changed = threading.Condition()
-        self._waiting: collections.deque[tuple[int, HeldFrame | bytes]] = collections.deque()
+        self._waiting: collections.deque[list[_Reply]] = collections.deque()
+        """What leaves in one message each."""
+        self._cork: list[_Reply] | None = None
+        self._corked_bytes = 0
         self._pinned_bytes = 0
         self._closed = False
         self._error: StratagemError | None = None
 
+    def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
+        return HeldFrame(group, offset, torch.empty(num_elements, dtype=dtype))
+
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
+        if piece.numel() > LENT_ELEMENTS:
+            return HeldFrame(group, offset, piece, LentPiece(piece, self._memory))
         message = weights_message(transfer, group, offset, piece)
         return HeldFrame(group, offset, payload_of(message), (transfer, message))
 
@@ -57,10 +114,9 @@ class QueueLane:
         with self._changed:
             if self._closed:
                 return
-            self._waiting.append((transfer, frame))
             self._pinned_bytes += frame.tensor.nbytes
+            self._queue(_Reply(transfer, frame))
             limit = self._max_pinned_bytes()
-            self._changed.notify_all()
         if self._pinned_bytes > limit:
             self.close(
                 LimitError(f"expected frames to be read, {self._pinned_bytes} bytes wait (max_peer_bytes {limit})")
@@ -69,11 +125,33 @@ class QueueLane:
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         with self._changed:
             if not self._closed:
-                self._waiting.append((transfer, reply_message(kind, transfer, message)))
+                self._queue(_Reply(transfer, reply_parts(kind, transfer, message)))
+
+    def corked(self) -> Corked:
+        return Corked(self)
+
+    def cork(self) -> None:
+        """See :class:`stratagem.rpc.lane.Corkable`."""
+        self._cork, self._corked_bytes = [], 0
+
+    def uncork(self) -> None:
+        """See :class:`stratagem.rpc.lane.Corkable`."""
+        with self._changed:
+            replies, self._cork = self._cork, None
+            if replies:
+                self._waiting.append(replies)
                 self._changed.notify_all()
 
-    def corked(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def _queue(self, reply: _Reply) -> None:
+        """With ``changed`` held."""
+        if self._cork is not None:
+            self._corked_bytes += reply.num_bytes
+            if self._corked_bytes <= TOGETHER_BYTES:
+                self._cork.append(reply)
+                return
+            self.uncork()
+        self._waiting.append([reply])
+        self._changed.notify_all()
 
     @property
     def closed(self) -> bool:
@@ -86,6 +164,7 @@ class QueueLane:
             if not self._closed:
                 self._closed, self._error = True, error
             self._waiting.clear()
+            self._cork = None
             self._pinned_bytes = 0
             self._changed.notify_all()
 
@@ -101,16 +180,12 @@ class QueueLane:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     break
-                transfer, frame = self._waiting.popleft()
-                if not isinstance(frame, bytes):
-                    self._pinned_bytes -= frame.tensor.nbytes
-            if isinstance(frame, bytes):
-                yield frame
-            elif isinstance(frame.origin, tuple) and frame.origin[0] == transfer:
-                yield frame.origin[1]
-            else:
-                yield weights_message(transfer, frame.group, frame.offset, frame.tensor)
-            del frame
+                replies = self._waiting.popleft()
+                self._pinned_bytes -= sum([reply.pinned_bytes for reply in replies])
+            message = _message(replies)
+            del replies
+            yield message
+            del message
         if self._error is not None:
             raise self._error
 
@@ -122,7 +197,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
         FencedError: the sender is or becomes dead.
         FrameError: a frame that cannot be what it says.
     """
-    lane = QueueLane(lambda: store.state.peer_bytes)
+    lane = QueueLane(lambda: store.state.peer_bytes, store.state.memory)
     store.open_lane(sender, lane)
     requests = LaneRequests(store, sender, lane, _StreamCall(stream, lane))
     reader = threading.Thread(
@@ -140,7 +215,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
 
 @dataclasses.dataclass(frozen=True)
 class _StreamCall:
-    """Implements :class:`stratagem.ps.state.Call`."""
+    """Implements :class:`stratagem.ps.waiting.Call`."""
 
     stream: WorkerStream
     lane: QueueLane
@@ -152,8 +227,10 @@ class _StreamCall:
 def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:
     try:
         for message in messages:
-            requests.take(decode_frame(message))
+            frames = decode_frames(message)
             del message  # staging holds what is needed; nothing else keeps the last message alive
+            while frames:
+                requests.take(frames.pop(0))
     except FencedError as error:
         lane.close(error)
     except StratagemError as error:

@@ -7,6 +7,8 @@ import threading
 import torch
 
 from stratagem.errors import ProtocolError, VariableError
+from stratagem.measuring import measures
+from stratagem.measuring.measures import labelled
 from stratagem.ps.published import HeldFrame, Publisher, ReplyLane, cut_pieces, num_frames
 from stratagem.ps.requests import GroupVersion, Version
 from stratagem.ps.shard_group import Parts, ShardGroup
@@ -26,6 +28,7 @@ class LockedGroup:
         self.group = group
         self.publisher = Publisher(group.spec.group)
         self.lock = threading.RLock()
+        self.apply_measure = labelled(measures.GROUP_APPLY, str(group.spec.group))
         self._store_epoch = store_epoch
         self._scratch: torch.Tensor | None = None
 
@@ -62,13 +65,15 @@ class LockedGroup:
 
         Of a table only the version is told: its rows are asked for by number.
         """
+        group = self.group
+        spec = group.spec
         with self.lock:
             version = self.version
             frames = 0
-            if have != version and not self.spec.is_table:
-                self.publisher.send(version, self.group.weights, lane, transfer)
-                frames = num_frames(self.spec.num_elements, self.spec.dtype)
-            return GroupVersion(self.spec.group, version, frames, self.group.num_updates)
+            if have != version and spec.rows is None:
+                self.publisher.send(version, group.weights, lane, transfer)
+                frames = num_frames(spec.num_elements, spec.dtype)
+            return GroupVersion(spec.group, version, frames, group.num_updates)
 
     def make_rows(self) -> None:
         """Gives the rows of a table their initial values, unless they have values."""
@@ -86,9 +91,11 @@ class LockedGroup:
         """
         if not isinstance(self.group, TableGroup):
             raise VariableError(f"group {self.spec.group} is no table: its weights are not asked for by row")
+        self.group.check_rows(numbers)
+        frame = lane.room(self.spec.group, offset, numbers.numel() * self.spec.row_elements, self.spec.dtype)
         with self.lock:
-            rows = self.group.rows(numbers)
-        lane.send(transfer, HeldFrame(self.spec.group, offset, rows.view(-1)))
+            self.group.copy_rows(numbers, frame.tensor)
+        lane.send(transfer, frame)
 
     def send_slot(self, lane: ReplyLane, transfer: int, slot: str) -> GroupVersion:
         """Sends an optimizer slot. Slots are read rarely, so their frames are not kept.
@@ -101,5 +108,5 @@ class LockedGroup:
                 known = ", ".join(self.group.slots) or "none yet"
                 raise ProtocolError(f"group {self.spec.group}: expected one of its slots ({known}), got {slot!r}")
             for offset, piece in cut_pieces(self.group.slots[slot]):
-                lane.send(transfer, lane.hold(transfer, self.spec.group, offset, piece))
+                lane.send(transfer, HeldFrame(self.spec.group, offset, piece.clone()))
             return GroupVersion(self.spec.group, self.version, num_frames(self.spec.num_elements, self.spec.dtype))

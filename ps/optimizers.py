@@ -8,6 +8,7 @@ which state each keeps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class OptimizerRule:
     """What one torch.optim class keeps for each parameter."""
 
     cls: Callable[..., torch.optim.Optimizer]
-    """The class."""
+    """Makes one from parameters and hyper-parameters."""
     slots: Callable[[HyperParameters], tuple[str, ...]]
     """Names of the tensors it keeps, each as large as the parameter."""
     max_slots: int
@@ -227,3 +228,23 @@ def build(
         target["params"] = list(parameters)
     optimizer.state.update(state)
     return optimizer
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """One update of parameters that have no graph: torch's own step without what it does around it for hooks, profilers
+    and the compiler, which costs more than the update of a small group."""
+    step: Callable[[torch.optim.Optimizer], object] = inspect.unwrap(type(optimizer).step)
+    if type(optimizer) is torch.optim.SGD:
+        return functools.partial(_sgd_step, optimizer, step)
+    return functools.partial(step, optimizer)
+
+
+def _sgd_step(optimizer: torch.optim.SGD, step: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Without momentum and decay an update is one addition, and what torch does around it costs several times that."""
+    if any([group["momentum"] or group["weight_decay"] for group in optimizer.param_groups]):
+        step(optimizer)
+        return
+    for group in optimizer.param_groups:
+        rate = group["lr"] if group["maximize"] else -group["lr"]
+        for parameter in group["params"]:
+            parameter.add_(parameter.grad, alpha=rate)

@@ -1,42 +1,47 @@
-"""Immutable versions: the weights of one version, copied once and shown to all readers (docs/protocol.md 9).
+"""Immutable versions: the weights of one version, shown to all readers (docs/protocol.md 9).
 
-Nobody reads a version that is being written: its frames are copies of the weights, made while the group's lock is held,
-and never change. They lie in the memory from which the lane of the first reader sends without another copy. A lane
-that holds frames pins them; the memory goes when the last reader lets go.
+Nobody reads a version that is being written. Over shared memory its frames are copies of the weights, made once while
+the group's lock is held, in the memory that all readers map. Over sockets they are the weights themselves until these
+are about to change; what has not left by then is copied first. A lane that holds frames pins them; the memory goes when
+the last reader lets go.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from stratagem.errors import StratagemError
 from stratagem.ps.requests import Version
+from stratagem.rpc.lane import LentPiece
 
 FRAME_BYTES = 4 << 20
 """Payload bytes of a frame; see ``WorkerConfig.frame_bytes`` for what was measured."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldFrame:
-    """A copy of a piece of a flat tensor, in the memory of some lane."""
+class HeldFrame(NamedTuple):
+    """A piece of a flat tensor that is ready to be sent."""
 
     group: int
     offset: int
     tensor: torch.Tensor
-    """The elements. Never written to."""
+    """The elements. Only who holds the group's lock may read those of a :class:`LentPiece`."""
     origin: Any = None
-    """What the lane that made the copy knows about it; other lanes look at ``tensor`` only."""
+    """The piece that is lent, or what the lane that made the copy knows about it."""
 
 
 class ReplyLane(Protocol):
     """The way back to one worker. Whatever moves payload implements it (docs/protocol.md 34)."""
 
+    def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
+        """Memory for a frame that the caller fills, once, before it is sent: where this lane sends from."""
+
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
-        """Copies a piece to where this lane sends from; ``transfer`` is the one it will most likely be sent under."""
+        """Copies a piece to where this lane sends from, or borrows it; ``transfer`` is the one it will most likely be
+        sent under."""
 
     def send(self, transfer: int, frame: HeldFrame) -> None:
         """Queues a frame without waiting for the reader. A closed lane drops it."""
@@ -45,16 +50,27 @@ class ReplyLane(Protocol):
         """Ends the lane for the given reason."""
 
 
+class AnsweringLane(ReplyLane, Protocol):
+    """A way back that carries replies too."""
+
+    def answer(self, kind: int, transfer: int, message: bytes) -> None:
+        """Queues a reply behind the frames it announces. A closed lane drops it."""
+
+    def corked(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, what is sent may wait, to leave in one write at the end."""
+
+
 def num_frames(num_elements: int, dtype: torch.dtype) -> int:
     """Frames that a flat tensor travels in."""
     return -(-num_elements // (FRAME_BYTES // dtype.itemsize))
 
 
-def cut_pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def cut_pieces(flat: torch.Tensor) -> Sequence[tuple[int, torch.Tensor]]:
     """First element and elements of each frame of a flat tensor."""
-    step = FRAME_BYTES // flat.dtype.itemsize
-    for offset in range(0, flat.numel(), step):
-        yield offset, flat[offset : offset + step]
+    step, num_elements = FRAME_BYTES // flat.dtype.itemsize, flat.numel()
+    if 0 < num_elements <= step:
+        return [(0, flat)]
+    return [(offset, flat[offset : offset + step]) for offset in range(0, num_elements, step)]
 
 
 class Publisher:
@@ -64,10 +80,15 @@ class Publisher:
         self._group = group
         self._newest: tuple[Version, list[HeldFrame]] | None = None
         self.num_built = 0
-        """Versions copied so far."""
+        """Versions made ready so far."""
+        self.num_kept_bytes = 0
+        """Of what was lent and had to be copied, because the weights changed before it had left."""
 
     def outdate(self) -> None:
         """The weights are about to change: lets go of the newest version, so that its memory serves the next."""
+        for frame in self._newest[1] if self._newest is not None else ():
+            if isinstance(frame.origin, LentPiece) and frame.origin.keep():
+                self.num_kept_bytes += frame.tensor.nbytes
         self._newest = None
 
     def send(self, version: Version, flat: torch.Tensor, lane: ReplyLane, transfer: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from stratagem.cluster.units import Unit, Update
@@ -35,36 +35,33 @@ class FrameKind(enum.Enum):
     """Asks for rows of a table, which are sent at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Sender:
+class Sender(NamedTuple):
     """Who sends a request."""
 
     task: str
     """Task id, for example "worker:1"."""
     incarnation: int
-    """Process life, issued by the chief."""
+    """Incarnation, issued by the chief."""
     sequence: int = 0
     """Position among the sender's state-changing requests to this ps, from 1; 0 for the others."""
 
     @property
-    def life(self) -> tuple[str, int]:
-        """Identity of the process life."""
-        return (self.task, self.incarnation)
+    def key(self) -> tuple[str, int]:
+        """Task and incarnation."""
+        return self[:2]
 
     def __str__(self) -> str:
         return f"{self.task} (incarnation {self.incarnation})"
 
 
-@dataclasses.dataclass(frozen=True)
-class TransferRef:
+class TransferRef(NamedTuple):
     """Frames that a control message waits for."""
 
     transfer: int
     num_frames: int
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupCommit:
+class GroupCommit(NamedTuple):
     """One optimizer step for one group."""
 
     group: int
@@ -125,8 +122,7 @@ class Facts:
     """Names of variables with a NaN or Inf, at most 3."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CommitUpdate:
+class CommitUpdate(NamedTuple):
     """Applies a staged update."""
 
     sender: Sender
@@ -139,10 +135,11 @@ class CommitUpdate:
     scale: float = 1.0
     closes: tuple[UnitClose, ...] = ()
     num_servers: int = 1
+    as_it_came: Callable[[], bytes] = bytes
+    """The request as its sender wrote it, for a backup."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupVersion:
+class GroupVersion(NamedTuple):
     """A group's version, and the frames that bring it."""
 
     group: int
@@ -152,8 +149,7 @@ class GroupVersion:
     """Applied to the group so far, whoever sent them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CommitResult:
+class CommitResult(NamedTuple):
     """Outcome of a commit."""
 
     applied: bool

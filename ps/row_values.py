@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
-
 import numpy as np
 import torch
 
-Distribution = Literal["normal", "uniform", "constant", "assigned"]
+from stratagem.cluster.initial_rows import InitialRows
 
 BLOCK_ROWS = 1024
 """Rows that are drawn together: each block of a table has random numbers of its own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class InitialRows:
-    """How the rows of a table begin."""
-
-    distribution: Distribution
-    """Assigned: whoever creates the table sends them."""
-    first: float = 0.0
-    """Mean, lower bound, or the value."""
-    second: float = 0.0
-    """Standard deviation, or upper bound."""
-    seed: int = 0
-    """Below 2 ** 64."""
-    zero_row: int | None = None
-    """A row that is zero (padding)."""
 
 
 def fill_rows(out: torch.Tensor, first_row: int, initial: InitialRows) -> None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 
 from stratagem.errors import FencedError, LimitError, SequenceError, StaleStoreError
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
-from stratagem.ps.sequences import SequenceWindow
+from stratagem.ps.sequences import WINDOW, SequenceWindow
 
 Incarnation = tuple[str, int]
 """Task and incarnation."""
 
 
 MAX_SEQUENCE = 1 << 62
-MAX_LIVES = 8
-"""Process lives of one task that are not fenced."""
+MAX_INCARNATIONS = 8
+"""Incarnations of one task that are not fenced."""
 
 
 class Senders:
-    """Everything kept per process life of a sender.
+    """Everything kept for each incarnation of a sender.
 
     Args:
-        max_peers: process lives remembered at once.
+        max_peers: incarnations remembered at once.
     """
 
     def __init__(self, max_peers: int = 4096) -> None:
@@ -31,12 +32,14 @@ class Senders:
         self._windows: dict[Incarnation, SequenceWindow] = {}
         self._lanes: dict[Incarnation, ReplyLane] = {}
         self._tokens: dict[int, Incarnation] = {}
+        self._inherited: dict[Incarnation, collections.deque[int]] = {}
+        """Requests done for senders that have not introduced themselves here."""
 
     def check(self, sender: Sender) -> None:
         """Refuses the dead.
 
         Raises:
-            FencedError: the process life was declared dead.
+            FencedError: the incarnation was declared dead.
         """
         if sender.task in self._fenced and sender.incarnation <= self._fenced[sender.task]:
             raise FencedError(
@@ -45,13 +48,14 @@ class Senders:
             )
 
     def fence(self, task: str, incarnation: int) -> None:
-        """Refuses process lives of ``task`` up to ``incarnation`` from now on, and forgets what they had."""
+        """Refuses incarnations of ``task`` up to ``incarnation`` from now on, and forgets what they had."""
         self._fenced[task] = max(incarnation, self._fenced.get(task, 0))
         error = FencedError(f"{task} (up to incarnation {incarnation}) has been declared dead by the chief")
-        for life in [life for life in self._lanes if life[0] == task and life[1] <= incarnation]:
-            self._lanes.pop(life).close(error)
-        self._windows = {life: kept for life, kept in self._windows.items() if not _covers(task, incarnation, life)}
-        self._tokens = {group: life for group, life in self._tokens.items() if not _covers(task, incarnation, life)}
+        for key in [key for key in self._lanes if key[0] == task and key[1] <= incarnation]:
+            self._lanes.pop(key).close(error)
+        self._windows = {key: kept for key, kept in self._windows.items() if not _covers(task, incarnation, key)}
+        self._inherited = {key: kept for key, kept in self._inherited.items() if not _covers(task, incarnation, key)}
+        self._tokens = {group: key for group, key in self._tokens.items() if not _covers(task, incarnation, key)}
 
     def hello(self, sender: Sender, next_sequence: int) -> int:
         """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``.
@@ -62,14 +66,18 @@ class Senders:
         """
         if next_sequence >= MAX_SEQUENCE:
             raise SequenceError(f"expected a next request below {MAX_SEQUENCE}, got {next_sequence}")
-        window = self._windows.get(sender.life)
+        window = self._windows.get(sender.key)
         if window is None:
             if len(self._windows) >= self._max_peers:
-                raise LimitError(f"{len(self._windows)} process lives are remembered here, which is max_peers")
-            num_lives = sum(task == sender.task for task, _ in self._windows)
-            if num_lives >= MAX_LIVES:
-                raise LimitError(f"{num_lives} lives of {sender.task} are remembered here; the chief fences the dead")
-            window = self._windows[sender.life] = SequenceWindow(max(1, next_sequence))
+                raise LimitError(f"{len(self._windows)} incarnations are remembered here, which is max_peers")
+            num_incarnations = sum(task == sender.task for task, _ in self._windows)
+            if num_incarnations >= MAX_INCARNATIONS:
+                raise LimitError(
+                    f"{num_incarnations} incarnations of {sender.task} are remembered here; the chief fences the dead"
+                )
+            window = self._windows[sender.key] = SequenceWindow(
+                max(1, next_sequence), self._inherited.pop(sender.key, ())
+            )
         return window.next_sequence
 
     def window(self, sender: Sender) -> SequenceWindow:
@@ -78,7 +86,7 @@ class Senders:
         Raises:
             StaleStoreError: the sender has not introduced itself since this ps started or restored.
         """
-        window = self._windows.get(sender.life)
+        window = self._windows.get(sender.key)
         if window is None:
             raise StaleStoreError(
                 f"{sender} is not known since this parameter server started or went back to a checkpoint; "
@@ -86,27 +94,39 @@ class Senders:
             )
         return window
 
+    def done(self) -> tuple[Sender, ...]:
+        """Requests that count as done here, of all senders: what a copy of the store has to know."""
+        known = {**self._inherited, **{key: window.done for key, window in self._windows.items()}}
+        return tuple(Sender(*key, number) for key, numbers in known.items() for number in numbers)
+
+    def inherit(self, done: Iterable[Sender]) -> None:
+        """Requests that were done for senders that are yet to introduce themselves here; the last ones count."""
+        for sender in done:
+            if sender.sequence:
+                self._inherited.setdefault(sender.key, collections.deque(maxlen=WINDOW)).append(sender.sequence)
+
     def forget_windows(self) -> None:
         """After a restore every sender must introduce itself again."""
         self._windows.clear()
+        self._inherited.clear()
         self._tokens.clear()
 
     def open_lane(self, sender: Sender, lane: ReplyLane) -> ReplyLane | None:
-        """The newest lane of a process life is the one that is used. Returns the one it replaces."""
-        replaced = self._lanes.get(sender.life)
-        self._lanes[sender.life] = lane
+        """The newest lane of an incarnation is the one that is used. Returns the one it replaces."""
+        replaced = self._lanes.get(sender.key)
+        self._lanes[sender.key] = lane
         return replaced
 
     def close_lane(self, sender: Sender, lane: ReplyLane) -> bool:
         """Forgets a lane that ended. False when another has replaced it."""
-        if self._lanes.get(sender.life) is not lane:
+        if self._lanes.get(sender.key) is not lane:
             return False
-        del self._lanes[sender.life]
+        del self._lanes[sender.key]
         return True
 
     def lane(self, sender: Sender) -> ReplyLane | None:
-        """The lane of a process life."""
-        return self._lanes.get(sender.life)
+        """The lane of an incarnation."""
+        return self._lanes.get(sender.key)
 
     def lanes(self) -> list[ReplyLane]:
         """All open lanes."""
@@ -114,7 +134,7 @@ class Senders:
 
     def take_token(self, sender: Sender, groups: Iterable[int]) -> list[int]:
         """Gives the init-once tokens of ``groups`` to the sender where nobody has them. Returns those it has now."""
-        return [group for group in groups if self._tokens.setdefault(group, sender.life) == sender.life]
+        return [group for group in groups if self._tokens.setdefault(group, sender.key) == sender.key]
 
     def token_holder(self, group: int) -> Incarnation | None:
         """Who must assign the initial values of a group."""
@@ -125,5 +145,5 @@ class Senders:
         self._tokens.pop(group, None)
 
 
-def _covers(task: str, incarnation: int, life: Incarnation) -> bool:
-    return life[0] == task and life[1] <= incarnation
+def _covers(task: str, incarnation: int, key: Incarnation) -> bool:
+    return key[0] == task and key[1] <= incarnation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from stratagem.errors import SequenceError
@@ -42,26 +43,35 @@ class SequenceDecision:
         return self.result
 
 
+NEW, _RUNNING = SequenceDecision(Verdict.NEW), SequenceDecision(Verdict.RUNNING)
+
+
 class SequenceWindow:
-    """The requests of one process life of one sender.
+    """The requests of one incarnation of one sender.
 
     Requests may arrive out of order within the window. The mark is the smallest number not finished yet. Numbers below
     the first one of the window are from before a restore: what they did is gone, so they are new.
 
     Args:
         next_sequence: number of the first request.
+        done: earlier ones that are done nevertheless: in the process whose store this one took over.
     """
 
-    def __init__(self, next_sequence: int) -> None:
+    def __init__(self, next_sequence: int, done: Iterable[int] = ()) -> None:
         self._first = self._mark = next_sequence
         self._running: set[int] = set()
-        self._results: dict[int, Any] = {}
+        self._results: dict[int, Any] = dict.fromkeys(done)
         self._failed: set[int] = set()
 
     @property
     def next_sequence(self) -> int:
         """The smallest number that has not been finished."""
         return self._mark
+
+    @property
+    def done(self) -> list[int]:
+        """Requests that a resend is recognised of."""
+        return list(self._results)
 
     def begin(self, sequence: int) -> SequenceDecision:
         """Decides about a request.
@@ -75,30 +85,32 @@ class SequenceWindow:
                 "say Hello to agree on the number"
             )
         if sequence in self._running:
-            return SequenceDecision(Verdict.RUNNING)
+            return _RUNNING
         if sequence in self._results:
             return SequenceDecision(Verdict.DONE, self._results[sequence])
         if self._first <= sequence < self._mark and sequence not in self._failed:
             return SequenceDecision(Verdict.DONE)
         self._running.add(sequence)
-        return SequenceDecision(Verdict.NEW)
+        return NEW
 
     def finish(self, sequence: int, result: Any) -> None:
         """Records the result of a request; a resend gets it."""
         self._running.discard(sequence)
         self._failed.discard(sequence)
         self._results[sequence] = result
-        self._advance()
+        self._advance(sequence)
 
     def fail(self, sequence: int) -> None:
         """The request changed nothing; a resend is done anew, and later requests do not wait for it."""
         self._running.discard(sequence)
         self._failed.add(sequence)
-        self._advance()
+        self._advance(sequence)
 
-    def _advance(self) -> None:
+    def _advance(self, newest: int) -> None:
+        before = self._mark
         while self._mark in self._results or self._mark in self._failed:
             self._mark += 1
-        oldest = self._mark - WINDOW
-        self._results = {number: result for number, result in self._results.items() if number >= oldest}
-        self._failed = {number for number in self._failed if number >= oldest}
+        for number in (*range(before - WINDOW, self._mark - WINDOW), newest):
+            if number < self._mark - WINDOW:
+                self._results.pop(number, None)
+                self._failed.discard(number)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import grpc
 
+from stratagem.cluster.spec import split_address
+from stratagem.cluster.task import TaskId
+from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.ps import lane_requests, wire
 from stratagem.ps.lane_server import serve_lane
+from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
-from stratagem.rpc.host_id import place_of_this_process
+from stratagem.rpc.host_id import own_host_id
+from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.units import unit_from_proto, unit_sets_from_proto, unit_to_proto, update_from_proto
 
 SERVICE = ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"]
 
@@ -23,9 +30,12 @@ class ParameterServerServicer:
         store: does the work.
         lanes: opens lanes other than grpc.
         max_message_bytes: told to senders.
+        security: of this ps, where it asks another.
     """
 
-    def __init__(self, store: Store, lanes: SocketLanes, max_message_bytes: int) -> None:
+    def __init__(self, store: Store, lanes: SocketLanes, max_message_bytes: int, security: Security = OPEN) -> None:
+        self._security = security
+        self._taking = threading.Lock()
         self._store = store
         self._lanes = lanes
         self._max_message_bytes = max_message_bytes
@@ -37,7 +47,8 @@ class ParameterServerServicer:
             store_epoch=greeting.store_epoch,
             next_sequence=greeting.next_sequence,
             max_message_bytes=self._max_message_bytes,
-            place=place_of_this_process(),
+            place=own_host_id(),
+            num_ps=greeting.num_ps,
         )
 
     def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:
@@ -53,14 +64,18 @@ class ParameterServerServicer:
     ) -> ps_pb2.CreateVariablesReply:
         specs = [wire.group_spec_from(group) for group in request.groups]
         sender = wire.sender_from(request.sender)
-        initialize, initialized = self._store.variables.create_variables(sender, specs, request.can_initialize, context)
+        initialize, initialized = self._store.variables.create_variables(
+            sender, specs, request.can_initialize, context, request.num_ps
+        )
         return ps_pb2.CreateVariablesReply(initialize=initialize, initialized=initialized)
 
     def AssignValues(
         self, request: ps_pb2.AssignValuesRequest, context: grpc.ServicerContext
     ) -> ps_pb2.AssignValuesReply:
         versions = self._store.variables.assign_values(wire.assign_from(request), context)
-        return ps_pb2.AssignValuesReply(versions=wire.versions_to(versions))
+        reply = ps_pb2.AssignValuesReply()
+        wire.add_versions(reply.versions, versions)
+        return reply
 
     def PrepareUpdate(
         self, request: ps_pb2.PrepareUpdateRequest, context: grpc.ServicerContext
@@ -74,7 +89,7 @@ class ParameterServerServicer:
 
     def CloseUnits(self, request: ps_pb2.CloseUnitsRequest, context: grpc.ServicerContext) -> ps_pb2.CloseUnitsReply:
         sender = wire.sender_from(request.sender)
-        self._store.commits.close_units(sender, wire.closes_from(request.closes), context)
+        self._store.commits.close_units(sender, wire.closes_from(request.closes), context, request.SerializeToString)
         return ps_pb2.CloseUnitsReply()
 
     def PullWeights(self, request: ps_pb2.PullWeightsRequest, context: grpc.ServicerContext) -> ps_pb2.PullWeightsReply:
@@ -83,11 +98,16 @@ class ParameterServerServicer:
     def Fence(self, request: ps_pb2.FenceRequest, context: grpc.ServicerContext) -> ps_pb2.FenceReply:
         sender = wire.sender_from(request.sender)
         committed = self._store.fence(sender, request.task, request.incarnation, context)
-        return ps_pb2.FenceReply(committed=[ps_pb2.StepRef(step=step, ordinal=ordinal) for step, ordinal in committed])
+        return ps_pb2.FenceReply(
+            committed=[
+                ps_pb2.CommittedSlice(step=step, ordinal=ordinal, unit=unit_to_proto(unit))
+                for (step, ordinal), unit in committed
+            ]
+        )
 
     def CloseStep(self, request: ps_pb2.CloseStepRequest, context: grpc.ServicerContext) -> ps_pb2.CloseStepReply:
-        included = [wire.unit_from(unit) for unit in request.included]
-        committed = [wire.update_from(update) for update in request.committed]
+        included = [unit_from_proto(unit) for unit in request.included]
+        committed = [update_from_proto(update) for update in request.committed]
         sender = wire.sender_from(request.sender)
         self._store.commits.sync.close_step(sender, request.step, included, committed, context)
         return ps_pb2.CloseStepReply()
@@ -105,7 +125,7 @@ class ParameterServerServicer:
     def AdmitUpdates(
         self, request: ps_pb2.AdmitUpdatesRequest, context: grpc.ServicerContext
     ) -> ps_pb2.AdmitUpdatesReply:
-        updates = [wire.update_from(update) for update in request.updates]
+        updates = [update_from_proto(update) for update in request.updates]
         sender = wire.sender_from(request.sender)
         complete = self._store.checkpoints.admit_updates(sender, request.token, updates, request.wait_s, context)
         return ps_pb2.AdmitUpdatesReply(complete=complete)
@@ -123,8 +143,24 @@ class ParameterServerServicer:
     def RestoreShards(
         self, request: ps_pb2.RestoreShardsRequest, context: grpc.ServicerContext
     ) -> ps_pb2.RestoreShardsReply:
-        return ps_pb2.RestoreShardsReply(store_epoch=self._store.checkpoints.restore_shards(request.directory))
+        epoch = self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh)
+        return ps_pb2.RestoreShardsReply(store_epoch=epoch)
+
+    def TakeOver(self, request: ps_pb2.TakeOverRequest, context: grpc.ServicerContext) -> ps_pb2.TakeOverReply:
+        asker, holder = wire.sender_from(request.asked), (request.holder, request.address)
+        TaskId.parse(request.holder), split_address(request.address)  # what is none is refused before anybody connects
+        try:
+            with (
+                self._taking,
+                PeerStore(asker, *holder, self._store.state.lanes, self._security, context.is_active) as peer,
+            ):
+                self._store.copies.take(peer.follow(asker.task, request.incarnation))
+        except PeerUnavailableError:
+            raise  # the chief knows whether the holder is there still
+        except StratagemError as error:
+            return ps_pb2.TakeOverReply(refusal=str(error))
+        return ps_pb2.TakeOverReply()
 
     def MarkLost(self, request: ps_pb2.MarkLostRequest, context: grpc.ServicerContext) -> ps_pb2.MarkLostReply:
-        num_lost = self._store.checkpoints.mark_lost(wire.unit_sets_from(request.units))
+        num_lost = self._store.checkpoints.mark_lost(unit_sets_from_proto(request.units))
         return ps_pb2.MarkLostReply(num_lost=num_lost)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class _Plan:
     runs: tuple[Run, ...]
     parameters: list[torch.Tensor]
     optimizer: torch.optim.Optimizer | None
+    step: Callable[[], object] | None
+    """Of the optimizer."""
     param_groups: list[tuple[int, bool]]
     """For each group of the torch optimizer: index of the script's param_group, and whether it is a first update."""
     after: bool = False
@@ -76,23 +78,24 @@ class ShardGroup:
         """
         if self._rule is None:
             raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
-        self._set_hyper_parameters(hyper_parameters)
-        extents = tuple((offset, piece.numel()) for offset, piece in parts)
+        has_other_hyper = self._set_hyper_parameters(hyper_parameters)
+        extents = tuple([(offset, piece.numel()) for offset, piece in parts])
         key = (extents, tuple(present))
         if self._plan is None or self._plan.key != key or not self._plan.after:
             self._plan = None
             self._allocate(present)
             self._plan = self._build(key, cut_runs(extents, self.spec.shards, present, self._likeness()))
-        self._refresh(self._plan)
+            self._refresh(self._plan)
+        elif has_other_hyper:
+            self._refresh(self._plan)
         self._ready = parts, present, hyper_parameters
 
     def _prepare_once(
         self, parts: Parts, present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]
     ) -> None:
         """Prepares, unless it was done with these very objects: all groups of an update prepare before any applies."""
-        came = parts, present, hyper_parameters
         ready, self._ready = self._ready, ()
-        if not ready or any(one is not other for one, other in zip(ready, came, strict=True)):
+        if not ready or ready[0] is not parts or ready[1] is not present or ready[2] is not hyper_parameters:
             self.prepare(parts, present, hyper_parameters)
             self._ready = ()
 
@@ -121,10 +124,11 @@ class ShardGroup:
         assert plan is not None and self._rule is not None
         for parameter, run in zip(plan.parameters, plan.runs, strict=True):
             offset, piece = parts[run.piece]
-            gradient = piece[run.start - offset : run.stop - offset]
+            is_whole = run.start == offset and run.stop == offset + piece.numel()
+            gradient = piece if is_whole else piece[run.start - offset : run.stop - offset]
             parameter.grad = gradient if scale == 1.0 else gradient * scale
-        if plan.optimizer is not None:
-            plan.optimizer.step()
+        if plan.step is not None:
+            plan.step()
         for parameter in plan.parameters:
             parameter.grad = None  # the message it points into can go
         self._advance(plan, present)
@@ -171,13 +175,18 @@ class ShardGroup:
         every = {"amsgrad": True, "momentum": 0.9, "centered": True}
         return self._rule.slots(every)
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether torch's optimizer keeps the number of steps with its state, as all but SGD do."""
+        return self._rule is not None and self._rule.counts_steps
+
     def set_progress(self, counts: Sequence[int], scalars: Mapping[str, Sequence[float]]) -> None:
-        """Replaces step counts and scalars, as after loading a state dict.
+        """Replaces step counts and scalars, as after loading a state dict. A scalar "step" is what ``counts`` says.
 
         Raises:
             ProtocolError: not one value per shard, or a scalar the optimizer does not keep.
         """
-        known = self._rule.scalars if self._rule is not None else {}
+        known = [*self._rule.scalars, *(["step"] if self.counts_steps else [])] if self._rule is not None else []
         if counts and len(counts) != len(self.counts):
             raise ProtocolError(
                 f"expected {len(self.counts)} step counts for group {self.spec.group}, got {len(counts)}"
@@ -191,7 +200,7 @@ class ShardGroup:
                 )
         if counts:
             self.counts = list(counts)
-        self.scalars.update({name: list(values) for name, values in scalars.items()})
+        self.scalars.update({name: list(values) for name, values in scalars.items() if name != "step"})
         self._note_started()
         self._plan = None
 
@@ -202,18 +211,25 @@ class ShardGroup:
             for index, shard in enumerate(self.spec.shards):
                 self.started[index] = bool(self.counts[index]) or bool(flat[shard.offset : shard.stop].any())
 
-    def _set_hyper_parameters(self, came: Sequence[Mapping[str, Any]]) -> None:
+    def _set_hyper_parameters(self, came: Sequence[Mapping[str, Any]]) -> bool:
+        """Returns whether they are others than those of the update before."""
         assert self._rule is not None
-        needed = max((shard.param_group for shard in self.spec.shards), default=0) + 1
+        needed = self.spec.num_param_groups
         if len(came) < needed:
             raise ProtocolError(
                 f"group {self.spec.group}: expected hyper-parameters of {needed} param_groups, got {len(came)}"
             )
-        if tuple(came) != self._came:
-            hyper = tuple(optimizers.effective(self._rule, group) for group in came)
+        is_new = tuple(came) != self._came
+        if is_new:
+            hyper = tuple([self._effective(group) for group in came])
             if [self._rule.slots(new) for new in hyper] != [self._rule.slots(old) for old in self._hyper]:
                 self._plan = None
             self._came, self._hyper = tuple(dict(group) for group in came), hyper
+        return is_new
+
+    def _effective(self, came: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._rule is not None
+        return optimizers.effective(self._rule, came)
 
     def _likeness(self) -> list[Hashable]:
         """What shards must share to be updated together."""
@@ -267,7 +283,8 @@ class ShardGroup:
             for kind in order
         ]
         optimizer = optimizers.build(rule, groups, state, self.spec.dtype) if groups else None
-        return _Plan(key, runs, parameters, optimizer, order)
+        step = optimizers.bare_step(optimizer) if optimizer is not None else None
+        return _Plan(key, runs, parameters, optimizer, step, order)
 
     def _kind_hyper(self, kind: tuple[int, bool]) -> dict[str, Any]:
         assert self._rule is not None
@@ -301,10 +318,10 @@ class ShardGroup:
                     for name in self._rule.scalars:
                         self.scalars[name][index] = float(kept[name])
                     index += 1
-        for index, has_gradient in enumerate(present):
-            if has_gradient:
-                self.started[index] = self.started[index] or self._first(index)
-                self.counts[index] += 1
+        if had_firsts:
+            for index, has_gradient in enumerate(present):
+                self.started[index] = self.started[index] or (has_gradient and self._first(index))
+        self.counts = [count + has_gradient for count, has_gradient in zip(self.counts, present, strict=True)]
         plan.after = not had_firsts
         self.counter += 1
         self.num_updates += 1

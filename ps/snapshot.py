@@ -19,14 +19,26 @@ import torch
 from stratagem.checkpoint.durable import hash_file, write_durably
 from stratagem.checkpoint.manifest import UNREADABLE, SavedFile, read_content
 from stratagem.checkpoint.tensor_file import write_tensors
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import CheckpointError, StratagemError
-from stratagem.ps.row_values import InitialRows
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.table_group import new_group
 from stratagem.ps.units import UnitLedger
 
 FORMAT = 1
+CANNOT_BE_READ = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,  # an absurd size; RecursionError is one too
+    MemoryError,
+    safetensors.SafetensorError,
+    StratagemError,
+)
+"""What comes of reading files that are not what :func:`save` wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +89,7 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
         if slots:
             name = f"{stem}.slots.safetensors"
             saved.append(SavedFile(name, *write_tensors(directory / name, slots)))
-        saved.append(_write_json(directory / f"{stem}.json", _describe(index, content)))
+        saved.append(_write_json(directory / f"{stem}.json", describe(index, content)))
     except OSError as error:
         raise CheckpointError(f"ps:{index} cannot write its shards into {directory}: {error}") from None
     return saved
@@ -91,13 +103,12 @@ def load(directory: pathlib.Path, index: int) -> Content:
     """
     stem = f"ps-{index}"
     try:
-        data = json.loads((directory / f"{stem}.json").read_text())
-        if data["format"] != FORMAT:
-            raise ValueError(f"expected format {FORMAT}, got {data['format']!r}")
+        data = checked(json.loads((directory / f"{stem}.json").read_text()))
         told = sum(spec.num_bytes for spec in map(spec_from_json, data["groups"]) if not spec.is_table)
         if told > (directory / f"{stem}.safetensors").stat().st_size:
             raise ValueError(f"its variables should take {told:,} bytes, and their file is shorter")
-        groups = [_group(entry) for entry in data["groups"]]
+        content = without_values(data)
+        groups = content.groups
         with safetensors.safe_open(directory / f"{stem}.safetensors", "pt") as weights:
             for group in groups:
                 _read_rows(weights, group.spec, "", group.weights)
@@ -106,37 +117,59 @@ def load(directory: pathlib.Path, index: int) -> Content:
                 for group in groups:
                     for name, flat in group.slots.items():
                         _read_rows(slots, group.spec, f"slot/{name}/", flat)
-        return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,  # an absurd size; RecursionError is one too
-        MemoryError,
-        safetensors.SafetensorError,
-        StratagemError,
-    ) as error:
+        return content
+    except CANNOT_BE_READ as error:
         raise CheckpointError(f"the part of ps:{index} in checkpoint {directory} cannot be read: {error!r}") from None
 
 
-def check(directory: pathlib.Path, index: int) -> None:
-    """Whether the files of one ps are those that the manifest of a checkpoint tells of.
+def without_values(data: Mapping[str, Any]) -> Content:
+    """What :func:`describe` told of; the tensors are there, and their elements have to be read.
+
+    Raises:
+        KeyError, TypeError, ValueError, StratagemError: it tells of something else.
+    """
+    groups = [_group(entry) for entry in checked(data)["groups"]]
+    return Content(groups, UnitLedger.from_json(data["units"]), data["store_epoch"])
+
+
+def checked(data: Any) -> Any:
+    """The content of ``ps-<i>.json``, if it is of this format.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if data["format"] != FORMAT:
+        raise ValueError(f"expected format {FORMAT}, got {data['format']!r}")
+    return data
+
+
+def check(directory: pathlib.Path, index: int, num_ps: int = 0, is_fresh: bool = False) -> bool:
+    """Whether the files that one ps needs are those that the manifest of a checkpoint tells of.
+
+    Args:
+        directory: the checkpoint.
+        index: of the ps.
+        num_ps: of how many it is one; 0: of as many as made the checkpoint.
+        is_fresh: the files were made a moment ago: that they are there is enough.
+
+    Returns:
+        Whether these are its own files. If another number of ps made the checkpoint, it needs those of all.
 
     Raises:
         CheckpointError: the checkpoint is not complete, was made without this ps, or a file is missing or was altered.
     """
     try:
         files = read_content(directory)["files"]
-        mine = {file["name"]: file["sha256"] for file in files if file["ps"] == f"ps:{index}"}
+        is_own = num_ps in (0, len({file["ps"] for file in files}))
+        mine = {file["name"]: file["sha256"] for file in files if not is_own or file["ps"] == f"ps:{index}"}
         if not mine:
             raise CheckpointError(f"{directory} was made without ps:{index}")
         for name, sha256 in mine.items():
             if not (directory / name).is_file():
                 raise CheckpointError(f"{name} is missing")
-            if hash_file(directory / name) != sha256:
+            if not is_fresh and hash_file(directory / name) != sha256:
                 raise CheckpointError(f"{name} was altered: its SHA-256 is not the one in the manifest")
+        return is_own
     except UNREADABLE as error:
         raise CheckpointError(f"{directory} cannot be read by ps:{index}: {error}") from None
 
@@ -156,7 +189,8 @@ def _read_rows(source: Any, spec: GroupSpec, prefix: str, flat: torch.Tensor) ->
         flat[shard.offset : shard.stop] = tensor.reshape(-1)
 
 
-def _describe(index: int, content: Content) -> dict[str, Any]:
+def describe(index: int, content: Content) -> dict[str, Any]:
+    """All of it but the elements of the tensors, as JSON."""
     return {
         "format": FORMAT,
         "ps": index,
@@ -171,6 +205,7 @@ def _describe(index: int, content: Content) -> dict[str, Any]:
                 "shards": [dataclasses.asdict(shard) | {"key": shard.key} for shard in group.spec.shards],
                 "slots": sorted(group.slots),
                 "counts": group.counts,
+                "counts_steps": group.counts_steps,
                 "scalars": group.scalars,
                 "started": group.started,
                 "counter": group.counter,

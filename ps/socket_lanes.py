@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import select
@@ -11,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,7 +23,8 @@ from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
 from stratagem.rpc import shm_lane, tcp_lane
-from stratagem.rpc.lane import BytesMeter, ReceivingLane
+from stratagem.rpc.frame_memory import FrameMemory
+from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces, ReceivingLane
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
@@ -31,73 +34,96 @@ from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=TcpSender | ShmSender)
+
 CONNECT_S = 10.0
 """Seconds that a worker has to come in after it asked for the second ticket."""
 
 
-class TcpReplies:
-    """Implements :class:`stratagem.ps.published.ReplyLane`: sends from held copies without another one."""
+class _SocketReplies(Generic[S]):
+    """Over two sockets, which end together. Of a lane that is closed the worker comes back by itself, or is dead."""
 
-    def __init__(self, sender: TcpSender, receiver: ReceivingLane, max_unread_bytes: Callable[[], int]) -> None:
+    def __init__(self, sender: S, receiver: ReceivingLane) -> None:
         self._sender = sender
         self._receiver = receiver
-        self._max_unread_bytes = max_unread_bytes
-        self._guard = threading.Lock()
-        self._unread_bytes = 0
         self.closed = False
 
-    def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
-        return HeldFrame(group, offset, piece.clone())
-
-    def send(self, transfer: int, frame: HeldFrame) -> None:
-        tensor = frame.tensor
-        if tensor.nbytes > tcp_lane.INLINE_BYTES:
-            self._sender.uncork()
-        with self._guard:
-            self._unread_bytes += tensor.nbytes
-            unread = self._unread_bytes + self._sender.waiting_bytes
-        if unread > (limit := self._max_unread_bytes()):
-            self.close(LimitError(f"expected frames to be read, {unread:,} bytes wait (max_peer_bytes {limit:,})"))
-        try:
-            self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: self._leaving(tensor), len(tensor))
-        except PeerUnavailableError:
-            return  # closed: the worker comes back by itself, or is dead
-
-    def corked(self) -> contextlib.AbstractContextManager[None]:
+    def corked(self) -> Corked:
         return self._sender.corked()
 
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
-        payload = torch.frombuffer(message, dtype=torch.uint8)
-        with contextlib.suppress(PeerUnavailableError):
-            self._sender.send(kind, transfer, 0, 0, lambda: (payload,), len(payload))
+        try:
+            self._sender.send(kind, transfer, 0, 0, lambda: (message,), len(message))
+        except StratagemError:
+            return
 
     def close(self, error: StratagemError) -> None:
         self.closed = True
         self._sender.close(str(error))
         self._receiver.close(str(error))
 
-    def _leaving(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
-        with self._guard:
-            self._unread_bytes -= tensor.nbytes
-        return (tensor,)
 
+class TcpReplies(_SocketReplies[TcpSender]):
+    """Implements :class:`stratagem.ps.published.ReplyLane`: sends from the weights themselves while they stay."""
 
-class ShmReplies:
-    """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read held copies where they lie."""
+    def __init__(
+        self, sender: TcpSender, receiver: ReceivingLane, max_unread_bytes: Callable[[], int], memory: FrameMemory
+    ) -> None:
+        super().__init__(sender, receiver)
+        self._memory = memory
+        self._max_unread_bytes = max_unread_bytes
+        self._guard = threading.Lock()
+        self._unread_bytes = 0
+        self._limit = 0
+        """Of bytes unread, as it was when it mattered last: it grows with what the ps holds."""
 
-    def __init__(self, sender: ShmSender, receiver: ReceivingLane) -> None:
-        self._sender = sender
-        self._receiver = receiver
-        self.closed = False
+    def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
+        return HeldFrame(group, offset, torch.empty(num_elements, dtype=dtype))
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
-        if piece.nbytes <= shm_lane.INLINE_BYTES:
+        if piece.numel() <= tcp_lane.INLINE_ELEMENTS:  # which may leave at once, or wait in the cork
             return HeldFrame(group, offset, piece.clone())
+        return HeldFrame(group, offset, piece, LentPiece(piece, self._memory))
+
+    def send(self, transfer: int, frame: HeldFrame) -> None:
+        tensor = frame.tensor
+        num_bytes = tensor.nbytes
+        if num_bytes > tcp_lane.INLINE_BYTES:
+            self._sender.uncork()
+        with self._guard:
+            self._unread_bytes += num_bytes
+            unread = self._unread_bytes + self._sender.waiting_bytes
+        if unread > self._limit:
+            self._limit = limit = self._max_unread_bytes()
+            if unread > limit:
+                self.close(LimitError(f"expected frames to be read, {unread:,} bytes wait (max_peer_bytes {limit:,})"))
+        pieces: Pieces = functools.partial(self._leaving, frame)  # which keeps the memory the frame lies in
+        if isinstance(frame.origin, LentPiece):
+            pieces = LentPieces(frame.origin, pieces)
         try:
-            tensor, slot = self._sender.fill([piece])
-        except StratagemError:
-            return HeldFrame(group, offset, piece.clone())  # the lane is closed; others may still want the version
-        return HeldFrame(group, offset, tensor, slot)
+            self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, pieces, tensor.numel())
+        except PeerUnavailableError:
+            return
+
+    def _leaving(self, frame: HeldFrame) -> tuple[torch.Tensor]:
+        with self._guard:
+            self._unread_bytes -= frame.tensor.nbytes
+        return (frame.tensor,)
+
+
+class ShmReplies(_SocketReplies[ShmSender]):
+    """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read held copies where they lie."""
+
+    def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
+        if num_elements * dtype.itemsize > shm_lane.INLINE_BYTES:
+            with contextlib.suppress(StratagemError):  # the lane is closed; others may still want the version
+                return HeldFrame(group, offset, *self._sender.room(num_elements, dtype))
+        return HeldFrame(group, offset, torch.empty(num_elements, dtype=dtype))
+
+    def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
+        frame = self.room(group, offset, piece.numel(), piece.dtype)
+        frame.tensor.copy_(piece)
+        return frame
 
     def send(self, transfer: int, frame: HeldFrame) -> None:
         try:
@@ -105,27 +131,14 @@ class ShmReplies:
             if isinstance(slot, ShmBlock):
                 self._sender.send_slot(WEIGHTS, transfer, frame.group, frame.offset, tensor, slot)
             else:
-                self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: (tensor,), len(tensor))
+                self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: (tensor,), tensor.numel())
         except StratagemError:
-            return  # closed: the worker comes back by itself, or is dead
-
-    def corked(self) -> contextlib.AbstractContextManager[None]:
-        return self._sender.corked()
-
-    def answer(self, kind: int, transfer: int, message: bytes) -> None:
-        payload = torch.frombuffer(message, dtype=torch.uint8)
-        with contextlib.suppress(StratagemError):
-            self._sender.send(kind, transfer, 0, 0, lambda: (payload,), len(payload))
-
-    def close(self, error: StratagemError) -> None:
-        self.closed = True
-        self._sender.close(str(error))
-        self._receiver.close(str(error))
+            return
 
 
 @dataclasses.dataclass(frozen=True)
 class SocketCall:
-    """Implements :class:`stratagem.ps.state.Call`: while a request is served nobody reads, so the kernel is asked."""
+    """Implements :class:`stratagem.ps.waiting.Call`: while a request is served nobody reads, so the kernel is asked."""
 
     sock: socket.socket
     replies: TcpReplies | ShmReplies
@@ -163,7 +176,7 @@ class SocketLanes:
         """A ticket in for one direction; with the ticket "down" the lane begins.
 
         Raises:
-            FencedError: the process life was declared dead.
+            FencedError: the incarnation was declared dead.
             LimitError: too many lanes of this task, open or not.
             SegmentError: there is no shared memory here; take another lane.
         """
@@ -176,7 +189,7 @@ class SocketLanes:
             raise LimitError(f"{sender.task} has {num_lanes} lanes here, which is max_lanes_per_peer")
         if family == "shm":
             self._shared().take(1)
-        ticket = self._listener.expect((*sender.life, purpose), family, sender.task)
+        ticket = self._listener.expect((*sender.key, purpose), family, sender.task)
         if purpose == "down":
             thread = threading.Thread(target=self._serve, args=(sender, family), name=name, daemon=True)
             thread.start()
@@ -201,11 +214,11 @@ class SocketLanes:
 
     def _serve(self, sender: Sender, family: Family) -> None:
         deadline = time.monotonic() + CONNECT_S
-        store, meter = self._store, BytesMeter()
+        store, meter = self._store, self._store.state.lanes
         try:
-            up = self._listener.wait((*sender.life, "up"), deadline)
+            up = self._listener.wait((*sender.key, "up"), deadline)
             try:
-                down = self._listener.wait((*sender.life, "down"), deadline)
+                down = self._listener.wait((*sender.key, "down"), deadline)
             except BaseException:
                 up.close()
                 raise
@@ -220,8 +233,8 @@ class SocketLanes:
         receiver: ReceivingLane
         replies: TcpReplies | ShmReplies
         if family == "tcp":
-            receiver = TcpReceiver(up, sender.task, meter)
-            replies = TcpReplies(TcpSender(down, sender.task, meter), receiver, unread_bytes)
+            receiver = TcpReceiver(up, sender.task, meter, memory=store.state.memory)
+            replies = TcpReplies(TcpSender(down, sender.task, meter), receiver, unread_bytes, store.state.memory)
         else:
             receiver = ShmReceiver(up, sender.task, meter)
             outward = ShmSender(down, sender.task, meter, unread_bytes, self._shared(), patient=False)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import LimitError, VariableError
 from stratagem.ps import optimizers
-from stratagem.ps.row_values import InitialRows
 
 _SPARE_BYTES = 64 << 20
 MAX_RANK = 32
@@ -34,12 +35,12 @@ class ShardSpec:
     param_group: int = 0
     """Index of the optimizer's param_group."""
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         """Elements held here."""
         return self.num_rows * math.prod(self.shape[1:])
 
-    @property
+    @functools.cached_property
     def stop(self) -> int:
         """One past the last element in the group's flat tensor."""
         return self.offset + self.num_elements
@@ -85,22 +86,27 @@ class GroupSpec:
         """Whether it is a table whose initial rows are made here; others are assigned."""
         return self.rows is not None and self.rows.distribution != "assigned"
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         """Of a table: rows held here."""
         return sum(shard.num_rows for shard in self.shards)
 
-    @property
+    @functools.cached_property
     def row_elements(self) -> int:
         """Of a table: elements of a row."""
         return math.prod(self.shards[0].shape[1:]) if self.shards else 0
 
-    @property
+    @functools.cached_property
+    def num_param_groups(self) -> int:
+        """Param_groups of the optimizer that there must be at least."""
+        return max((shard.param_group for shard in self.shards), default=0) + 1
+
+    @functools.cached_property
     def num_elements(self) -> int:
         """Elements of the flat tensor."""
         return self.shards[-1].stop if self.shards else 0
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of the flat tensor."""
         return self.num_elements * self.dtype.itemsize
@@ -115,9 +121,9 @@ class Limits:
     max_store_bytes: int = 1 << 40
     """Bytes of variables and of the largest set of slots that their optimizers may keep."""
     max_peer_bytes: int = 0
-    """Bytes staged by one process life, and as many that wait for it unread; 0: see :meth:`peer_bytes`."""
+    """Bytes staged by one incarnation, and as many that wait for it unread; 0: see :meth:`peer_bytes`."""
     max_peers: int = 4096
-    """Process lives remembered."""
+    """Incarnations remembered."""
     max_request_bytes: int = 64 << 20
     """A request that comes over a lane."""
     max_ids_per_request: int = 1 << 20

@@ -30,28 +30,30 @@ class _Transfer:
 
 @dataclasses.dataclass
 class _SenderBuffers:
-    """Everything staged by one process life."""
+    """Everything staged by one incarnation."""
 
     transfers: dict[int, _Transfer] = dataclasses.field(default_factory=dict)
     newest: dict[int, int] = dataclasses.field(default_factory=dict)
     """Newest gradient transfer of each group."""
     num_bytes: int = 0
     """Of everything staged, overhead included."""
+    waived: bool = False
+    """Whether it need not wait for room until all of this is gone."""
 
 
 class Staging:
     """Parts per (sender, transfer)."""
 
     def __init__(self) -> None:
-        self._desks: dict[tuple[str, int], _SenderBuffers] = {}
+        self._buffers: dict[tuple[str, int], _SenderBuffers] = {}
 
     @property
     def num_bytes(self) -> int:
         """Payload bytes staged now."""
         return sum(
             num_bytes
-            for desk in self._desks.values()
-            for transfer in desk.transfers.values()
+            for buffers in self._buffers.values()
+            for transfer in buffers.transfers.values()
             for num_bytes in transfer.group_bytes.values()
         )
 
@@ -76,22 +78,22 @@ class Staging:
             check_piece(spec, offset, piece)
         else:
             _check_elements(spec, offset, piece)
-        desk = self._desks.setdefault(sender.life, _SenderBuffers())
-        if kind is FrameKind.GRADIENT and not self._is_newest(desk, spec.group, transfer):
+        buffers = self._buffers_of(sender)
+        if kind is FrameKind.GRADIENT and not self._is_newest(buffers, spec.group, transfer):
             return
-        entry = desk.transfers.get(transfer)
+        entry = buffers.transfers.get(transfer)
         if entry is None:
-            num_values = sum(other.kind is FrameKind.VALUES for other in desk.transfers.values())
+            num_values = sum(other.kind is FrameKind.VALUES for other in buffers.transfers.values())
             if kind is FrameKind.VALUES and num_values >= MAX_VALUE_TRANSFERS:
                 raise LimitError(
                     f"{sender}: at most {MAX_VALUE_TRANSFERS} transfers of values at once; assign some first"
                 )
-            entry = desk.transfers[transfer] = _Transfer(kind)
+            entry = buffers.transfers[transfer] = _Transfer(kind)
         if entry.kind is not kind:
             raise FrameError(f"transfer {transfer} carries {entry.kind.value}, a frame with {kind.value} came")
         parts = entry.parts.setdefault(spec.group, {})
         if by_rows and offset == 0:  # the gradient begins anew
-            desk.num_bytes -= entry.group_bytes.pop(spec.group, 0) + len(parts) * FRAME_OVERHEAD_BYTES
+            buffers.num_bytes -= entry.group_bytes.pop(spec.group, 0) + len(parts) * FRAME_OVERHEAD_BYTES
             parts.clear()
         replaced = parts[offset].nbytes if offset in parts else 0
         num_bytes = entry.group_bytes.get(spec.group, 0) - replaced + piece.nbytes
@@ -99,20 +101,41 @@ class Staging:
         if num_bytes > limit:
             raise LimitError(f"group {spec.group}: at most {limit} bytes can be staged, got {num_bytes}")
         num_more = piece.nbytes - replaced + (0 if offset in parts else FRAME_OVERHEAD_BYTES)
-        if desk.num_bytes + num_more > max_peer_bytes:
+        if buffers.num_bytes + num_more > max_peer_bytes:
             raise LimitError(
-                f"{sender} has {desk.num_bytes:,} bytes staged and sends {num_more:,} more, over max_peer_bytes of "
+                f"{sender} has {buffers.num_bytes:,} bytes staged and sends {num_more:,} more, over max_peer_bytes of "
                 f"{max_peer_bytes:,}; commit some first, send larger frames, or raise it"
             )
         parts[offset] = piece
         entry.group_bytes[spec.group] = num_bytes
         entry.num_frames += 1
-        desk.num_bytes += num_more
+        buffers.num_bytes += num_more
+
+    def has_room(self, sender: Sender, num_bytes: int, shared_bytes: int) -> bool:
+        """Whether so much more may be staged: whoever has most here may go on, so that a gradient becomes complete, as
+        long as all others together have no more than ``shared_bytes``; the others may go on up to that."""
+        own = self._buffers_of(sender)
+        if own.waived:
+            return True
+        staged = [buffers.num_bytes for buffers in self._buffers.values()]
+        most = max(staged, default=0)
+        others = sum(staged) - most
+        return others + (num_bytes if own.num_bytes < most else 0) <= shared_bytes
+
+    def waive(self, sender: Sender) -> None:
+        """The sender has waited long enough: it has room until nothing of it is staged."""
+        self._buffers_of(sender).waived = True
+
+    def _buffers_of(self, sender: Sender) -> _SenderBuffers:
+        buffers = self._buffers.get(sender.key)
+        if buffers is None:
+            buffers = self._buffers[sender.key] = _SenderBuffers()
+        return buffers
 
     def num_frames(self, sender: Sender, transfer: int) -> int:
         """Frames of a transfer that came so far."""
-        desk = self._desks.get(sender.life)
-        entry = desk.transfers.get(transfer) if desk is not None else None
+        buffers = self._buffers.get(sender.key)
+        entry = buffers.transfers.get(transfer) if buffers is not None else None
         return entry.num_frames if entry is not None else 0
 
     def check_current(self, sender: Sender, ref: TransferRef, groups: list[int]) -> None:
@@ -121,9 +144,9 @@ class Staging:
         Raises:
             ProtocolError: a newer transfer replaced this one.
         """
-        desk = self._desks.get(sender.life, _SenderBuffers())
+        buffers = self._buffers_of(sender)
         for group in groups:
-            newest = desk.newest.get(group, 0)
+            newest = buffers.newest.get(group, 0)
             if ref.num_frames and newest > ref.transfer:
                 raise ProtocolError(
                     f"group {group}: transfer {ref.transfer} was replaced by transfer {newest}; commit that one"
@@ -131,53 +154,54 @@ class Staging:
 
     def parts(self, sender: Sender, transfer: int, group: int) -> list[tuple[int, torch.Tensor]]:
         """The pieces of one group, in the order of the flat tensor."""
-        desk = self._desks.get(sender.life)
-        entry = desk.transfers.get(transfer) if desk is not None else None
+        buffers = self._buffers.get(sender.key)
+        entry = buffers.transfers.get(transfer) if buffers is not None else None
         return sorted(entry.parts.get(group, {}).items()) if entry is not None else []
 
     def drop(self, sender: Sender, transfer: int, groups: list[int]) -> None:
         """Lets go of the pieces of ``groups`` in this transfer and in older ones of its kind."""
-        desk = self._desks.get(sender.life)
-        if desk is None or transfer not in desk.transfers:
+        buffers = self._buffers.get(sender.key)
+        if buffers is None or transfer not in buffers.transfers:
             return
-        kind = desk.transfers[transfer].kind
-        for number in [number for number in desk.transfers if number <= transfer]:
-            if kind is desk.transfers[number].kind and (kind is FrameKind.GRADIENT or number == transfer):
+        kind = buffers.transfers[transfer].kind
+        for number in [number for number in buffers.transfers if number <= transfer]:
+            if kind is buffers.transfers[number].kind and (kind is FrameKind.GRADIENT or number == transfer):
                 for group in groups:
-                    self._drop_group(desk, number, group)
+                    self._drop_group(buffers, number, group)
 
-    def drop_life(self, sender: Sender) -> None:
-        """Lets go of everything staged by one process life."""
-        self._desks.pop(sender.life, None)
+    def drop_all(self, sender: Sender) -> None:
+        """Lets go of everything that an incarnation has staged."""
+        self._buffers.pop(sender.key, None)
 
     def drop_sender(self, task: str, incarnation: int) -> None:
-        """Lets go of everything staged by process lives of ``task`` up to ``incarnation``."""
-        for life in [life for life in self._desks if life[0] == task and life[1] <= incarnation]:
-            del self._desks[life]
+        """Lets go of everything staged by incarnations of ``task`` up to ``incarnation``."""
+        for key in [key for key in self._buffers if key[0] == task and key[1] <= incarnation]:
+            del self._buffers[key]
 
     def clear(self) -> None:
         """Lets go of everything."""
-        self._desks.clear()
+        self._buffers.clear()
 
     @staticmethod
-    def _drop_group(desk: _SenderBuffers, transfer: int, group: int) -> None:
-        entry = desk.transfers.get(transfer)
+    def _drop_group(buffers: _SenderBuffers, transfer: int, group: int) -> None:
+        entry = buffers.transfers.get(transfer)
         if entry is None:
             return  # this group had no frames, and those of the others are gone
         num_frames = len(entry.parts.pop(group, ()))
-        desk.num_bytes -= entry.group_bytes.pop(group, 0) + num_frames * FRAME_OVERHEAD_BYTES
+        buffers.num_bytes -= entry.group_bytes.pop(group, 0) + num_frames * FRAME_OVERHEAD_BYTES
         if not entry.parts:
-            del desk.transfers[transfer]
+            del buffers.transfers[transfer]
+            buffers.waived = buffers.waived and bool(buffers.transfers)
 
-    def _is_newest(self, desk: _SenderBuffers, group: int, transfer: int) -> bool:
-        newest = desk.newest.get(group, 0)
+    def _is_newest(self, buffers: _SenderBuffers, group: int, transfer: int) -> bool:
+        newest = buffers.newest.get(group, 0)
         if transfer < newest:
             return False
         if transfer > newest:
-            desk.newest[group] = transfer
-            for number in [number for number in desk.transfers if number < transfer]:
-                if desk.transfers[number].kind is FrameKind.GRADIENT:
-                    self._drop_group(desk, number, group)
+            buffers.newest[group] = transfer
+            for number in [number for number in buffers.transfers if number < transfer]:
+                if buffers.transfers[number].kind is FrameKind.GRADIENT:
+                    self._drop_group(buffers, number, group)
         return True
 
 

@@ -9,15 +9,18 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 from stratagem.ps.checkpointing import Checkpointing
 from stratagem.ps.commits import Commits
+from stratagem.ps.copies import StoreCopies
 from stratagem.ps.published import ReplyLane
 from stratagem.ps.requests import Sender
 from stratagem.ps.specs import Limits
-from stratagem.ps.state import Call, StoreState
+from stratagem.ps.state import StoreState
 from stratagem.ps.sync_steps import StepKey
 from stratagem.ps.variables import Variables
+from stratagem.ps.waiting import Call, wait
 from stratagem.rpc.confinement import AllowedFolders
 
 FRAMES_TIMEOUT_S = 30.0
@@ -31,6 +34,8 @@ class Greeting:
     server: Sender
     store_epoch: int
     next_sequence: int
+    num_ps: int
+    """Of how many ps this is one; 0: it has not heard."""
 
 
 def epoch_from_clock(previous: int) -> int:
@@ -70,30 +75,33 @@ class Store:
         self.variables = Variables(self.state)
         self.commits = Commits(self.state)
         self.checkpoints = Checkpointing(self.state, index, next_epoch, folders)
+        self.copies = StoreCopies(task, self.state, self.checkpoints, lambda: self.incarnation)
 
     def hello(self, sender: Sender, next_sequence: int) -> Greeting:
         """Introduces a sender. It comes after a loss: what it staged is dropped, its lane closed.
 
         Raises:
-            FencedError: the process life was declared dead.
+            FencedError: the incarnation was declared dead.
         """
         state = self.state
         with state.changed:
+            if sender.task.startswith("ps:"):  # of a backup there is one process
+                state.senders.fence(sender.task, sender.incarnation - 1)
             state.senders.check(sender)
             expected = state.senders.hello(sender, next_sequence)
-            state.staging.drop_life(sender)
+            state.staging.drop_all(sender)
             lane = state.senders.lane(sender)
             if lane is not None:
                 self.close_lane(sender, lane)
                 lane.close(PeerUnavailableError(f"{sender} introduced itself anew"))
             state.changed.notify_all()
-            return Greeting(Sender(self.task, self.incarnation), state.store_epoch, expected)
+            return Greeting(Sender(self.task, self.incarnation), state.store_epoch, expected, state.num_ps)
 
     def open_lane(self, sender: Sender, lane: ReplyLane) -> None:
         """Replies to the sender go over ``lane`` from now on; a lane that it replaces ends.
 
         Raises:
-            FencedError: the process life was declared dead.
+            FencedError: the incarnation was declared dead.
         """
         state = self.state
         with state.changed:
@@ -107,13 +115,15 @@ class Store:
         """A lane ended: what came over it and waits for a commit is dropped."""
         with self.state.changed:
             if self.state.senders.close_lane(sender, lane):
-                self.state.staging.drop_life(sender)
+                self.state.staging.drop_all(sender)
+            if self.state.backup is not None:
+                self.state.backup.lost(lane)
 
-    def fence(self, sender: Sender, task: str, incarnation: int, call: Call) -> list[StepKey]:
-        """Refuses process lives of ``task`` up to ``incarnation``; answers once none of them is changing weights.
+    def fence(self, sender: Sender, task: str, incarnation: int, call: Call) -> list[tuple[StepKey, Unit]]:
+        """Refuses incarnations of ``task`` up to ``incarnation``; answers once none of them is changing weights.
 
         Returns:
-            Staleness 0: (step, ordinal) pairs still incomplete here for which they had committed.
+            Staleness 0: what they had committed of steps still incomplete here.
         """
         state = self.state
         with state.changed:
@@ -122,7 +132,7 @@ class Store:
             state.changed.notify_all()
 
             def outside() -> bool:
-                return not any(life[0] == task and life[1] <= incarnation for life in state.inside)
+                return not any(key[0] == task and key[1] <= incarnation for key in state.inside)
 
-            state.wait(outside, sender, call, None)
+            wait(state, outside, sender, call, None)
             return state.steps.committed_by(task, incarnation)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import LimitError, ProtocolError, StratagemError
+from stratagem.measuring import measures
 from stratagem.ps.applying import Applying
 from stratagem.ps.merge import SliceGradient, any_present, facts_of, join_facts, merge_slices
 from stratagem.ps.requests import (
@@ -24,8 +25,9 @@ from stratagem.ps.requests import (
 from stratagem.ps.rows import merge_rows
 from stratagem.ps.runs import presence
 from stratagem.ps.shard_group import Parts
-from stratagem.ps.state import Call, StoreState
+from stratagem.ps.state import StoreState
 from stratagem.ps.sync_steps import Contribution, StepKey
+from stratagem.ps.waiting import Call, wait, wait_lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SyncCommits:
             state.changed.notify_all()
             if not request.want_facts:
                 return Facts()
-            state.wait(lambda: state.steps.all_prepared(key), request.sender, call, None)
+            wait(state, lambda: state.steps.all_prepared(key), request.sender, call, None)
         with self._merging:
             merged = self._merge(key)
             if merged is None:
@@ -84,11 +86,11 @@ class SyncCommits:
             if not was_over and not state.steps.is_prepared(key, unit):
                 self._register(request, part, key, unit, call)
             was_over = self._is_over(key, unit)
-        state.wait_lane(sender, call)
+        wait_lane(state, sender, call)
         if not was_over:
             self._commit_slice(request, key, unit, store_epoch, call)
             with state.changed:
-                state.wait(lambda: self._is_over(key, unit), sender, call, None, store_epoch)
+                wait(state, lambda: self._is_over(key, unit), sender, call, None, store_epoch)
         with state.changed:
             left_out = state.steps.is_left_out(key, unit)
             state.num_duplicates += was_over and not left_out
@@ -99,7 +101,7 @@ class SyncCommits:
     def close_step(
         self, sender: Sender, step: int, included: Sequence[Unit], committed: Sequence[Update], call: Call
     ) -> None:
-        """The chief settles a step that a dead worker left incomplete; applies it here if that completes it."""
+        """The chief closes a step that a dead worker left incomplete; applies it here if that completes it."""
         state = self._state
         with state.changed:
             state.senders.check(sender)
@@ -108,7 +110,7 @@ class SyncCommits:
             state.changed.notify_all()
         for key in keys:
             with self._commits.turn(sender, Update((), key[1]), store_epoch, call):
-                self._settle(key)
+                self._close_step(key)
 
     def _register(
         self, request: PrepareUpdate | CommitUpdate, part: RequestedSlice, key: StepKey, unit: Unit, call: Call
@@ -118,7 +120,9 @@ class SyncCommits:
         gradient: dict[int, Parts] = {}
         skips = isinstance(request, CommitUpdate) and request.action is UpdateAction.SKIP
         if contributes and not skips:
-            gradient = self._commits.take_gradient(request.sender, request.gradients, request.groups, call, keep=False)
+            gradient = self._commits.take_gradient(
+                request.sender, request.gradients, self._commits.present(request.groups), call, keep=False
+            )
         else:
             numbers = [commit.group for commit in request.groups]
             state.staging.drop(request.sender, request.gradients.transfer, numbers)
@@ -128,7 +132,7 @@ class SyncCommits:
             came = Contribution(
                 request.sender, unit, request.update, part, request.groups, gradient, contributes=contributes
             )
-            if (num_bytes := state.steps.num_bytes(request.sender.life) + came.num_bytes) > state.peer_bytes:
+            if (num_bytes := state.steps.num_bytes(request.sender.key) + came.num_bytes) > state.peer_bytes:
                 raise LimitError(
                     f"the slices of {request.sender} in steps that wait here take {num_bytes:,} bytes, over "
                     f"max_peer_bytes of {state.peer_bytes:,}; commit earlier steps first"
@@ -142,7 +146,7 @@ class SyncCommits:
                 if state.steps.is_prepared(key, unit):
                     state.steps.commit(key, unit, request.action, request.scale, request.num_servers)
                 state.changed.notify_all()
-            self._settle(key)
+            self._close_step(key)
 
     def _is_over(self, key: StepKey, unit: Unit) -> bool:
         """Whether the sender has nothing to wait for: the step is applied, or went on without its slice."""
@@ -151,7 +155,7 @@ class SyncCommits:
             raise error
         return self._state.steps.is_applied(key) or self._state.steps.is_left_out(key, unit)
 
-    def _settle(self, key: StepKey) -> None:
+    def _close_step(self, key: StepKey) -> None:
         """Applies the step if it is ready and nobody else does."""
         state = self._state
         with state.changed:
@@ -179,7 +183,8 @@ class SyncCommits:
         if action is UpdateAction.SKIP:
             return
         with self._merging:
-            merged = self._merge(key)
+            with state.totals.timed(measures.MERGE):
+                merged = self._merge(key)
             if merged is not None and merged.parts:
                 # Nobody left who knows the scale (every committer died here): the facts it came from are gone too.
                 scale = committed[0].scale if committed else 1.0

@@ -96,10 +96,10 @@ class SyncSteps:
         if mine is None or not mine.committed:
             step.contributions[contribution.unit] = contribution
 
-    def num_bytes(self, life: tuple[str, int]) -> int:
-        """Bytes that the slices of one process life keep here, at most."""
+    def num_bytes(self, key: tuple[str, int]) -> int:
+        """Bytes that the slices of one incarnation keep here, at most."""
         contributions = [one for step in self._open.values() for one in step.contributions.values()]
-        return sum(one.num_bytes for one in contributions if one.sender.life == life)
+        return sum(one.num_bytes for one in contributions if one.sender.key == key)
 
     def is_open(self, key: StepKey) -> bool:
         """Whether any slice of the step came and the step is not applied."""
@@ -128,7 +128,7 @@ class SyncSteps:
         mine.committed, mine.action, mine.scale, mine.num_servers = True, action, scale, num_servers
 
     def close(self, step: int, included: Iterable[Unit], committed: Iterable[Update]) -> list[StepKey]:
-        """The chief settles a step. Returns the keys of it that are open here.
+        """The chief closes a step. Returns the keys of it that are open here.
 
         Raises:
             ProtocolError: an included slice that counts as committed is not here.
@@ -227,15 +227,13 @@ class SyncSteps:
         closing = self._closings.get(key[0])
         return closing is not None and unit not in closing.included
 
-    def committed_by(self, task: str, incarnation: int) -> list[StepKey]:
-        """Steps still open for which process lives of ``task`` up to ``incarnation`` had committed."""
+    def committed_by(self, task: str, incarnation: int) -> list[tuple[StepKey, Unit]]:
+        """What incarnations of ``task`` up to ``incarnation`` had committed of steps still open."""
         return sorted(
-            key
+            (key, one.unit)
             for key, step in self._open.items()
-            if any(
-                one.committed and one.sender.task == task and one.sender.incarnation <= incarnation
-                for one in step.contributions.values()
-            )
+            for one in step.contributions.values()
+            if one.committed and one.sender.task == task and one.sender.incarnation <= incarnation
         )
 
     def clear(self) -> None:

@@ -6,8 +6,8 @@ Pure; snapshotted with the weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import LimitError, ProtocolError
@@ -23,8 +23,7 @@ Epoch = tuple[int, int]
 """Dataset and epoch."""
 
 
-@dataclasses.dataclass(frozen=True)
-class UnitClose:
+class UnitClose(NamedTuple):
     """A unit is complete on the worker's side."""
 
     unit: Unit
@@ -64,7 +63,8 @@ class UnitLedger:
             LimitError: a unit index beyond :data:`MAX_UNITS`.
         """
         for unit in update.units:
-            _check_index(unit.index, unit)
+            if unit.index >= MAX_UNITS:
+                _check_index(unit.index, unit)
         applied = [unit for unit in update.units if self.is_applied(unit, update.ordinal)]
         if applied and len(applied) < len(update.units):
             raise ProtocolError(
@@ -93,9 +93,13 @@ class UnitLedger:
             if close.num_updates > len(self._open.get(unit, ())):
                 _check_index(unit.index, unit)
                 continue
-            self._make_room((unit.dataset, unit.epoch), unit.index)
-            self._closed.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
-            self._open.pop(close.unit, None)
+            epoch = unit.dataset, unit.epoch
+            self._make_room(epoch, unit.index)
+            bitmap = self._closed.get(epoch)
+            if bitmap is None:
+                bitmap = self._closed[epoch] = UnitBitmap()
+            bitmap.add(unit.index)
+            self._open.pop(unit, None)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
         """Closes units whose updates were lost in a restore. Returns how many of them were not here.
@@ -144,16 +148,45 @@ class UnitLedger:
             ledger._open[Unit(dataset, epoch, index)] = {ordinal: servers for ordinal, servers in ordinals}
         return ledger
 
+    @classmethod
+    def joined(cls, ledgers: Sequence[UnitLedger]) -> tuple[UnitLedger, int]:
+        """What several ps have applied together, which are at one cut: what one of them has, all have that take part.
+
+        Returns:
+            the ledger of each of any number of ps that go on from there; and how many updates some of their ps lack
+            nevertheless.
+
+        Raises:
+            LimitError: as :meth:`mark_lost`.
+        """
+        ledger = cls()
+        for each in ledgers:
+            ledger.mark_lost(each._closed)
+        wanted: dict[tuple[Unit, int], int] = {}
+        for each in ledgers:
+            for unit, ordinals in each._open.items():
+                for ordinal, num_servers in ordinals.items():
+                    wanted[unit, ordinal] = max(num_servers, wanted.get((unit, ordinal), 0))
+        num_torn = 0
+        for (unit, ordinal), num_servers in wanted.items():
+            num_torn += sum(each.is_applied(unit, ordinal) for each in ledgers) < num_servers
+            if not ledger._is_closed(unit):
+                ledger._open.setdefault(unit, {})[ordinal] = 1
+        return ledger, num_torn
+
     def _is_closed(self, unit: Unit) -> bool:
         bitmap = self._closed.get((unit.dataset, unit.epoch))
         return bitmap is not None and unit.index in bitmap
 
     def _make_room(self, epoch: Epoch, index: int) -> None:
         """For units up to ``index``."""
+        before = self._sizes.get(epoch, 0)
+        num_bytes = index // 8 + _EPOCH_BYTES
+        if num_bytes <= before:
+            return
         what = f"dataset {epoch[0]}, epoch {epoch[1]}"
         _check_index(index, what)
-        num_bytes = max(self._sizes.get(epoch, 0), index // 8 + _EPOCH_BYTES)
-        num_more = num_bytes - self._sizes.get(epoch, 0)
+        num_more = num_bytes - before
         if self._num_bytes + num_more > MAX_LEDGER_BYTES:
             raise LimitError(
                 f"{what}: the bitmaps of all epochs would take {self._num_bytes + num_more:,} bytes, at most "

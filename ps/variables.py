@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
-from stratagem.errors import ProtocolError
+from stratagem.errors import ProtocolError, StaleStoreError
+from stratagem.ps.applying import send_weights
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.requests import AssignValues, FrameKind, GroupVersion, PullResult, PullWeights, Sender
 from stratagem.ps.sequences import Verdict
+from stratagem.ps.sequencing import Running, begin, noted
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
-from stratagem.ps.state import Call, StoreState
+from stratagem.ps.state import StoreState
 from stratagem.ps.table_group import new_group
+from stratagem.ps.waiting import Call, wait, wait_frames, wait_lane, wait_room
 from stratagem.rpc.codec import Frame
+
+MIN_AWAITED_BYTES = 1 << 20
+"""Smaller frames never wait for room."""
 
 
 class Variables:
@@ -23,9 +30,11 @@ class Variables:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
+        self._taking = threading.Lock()
+        """Held while rows are read that workers attach to."""
 
     def create_variables(
-        self, sender: Sender, groups: Sequence[GroupSpec], can_initialize: bool, call: Call
+        self, sender: Sender, groups: Sequence[GroupSpec], can_initialize: bool, call: Call, num_ps: int = 0
     ) -> tuple[list[int], list[int]]:
         """Creates groups, or attaches to those that exist.
 
@@ -34,6 +43,7 @@ class Variables:
             groups: all shards that this ps is to hold for the sender's model.
             can_initialize: the sender can supply initial values.
             call: the remote call.
+            num_ps: of how many ps the sender takes this one to be one; 0: it does not say.
 
         Returns:
             Groups whose initial values the sender must assign (it holds the init-once token), and groups that
@@ -43,30 +53,37 @@ class Variables:
             VariableError: a group exists with other shards, or a spec cannot be; nothing is created.
             LimitError: over this ps's limits; nothing is created.
             UnsupportedOptimizerError: the ps cannot run an optimizer; nothing is created.
+            StaleStoreError: this is one of another number of ps.
         """
         state = self._state
-        with state.noted(sender, call), state.changed:
-            new = [spec for spec in groups if spec.group not in state.locked_groups]
-            if len({spec.group for spec in groups}) != len(groups):
-                raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
-            for spec in groups:
-                if spec.group in state.locked_groups:
-                    check_same(state.locked_groups[spec.group].spec, spec)
-                else:
-                    check_group(spec)
-            check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
-            for spec in new:
-                state.locked_groups[spec.group] = LockedGroup(new_group(spec), state.store_epoch)
-            empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
-            state.changed.notify_all()
-            initialize = state.senders.take_token(sender, empty) if can_initialize else []
-            locked_groups = [state.locked_groups[spec.group] for spec in groups]
-            for locked, spec in zip(locked_groups, groups, strict=True):
-                if spec.group in initialize:  # whose initial rows count, not those of who was here first
-                    locked.group.spec = spec
+        if num_ps and state.num_ps not in (0, num_ps):
+            raise StaleStoreError(f"this is one of {state.num_ps} ps, and {sender} shares out among {num_ps}")
+        with noted(state, sender, call):
+            self._take_from_origin(groups)
+            with state.lock:
+                new = [spec for spec in groups if spec.group not in state.locked_groups]
+                if len({spec.group for spec in groups}) != len(groups):
+                    raise ProtocolError(f"expected each group once, got {[spec.group for spec in groups]}")
+                for spec in groups:
+                    if spec.group in state.locked_groups:
+                        check_same(state.locked_groups[spec.group].spec, spec)
+                    else:
+                        check_group(spec)
+                check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
+                for spec in new:
+                    state.locked_groups[spec.group] = LockedGroup(new_group(spec), state.store_epoch)
+                empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
+                state.changed.notify_all()
+                initialize = state.senders.take_token(sender, empty) if can_initialize else []
+                locked_groups = [state.locked_groups[spec.group] for spec in groups]
+                for locked, spec in zip(locked_groups, groups, strict=True):
+                    if spec.group in initialize:  # whose initial rows count, not those of who was here first
+                        locked.group.spec = spec
         self._make_tables(
             [locked for locked in locked_groups if locked.spec.group in initialize and locked.spec.makes_rows]
         )
+        if new or initialize:
+            self._state.copy_is_outdated()
         initialized = [locked.spec.group for locked in locked_groups if locked.group.initialized]
         return [group for group in initialize if group not in initialized], initialized
 
@@ -77,12 +94,13 @@ class Variables:
             ProtocolError: frames did not come, do not cover a group without values, or another sender must give them.
             VariableError: a group or slot is unknown.
         """
-        decision = self._state.begin(request.sender, call)
+        decision = begin(self._state, request.sender, call)
         if decision.verdict is Verdict.DONE and decision.result is not None:
             return decision.result_as(tuple)
-        with self._state.running(request.sender) as record:
+        with Running(self._state, request.sender) as running:
             versions = self._assign(request, call)
-            record.append(versions)
+            self._state.copy_is_outdated()
+            running.done(versions)
         return versions
 
     def pull_weights(self, request: PullWeights, call: Call) -> PullResult:
@@ -93,27 +111,34 @@ class Variables:
             ProtocolError: the slot does not exist, or the caller has no lane.
         """
         state = self._state
-        with state.changed:
+        with state.lock:
             state.senders.check(request.sender)
             locked_groups = [state.locked_group(group) for group, _ in request.groups]
-            if not state.wait(
-                lambda: all(locked.group.initialized for locked in locked_groups), request.sender, call, request.wait_s
+            if not wait(
+                state,
+                lambda: all(locked.group.initialized for locked in locked_groups),
+                request.sender,
+                call,
+                request.wait_s,
             ):
                 return PullResult(())
         if request.slot:
-            lane = state.wait_lane(request.sender, call)
+            lane = wait_lane(state, request.sender, call)
             versions = tuple(locked.send_slot(lane, request.reply_transfer, request.slot) for locked in locked_groups)
         else:
-            versions = state.send_weights(request.sender, request.groups, request.reply_transfer, call)
+            versions = send_weights(state, request.sender, request.groups, request.reply_transfer, call)
         if not locked_groups:
             return PullResult(versions)
         with locked_groups[0].lock:
             first = locked_groups[0].group
             scalars = {name: tuple(values) for name, values in first.scalars.items()}
+            if first.counts_steps:
+                scalars["step"] = tuple(float(count) for count in first.counts)
             return PullResult(versions, tuple(first.slots), tuple(first.counts), scalars)
 
-    def stage(self, sender: Sender, kind: FrameKind, frame: Frame) -> None:
-        """Takes one frame that came over a lane: keeps it until a request names it, or answers it.
+    def stage(self, sender: Sender, kind: FrameKind, frame: Frame, call: Call | None = None) -> None:
+        """Takes one frame that came over a lane: keeps it until a request names it, or answers it. Waits while there
+        is no room for it, unless there is no ``call``: the lane is not read meanwhile, its sender keeps what is in it.
 
         Raises:
             FencedError: the sender has been declared dead.
@@ -124,22 +149,43 @@ class Variables:
         if kind is FrameKind.WANTED_ROWS:
             self._send_rows(sender, frame)
             return
-        with state.changed:
+        with state.lock:
             state.senders.check(sender)
             spec = state.locked_group(frame.group).spec
+            may_wait = kind is FrameKind.GRADIENT and frame.tensor.nbytes >= MIN_AWAITED_BYTES
+            if call is not None and may_wait and not spec.is_table:
+                wait_room(state, sender, frame.tensor.nbytes, call)
             state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, state.peer_bytes)
             state.changed.notify_all()
+
+    def _take_from_origin(self, groups: Sequence[GroupSpec]) -> None:
+        """Groups whose rows are in a checkpoint that another number of ps made."""
+        state, origin = self._state, self._state.origin
+        if origin is None:
+            return
+        with self._taking:
+            for spec in groups:
+                if spec.group in state.locked_groups or not spec.shards:
+                    continue
+                check_group(spec)
+                with state.lock:
+                    check_new_groups([spec], [locked.spec for locked in state.locked_groups.values()], state.limits)
+                taken = origin.take(spec)
+                with state.changed:
+                    if taken is not None and state.origin is origin:
+                        state.locked_groups[spec.group] = LockedGroup(taken, state.store_epoch)
+                        state.changed.notify_all()
 
     def _make_tables(self, locked_groups: Sequence[LockedGroup]) -> None:
         for locked in locked_groups:
             locked.make_rows()
-            with self._state.changed:
+            with self._state.lock:
                 self._state.senders.drop_token(locked.spec.group)
                 self._state.changed.notify_all()
 
     def _send_rows(self, sender: Sender, frame: Frame) -> None:
         state = self._state
-        with state.changed:
+        with state.lock:
             state.senders.check(sender)
             locked, lane = state.locked_group(frame.group), state.senders.lane(sender)
         if lane is not None:
@@ -147,10 +193,10 @@ class Variables:
 
     def _assign(self, request: AssignValues, call: Call) -> tuple[GroupVersion, ...]:
         state, sender = self._state, request.sender
-        with state.changed:
+        with state.lock:
             locked_groups = [state.locked_group(group) for group in request.groups]
             self._check_tokens(sender, locked_groups)
-            state.wait_frames(sender, request.values, [], lambda: True, call)
+            wait_frames(state, sender, request.values, [], lambda: True, call)
             parts = {
                 group: pieces
                 for group in state.locked_groups
@@ -162,7 +208,7 @@ class Variables:
             for locked in locked_groups:
                 if not locked.group.initialized and not request.slot:
                     locked.group.check_first_values(parts.get(locked.spec.group, ()))
-            state.wait(lambda: state.gate_lets_through(None), sender, call, None)
+            wait(state, lambda: state.gate_lets_through(None), sender, call, None)
             state.enter(sender)
         try:
             for locked in locked_groups:
@@ -172,7 +218,7 @@ class Variables:
                     locked_groups[0].group.set_progress(request.step_counts, request.scalars)
             return tuple(GroupVersion(locked.spec.group, locked.version, 0) for locked in locked_groups)
         finally:
-            with state.changed:
+            with state.lock:
                 for locked in locked_groups:
                     if locked.group.initialized and not request.slot:
                         state.senders.drop_token(locked.spec.group)
@@ -182,7 +228,7 @@ class Variables:
     def _check_tokens(self, sender: Sender, locked_groups: Sequence[LockedGroup]) -> None:
         for locked in locked_groups:
             holder = self._state.senders.token_holder(locked.spec.group)
-            if not locked.group.initialized and holder != sender.life:
+            if not locked.group.initialized and holder != sender.key:
                 who = f"{holder[0]} (incarnation {holder[1]})" if holder else "nobody yet"
                 raise ProtocolError(
                     f"group {locked.spec.group}: {who} supplies the initial values, not {sender}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +11,13 @@ from typing import Any
 from google.protobuf import struct_pb2
 
 from stratagem.checkpoint.manifest import SavedFile
-from stratagem.cluster.units import Unit, UnitBitmap, Update
+from stratagem.cluster.initial_rows import Distribution, InitialRows
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.units import Update
 from stratagem.errors import FrameError, ProtocolError, VariableError
+from stratagem.ps import snapshot
 from stratagem.ps.checkpointing import StoreDescription
+from stratagem.ps.copies import StoreImage
 from stratagem.ps.requests import (
     AssignValues,
     CommitResult,
@@ -32,11 +37,11 @@ from stratagem.ps.requests import (
     UpdateAction,
     Version,
 )
-from stratagem.ps.row_values import Distribution, InitialRows
 from stratagem.ps.specs import GroupSpec, ShardSpec
-from stratagem.ps.units import Epoch, UnitClose
+from stratagem.ps.units import UnitClose
 from stratagem.rpc.codec import from_wire_dtype
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
+from stratagem.rpc.units import unit_from_proto, unit_sets_to_proto, update_from_proto, update_to_proto
 
 _FAMILIES: dict[int, Family] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
 _DISTRIBUTIONS: dict[int, Distribution] = {
@@ -74,24 +79,9 @@ def sender_of_lane(metadata: Iterable[tuple[str, Any]]) -> Sender:
     return Sender(str(task), int(incarnation))
 
 
-def unit_from(message: common_pb2.Unit) -> Unit:
-    """A unit."""
-    return Unit(message.dataset, message.epoch, message.index)
-
-
-def update_from(message: common_pb2.Update) -> Update:
-    """An update."""
-    return Update(tuple(unit_from(unit) for unit in message.units), message.ordinal)
-
-
 def closes_from(messages: Iterable[ps_pb2.UnitClose]) -> tuple[UnitClose, ...]:
     """Units to close."""
-    return tuple(UnitClose(unit_from(close.unit), close.num_updates) for close in messages)
-
-
-def unit_sets_from(messages: Iterable[common_pb2.UnitSet]) -> dict[Epoch, UnitBitmap]:
-    """Bitmaps by (dataset, epoch)."""
-    return {(message.dataset, message.epoch): UnitBitmap(message.bitmap) for message in messages}
+    return tuple([UnitClose(unit_from_proto(close.unit), close.num_updates) for close in messages])
 
 
 def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
@@ -132,7 +122,7 @@ def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> PrepareUpdate:
     """First half of an update."""
     return PrepareUpdate(
         sender_from(message.sender),
-        update_from(message.update),
+        update_from_proto(message.update),
         _transfer(message.gradients),
         _group_commits(message.groups),
         _slice(message.slice) if message.HasField("slice") else None,
@@ -146,7 +136,7 @@ def commit_from(message: ps_pb2.CommitUpdateRequest) -> CommitUpdate:
         raise ProtocolError(f"expected action APPLY or SKIP, got {message.action}")
     return CommitUpdate(
         sender_from(message.sender),
-        update_from(message.update),
+        update_from_proto(message.update),
         _transfer(message.gradients),
         _group_commits(message.groups),
         message.reply_transfer,
@@ -155,11 +145,18 @@ def commit_from(message: ps_pb2.CommitUpdateRequest) -> CommitUpdate:
         message.scale,
         closes_from(message.closes),
         message.num_servers,
+        message.SerializeToString,
     )
 
 
+def closing_from(message: ps_pb2.CloseUnitsRequest) -> CommitUpdate:
+    """An update of nothing that closes units."""
+    sender, closes = sender_from(message.sender), closes_from(message.closes)
+    return CommitUpdate(sender, Update((), 0), TransferRef(0, 0), (), 0, action=UpdateAction.SKIP, closes=closes)
+
+
 def pull_from(message: ps_pb2.PullWeightsRequest) -> PullWeights:
-    """A pull."""
+    """The groups that are wanted, each with the version that the worker has already."""
     wants = tuple((want.group, _version(want.have) if want.HasField("have") else None) for want in message.groups)
     return PullWeights(sender_from(message.sender), wants, message.reply_transfer, message.slot, message.wait_s)
 
@@ -176,60 +173,78 @@ def facts_to(facts: Facts) -> ps_pb2.PrepareUpdateReply:
 
 def commit_to(result: CommitResult) -> ps_pb2.CommitUpdateReply:
     """Outcome of a commit."""
-    return ps_pb2.CommitUpdateReply(
-        applied=result.applied, versions=versions_to(result.versions), left_out=result.left_out
-    )
+    reply = ps_pb2.CommitUpdateReply(applied=result.applied, left_out=result.left_out)
+    add_versions(reply.versions, result.versions)
+    return reply
 
 
 def pull_to(result: PullResult) -> ps_pb2.PullWeightsReply:
     """Outcome of a pull."""
     scalars = struct_pb2.Struct()
     scalars.update({name: list(values) for name, values in result.scalars.items()})
-    return ps_pb2.PullWeightsReply(
-        versions=versions_to(result.versions), slots=result.slots, step_counts=result.step_counts, scalars=scalars
-    )
+    reply = ps_pb2.PullWeightsReply(slots=result.slots, step_counts=result.step_counts, scalars=scalars)
+    add_versions(reply.versions, result.versions)
+    return reply
 
 
-def versions_to(versions: Iterable[GroupVersion]) -> list[ps_pb2.GroupVersion]:
-    """Versions, and the frames that bring them."""
-    return [
-        ps_pb2.GroupVersion(
-            group=one.group,
-            version=ps_pb2.Version(store_epoch=one.version.store_epoch, counter=one.version.counter),
-            num_frames=one.num_frames,
-            num_updates=one.num_updates,
-        )
-        for one in versions
-    ]
+def add_versions(target: Any, versions: Iterable[GroupVersion]) -> None:
+    """Versions, and the frames that bring them, into a repeated field. Keyword arguments, and messages that are copied,
+    cost twice as much."""
+    for group, version, num_frames, num_updates in versions:
+        message = target.add()
+        message.group, message.num_frames, message.num_updates = group, num_frames, num_updates
+        message.version.store_epoch, message.version.counter = version
 
 
 def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
     """What a ps has applied."""
-    closed = [
-        common_pb2.UnitSet(dataset=dataset, epoch=epoch, bitmap=bitmap.to_bytes())
-        for (dataset, epoch), bitmap in sorted(description.units.closed.items())
-    ]
     return ps_pb2.DescribeUnitsReply(
-        closed=closed,
+        closed=unit_sets_to_proto(description.units.closed),
         open=[
-            ps_pb2.AppliedUpdate(update=_update_to(update), num_servers=num_servers)
+            ps_pb2.AppliedUpdate(update=update_to_proto(update), num_servers=num_servers)
             for update, num_servers in description.units.open
         ],
         store_epoch=description.store_epoch,
         step=description.step,
         initialized=description.initialized,
+        origin_elements=description.origin_elements,
+        taken_elements=description.taken_elements,
     )
+
+
+def image_to(image: StoreImage) -> ps_pb2.FollowReply:
+    """What a store holds, without the tensors."""
+    described = snapshot.describe(TaskId.parse(image.source.task).index, image.content)
+    return ps_pb2.FollowReply(
+        server=_sender_to(image.source),
+        state=json.dumps(described, separators=(",", ":")).encode(),
+        done=[_sender_to(one) for one in image.done],
+        number=image.number,
+    )
+
+
+def image_from(message: ps_pb2.FollowReply) -> StoreImage:
+    """The same; the elements of its tensors are yet to be read.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    try:
+        content = snapshot.without_values(json.loads(message.state))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ProtocolError(f"expected what {message.server.task} holds, got something else: {error!r}") from None
+    done = tuple(Sender(one.task, one.incarnation, one.sequence) for one in message.done)
+    return StoreImage(sender_from(message.server), content, done, message.number)
+
+
+def _sender_to(sender: Sender) -> common_pb2.Sender:
+    return common_pb2.Sender(task=sender.task, incarnation=sender.incarnation, sequence=sender.sequence)
 
 
 def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
     """Files of a snapshot."""
     saved = [ps_pb2.SavedFile(name=file.name, bytes=file.num_bytes, sha256=file.sha256) for file in files]
     return ps_pb2.SaveShardsReply(files=saved, step=step)
-
-
-def _update_to(update: Update) -> common_pb2.Update:
-    units = [common_pb2.Unit(dataset=unit.dataset, epoch=unit.epoch, index=unit.index) for unit in update.units]
-    return common_pb2.Update(units=units, ordinal=update.ordinal)
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:
@@ -248,13 +263,15 @@ def _version(message: ps_pb2.Version) -> Version:
 
 def _group_commits(messages: Iterable[ps_pb2.GroupCommit]) -> tuple[GroupCommit, ...]:
     return tuple(
-        GroupCommit(
-            message.group,
-            message.present,
-            tuple(_known(hyper.SerializeToString(deterministic=True)) for hyper in message.hyper_parameters),
-            _version(message.have) if message.HasField("have") else None,
-        )
-        for message in messages
+        [
+            GroupCommit(
+                message.group,
+                message.present,
+                tuple([_known(hyper.SerializeToString()) for hyper in message.hyper_parameters]),
+                _version(message.have) if message.HasField("have") else None,
+            )
+            for message in messages
+        ]
     )
 
 
@@ -265,7 +282,7 @@ def _known(struct: bytes) -> Mapping[str, Any]:
 
 
 def _slice(message: ps_pb2.StepSlice) -> RequestedSlice:
-    units = tuple(unit_from(unit) for unit in message.units)
+    units = tuple(unit_from_proto(unit) for unit in message.units)
     if message.merge not in _MERGES:
         raise ProtocolError(f"expected merge MEAN or SUM, got {message.merge}")
     return RequestedSlice(message.step, units, message.weight, _MERGES[message.merge])

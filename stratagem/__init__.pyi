@@ -32,9 +32,10 @@ from .errors import (
 from .launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
 from .launch.submit.api import run
 from .launch.submit.environment import Job, remote
+from .launch.widget import StatusWidget, status_widget
 from .strategy.base import Strategy, set_strategy
 from .strategy.central_storage import CentralStorageStrategy
-from .strategy.default import get_strategy, has_strategy, is_evaluator, is_lead
+from .strategy.default import get_strategy, has_strategy, is_lead
 from .strategy.environment import strategy_from_environment
 from .strategy.loss_scaling import compute_average_loss, scale_regularization_loss
 from .strategy.mirrored import MirroredStrategy
@@ -50,6 +51,7 @@ from .strategy.replicas.cross_device_ops import (
     ReductionToOneDevice,
 )
 from .strategy.replicas.variable import Variable, VariableAggregation, VariableSynchronization
+from .strategy.roles import is_evaluator
 from .strategy.tpu import TPUStrategy
 from .training import callbacks
 from .training.estimator.cluster_run import EvalSpec, Evaluated, TrainSpec, train_and_evaluate
@@ -125,6 +127,7 @@ __all__ = [
     "SecurityError",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
+    "StatusWidget",
     "StratagemError",
     "Strategy",
     "SubmitError",
@@ -159,6 +162,7 @@ __all__ = [
     "run",
     "scale_regularization_loss",
     "set_strategy",
+    "status_widget",
     "strategy_from_environment",
     "train_and_evaluate",
 ]

@@ -11,7 +11,7 @@
     │   ├── SequenceError             a request out of sequence; names the expected number
     │   └── LimitError                a request over a limit; names the limit
     ├── StaleStoreError               the ps went back to a checkpoint; the sender must introduce itself again
-    ├── FencedError                   this process life has been declared dead; it must end
+    ├── FencedError                   this incarnation has been declared dead; it must end
     ├── SecurityError                 a peer is not who it must be, or may not do what it asks
     │   ├── IdentityError             no identity, a wrong token, another one's certificate, a refused TLS handshake
     │   └── ForbiddenError            known, but its role may not do this
@@ -97,7 +97,7 @@ class StaleStoreError(StratagemError):
 
 
 class FencedError(StratagemError):
-    """This process life has been declared dead by the chief."""
+    """This incarnation has been declared dead by the chief."""
 
     reason = "FENCED"
 
@@ -126,8 +126,9 @@ class PeerUnavailableError(StratagemError):
     reason = "PEER_UNAVAILABLE"
 
 
-class CollectiveError(StratagemError):
-    """A collective was aborted on every rank; no rank has a result of it.
+class CollectiveError(StratagemError, RuntimeError):
+    """A collective was aborted on every rank; no rank has a result of it. A RuntimeError as torch's own errors of
+    collectives are.
 
     Args:
         message: which peer, why, and at which step.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import os
+import re
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: the processes of one test share two cores
@@ -23,6 +27,7 @@ hypothesis.settings.load_profile("shared machine")
 
 _DEADLINE_S = 5.0
 _POLL_S = 0.02
+_COLLECTION_S = 0.02
 # pytest says which test runs; the others are set once for the process, by libraries as they load or with our log.
 _ENVIRONMENT_OF_OTHERS = {
     "PYTEST_CURRENT_TEST",
@@ -47,18 +52,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
 
 
+def pytest_sessionstart() -> None:
+    """From Python 3.14 on processes start from one of multiprocessing's own, which lasts as long as this one."""
+    if multiprocessing.get_all_start_methods()[0] == "forkserver":
+        forkserver.ensure_running()
+
+
 def _threads() -> dict[int, str]:
     return {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
 
 
 def _children() -> dict[int, str]:
-    found = {}
-    for child in psutil.Process().children(recursive=True):
-        try:
-            found[child.pid] = f"pid {child.pid}: {' '.join(child.cmdline())[:120]}"
-        except psutil.NoSuchProcess:
-            continue
+    """Read from the kernel's own lists: psutil looks at every process of the machine, twice a test."""
+    found: dict[int, str] = {}
+    parents = [os.getpid()]
+    while parents:
+        with contextlib.suppress(OSError):  # it has ended
+            for task in os.listdir(folder := f"/proc/{parents.pop()}/task"):
+                pids = [int(pid) for pid in Path(folder, task, "children").read_text().split()]
+                parents += pids
+                found.update((pid, f"pid {pid}: {_command(pid)}") for pid in pids)
     return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
+    return ""
 
 
 def _descriptors() -> dict[int, str]:
@@ -74,15 +94,24 @@ def _descriptors() -> dict[int, str]:
     return found
 
 
-def _shared_memory() -> dict[str, str]:
-    return {path.name: str(path) for path in Path("/dev/shm").glob("*")} if os.path.isdir("/dev/shm") else {}
+def shared_memory() -> dict[str, str]:
+    return {path.name: str(path) for path in Path("/dev/shm").glob("*") if not _is_of_others(path.name)}
+
+
+def _is_of_others(name: str) -> bool:
+    """Whether it has the id of a process that runs and is not ours, as torch and our tests name files; a simulation
+    beside us may have been killed."""
+    pids = [int(part) for part in re.split("[-_]", name) if part.isdigit()]
+    return name.startswith("simulation-") or any(
+        psutil.pid_exists(pid) and pid not in {os.getpid(), *_children()} for pid in pids
+    )
 
 
 _RESOURCES: dict[str, Callable[[], Mapping[int, str] | Mapping[str, str]]] = {
     "threads": _threads,
     "child processes": _children,
     "file descriptors": _descriptors,
-    "shared memory": _shared_memory,
+    "shared memory": shared_memory,
 }
 
 
@@ -95,15 +124,45 @@ def _leaked(before: dict[str, set[tuple[int | str, str]]]) -> dict[str, list[str
     return {kind: sorted(text for _, text in now[kind] - before[kind]) for kind in now if now[kind] - before[kind]}
 
 
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[None]:
+    """The processes that :mod:`tests.forks` starts are forks."""
+    from tests import forks  # here, because test_leaks.py takes this file elsewhere
+
+    with forks.preloaded():
+        yield
+
+
+class _Garbage:
+    """Collects it. With torch's modules that takes 0.2 s, so those that a test finds loaded are left out."""
+
+    is_slow = True
+
+    def before_test(self) -> None:
+        if self.is_slow:
+            gc.collect()
+            gc.freeze()
+            self.is_slow = False
+
+    def collect(self) -> None:
+        begun = time.process_time()
+        gc.collect()
+        self.is_slow = self.is_slow or time.process_time() - begun > _COLLECTION_S
+
+
+_garbage = _Garbage()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fails a test after which something is left that was not there before; waits for what is just ending."""
+    _garbage.before_test()
     before = _snapshot()
     environment = dict(os.environ)
     yield
     deadline = time.monotonic() + _DEADLINE_S
     while (leaks := _leaked(before)) and time.monotonic() < deadline:
-        gc.collect()  # what an exception's traceback holds goes with the cycle it is in
+        _garbage.collect()  # what an exception's traceback holds goes with the cycle it is in
         time.sleep(_POLL_S)
     changed = {
         name

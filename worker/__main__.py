@@ -1,20 +1,22 @@
-"""``python -m stratagem.worker SCRIPT [ARGS…]``: a training script as a worker of the cluster in TF_CONFIG."""
+"""``stratagem worker SCRIPT [ARGS…]``: a training script as a worker of its cluster."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
-from stratagem.cluster.sources import gather
 from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import StratagemError
+from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
@@ -58,13 +60,15 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         print(f"{config.task}: {outcome.message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    _write_report()
-    if outcome.exit_code == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has done its work: a pod deleted now has ended well
+    _write_report(outcome)
+    # It ends with a code of its own. A pod deleted now has done its work; the job that a failure ends stops everybody.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if runtime is not None:
         runtime.goodbye(outcome.exit_code, outcome.message)
     elif isinstance(config, WorkerConfig) and config.chief:
         _end_without_strategy(config, outcome, alone)
+    if outcome.exit_code and not alone:
+        _end_at_once(outcome.exit_code)
     return outcome.exit_code
 
 
@@ -97,26 +101,19 @@ def _end_without_strategy(config: WorkerConfig, outcome: Outcome, alone: bool) -
         session.close()
 
 
-def _write_report() -> None:
-    """Leaves the counts of this worker where the launcher asked for them."""
+def _end_at_once(exit_code: int) -> None:
+    """Ends as Python does, but for tearing down process groups: gloo's would first wait for the collectives that this
+    rank has begun, half an hour each, and the other ranks, which see its sockets open, would wait for it."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _write_report(outcome: Outcome) -> None:
+    """Leaves the counts of this worker where the launcher asked for them; after a failure what it did last, too."""
     path, meter = os.environ.get(REPORT_VARIABLE), active_meter()
     if path and meter is not None:
-        Path(path).write_text(json.dumps(meter.report()))
-
-
-def main() -> int:
-    """The command line of ``python -m stratagem.worker``."""
-    if len(sys.argv) < 2:
-        print("usage: python -m stratagem.worker SCRIPT [ARGS…]", file=sys.stderr)
-        return EXIT_USAGE
-    try:
-        resolved, _ = gather("worker", os.environ)
-    except ConfigurationError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USAGE
-    assert isinstance(resolved.config, WorkerConfig)
-    return run(resolved.config, sys.argv[1], sys.argv[2:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        flight = {"flight": FLIGHT.lines()} if outcome.exit_code else {}
+        Path(path).write_text(json.dumps(meter.report() | flight))

@@ -11,12 +11,15 @@ import grpc
 from stratagem.cluster.units import Plan
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2
 from stratagem.rpc.session import SessionClient
 
 _Reply = TypeVar("_Reply")
 
 PATIENCE_S = 10.0  # a call that waits for other workers is repeated this often, to see the end of the job
+REPORT_S = 1.0
+"""Seconds that a report may wait for its answer."""
 
 
 class ChiefClient:
@@ -39,16 +42,7 @@ class ChiefClient:
 
     def open_dataset(self, dataset: int, plan: Plan) -> int:
         """Registers the plan; returns the seed of its permutations."""
-        request = chief_pb2.OpenDatasetRequest(
-            sender=self._sender,
-            dataset=dataset,
-            num_examples=plan.num_examples,
-            batch_size=plan.batch_size,
-            drop_last=plan.drop_last,
-            shuffle=plan.shuffle,
-            num_slices=plan.num_slices,
-            staleness=plan.staleness,
-        )
+        request = to_message(chief_pb2.OpenDatasetRequest, plan, sender=self._sender, dataset=dataset)
         return self._call(lambda stub: stub.OpenDataset, request).seed
 
     def next_units(self, request: chief_pb2.NextUnitsRequest) -> chief_pb2.NextUnitsReply:
@@ -57,8 +51,13 @@ class ChiefClient:
         return self._call(lambda stub: stub.NextUnits, request, patient=request.wait)
 
     def report_units(self, dataset: int, epoch: int, accepted: Sequence[int]) -> None:
-        """Reports units of a pass as accepted, and wants none."""
-        self.next_units(chief_pb2.NextUnitsRequest(dataset=dataset, epoch=epoch, accepted=accepted))
+        """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away.
+
+        Raises:
+            PeerUnavailableError: the chief has not answered within :data:`REPORT_S`.
+        """
+        request = chief_pb2.NextUnitsRequest(sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted)
+        self._call(lambda stub: stub.NextUnits, request, timeout_s=REPORT_S)
 
     def start_step(
         self, dataset: int, epoch: int, accepted: Sequence[int], states: Sequence[chief_pb2.MetricState], clock: int
@@ -97,6 +96,11 @@ class ChiefClient:
         topic = chief_pb2.Topic(group=group)
         self._call(lambda stub: stub.Agree, chief_pb2.AgreeRequest(sender=self._sender, topic=topic, leave=True))
 
+    def take_in(self, newcomers: Sequence[tuple[str, int]] = ()) -> None:
+        """Makes newcomers (task, incarnation) ranks of the ring; without any this worker is one, and waits."""
+        named = [common_pb2.Sender(task=task, incarnation=incarnation) for task, incarnation in newcomers]
+        self._call(lambda stub: stub.TakeIn, chief_pb2.TakeInRequest(sender=self._sender, newcomers=named))
+
     def save_checkpoint(self, directory: str) -> tuple[str, int]:
         """Takes a checkpoint of all ps; returns its path and step."""
         reply = self._call(
@@ -119,16 +123,18 @@ class ChiefClient:
         method: Callable[[chief_pb2_grpc.ChiefStub], Callable[..., _Reply]],
         request: Any,
         patient: bool = False,
+        timeout_s: float | None = None,
     ) -> _Reply:
-        deadline = time.monotonic() + self._timeout_s
+        timeout_s = timeout_s or self._timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             self._session.raise_if_stopped()
             try:
-                return method(self._stub())(request, timeout=PATIENCE_S if patient else self._timeout_s)
+                return method(self._stub())(request, timeout=PATIENCE_S if patient else timeout_s)
             except grpc.RpcError as rpc_error:
                 code: Any = rpc_error
                 if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    deadline = time.monotonic() + self._timeout_s
+                    deadline = time.monotonic() + timeout_s
                     continue
                 error = error_from_rpc(rpc_error, "chief")
                 self._session.raise_if_stopped()
@@ -136,7 +142,7 @@ class ChiefClient:
                     raise error from None
                 if time.monotonic() > deadline:
                     raise PeerUnavailableError(
-                        f"{self._session.task} could not reach the chief for {self._timeout_s:.0f} s: {error}"
+                        f"{self._session.task} could not reach the chief for {timeout_s:.0f} s: {error}"
                     ) from None
                 self._session.wait_stopped(0.1)
             except ValueError:  # the channel was closed under the call: there is another one, or the session is over

@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Lease, Plan, Unit
+from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import chief_pb2
-from stratagem.rpc.units import lease_from_proto, lease_to_proto
+from stratagem.rpc.units import lease_from_proto
 from stratagem.worker.chief_client import ChiefClient
 
 LEASE_S = 1.0
@@ -61,13 +62,8 @@ class LeaseClient:
 
     def start_evaluation(self, group: str, ordinal: int) -> None:
         """The following calls are about the ``ordinal``-th pass of an evaluation."""
-        plan = self._plan
-        evaluation = chief_pb2.EvaluationPass(
-            name=chief_pb2.Topic(group=group, ordinal=ordinal),
-            num_examples=plan.num_examples,
-            batch_size=plan.batch_size,
-            drop_last=plan.drop_last,
-        )
+        name = chief_pb2.Topic(group=group, ordinal=ordinal)
+        evaluation = to_message(chief_pb2.EvaluationPass, self._plan, name=name)
         self.forget()
         self.attempt = 0
         self._pass = chief_pb2.NextUnitsRequest(evaluation=evaluation)
@@ -168,9 +164,9 @@ class LeaseClient:
         self._states.clear()
         self._limit = 0
 
-    def held(self) -> list[chief_pb2.Lease]:
+    def held(self) -> list[Lease]:
         """Units leased, and those it has not heard the end of, for a chief that restarted."""
-        return [lease_to_proto(lease) for lease in (*self._unreported.values(), *self._held.values())]
+        return [*self._unreported.values(), *self._held.values()]
 
     @property
     def _epoch(self) -> int:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
+from stratagem.cluster.units import Lease
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.measuring import measures
+from stratagem.measuring.flight import FLIGHT
+from stratagem.measuring.process_use import ProcessUse
 from stratagem.rpc.binding import advertised_address
-from stratagem.rpc.generated import chief_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.host_id import own_host_id
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.observer import OBSERVER, observed
 from stratagem.rpc.security import security_of
-from stratagem.rpc.server import RunningServer, add_servicer, serve
+from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import PREEMPTED, SessionClient
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.chief_process import ChiefProcess
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.preemption_request import preemption
-from stratagem.worker.ps_client import PsClient
+from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
@@ -61,12 +67,15 @@ class WorkerRuntime:
         self.task = TaskId.parse(config.task)
         self.meter = StepMeter()
         self.bytes = BytesMeter()
+        self._process = ProcessUse()
+        FLIGHT.values = self.meter.values
         self.leases: list[LeaseClient] = []
-        self.clients: Sequence[PsClient] = ()
+        self.clients: list[PsClient] = []
+        """One a ps; others stand in this list after :meth:`reroute`."""
         security = security_of(config)
         self._chief_process = self._spawn_chief()
         host = config.bind.rpartition(":")[0].strip("[]")
-        entrance = RingService(
+        ring_service = RingService(
             host,
             lambda: self.session.membership,
             self.bytes,
@@ -76,8 +85,8 @@ class WorkerRuntime:
         )
         self._server: RunningServer = serve(
             config.bind,
-            lambda server: add_servicer(SERVICE, WorkerServicer(entrance), server),
-            services=[SERVICE.full_name],
+            observed(SERVICE, WorkerServicer(ring_service)),
+            services=[SERVICE.full_name, OBSERVER.full_name],
             limits=ServerLimits.of(config),
             insecure=config.insecure,
             security=security,
@@ -87,14 +96,15 @@ class WorkerRuntime:
             config.task,
             advertised_address(config.advertise, self._server.address),
             progress=self.meter.progress,
+            measures=self._measures,
             held=self._held,
             chief_timeout_s=config.peer_timeout_s,
             security=security,
         )
-        self.ring = RingMember(entrance, self.session, self.bytes)
+        self.chief = ChiefClient(self.session, config.peer_timeout_s)
+        self.ring = RingMember(ring_service, self.session, self.bytes, self.chief.take_in)
         """This worker's part in a ring, once a strategy forms one."""
         self.meter.peer = self.ring.waiting
-        self.chief = ChiefClient(self.session, config.peer_timeout_s)
         self.session.on_stop(_preempt)
         self._ended = False
         self._assigns: bool | None = None
@@ -109,7 +119,23 @@ class WorkerRuntime:
         config = self.config
         self.session.start(config.start_timeout_s, lambda: take_end(config.checkpoint_dir, config.task))
         self.session.wait_ready(config.start_timeout_s)
-        self.clients = [
+        while True:
+            self.reroute()
+            try:
+                for client in self.clients:
+                    client.connect()
+                break
+            except Rerouted:
+                continue
+        self._server.set_serving(True)
+        logger.info("Cluster is ready: %d workers, %d ps", self.cluster.num_workers, len(self.clients))
+
+    def reroute(self) -> None:
+        """The clients are those of the ps that there are now, and not connected."""
+        config = self.config
+        for client in self.clients:
+            client.close("there is another number of parameter servers")
+        self.clients[:] = [
             PsClient(
                 self.session,
                 index,
@@ -118,20 +144,17 @@ class WorkerRuntime:
                 config.frame_bytes,
                 config.transport,
                 config.max_inbox_bytes,
+                lambda: len(self.clients),
             )
-            for index in range(self.cluster.num_ps)
+            for index in range(self.session.membership.num_ps)
         ]
-        for client in self.clients:
-            client.connect()
-        self._server.set_serving(True)
-        logger.info("Cluster is ready: %d workers, %d ps", self.cluster.num_workers, self.cluster.num_ps)
 
     def is_lead(self) -> bool:
         """Whether this is the lowest live worker."""
         return self.session.membership.lead == self.config.task
 
     def may_assign(self) -> bool:
-        """Whether states that this process loads go to the ps: those of the lead do, unless it was settled."""
+        """Whether states that this process loads go to the ps: those of the lead do, unless :meth:`assigning` says."""
         return self.is_lead() if self._assigns is None else self._assigns
 
     @contextlib.contextmanager
@@ -142,6 +165,13 @@ class WorkerRuntime:
             yield
         finally:
             self._assigns = None
+
+    def dismissal(self) -> JobStoppedError | None:
+        """Where the job is to go on with fewer workers, and without this one: how its script ends."""
+        wanted = self.session.membership.wanted_workers
+        if not 0 < wanted <= self.task.index:
+            return None
+        return JobStoppedError(f"the job goes on with {wanted} worker{'s' * (wanted > 1)}, and without {self.task}", 0)
 
     def goodbye(self, exit_code: int, message: str = "") -> None:
         """Ends this worker's part of the job. Only the first call counts."""
@@ -177,7 +207,11 @@ class WorkerRuntime:
         reason = self.session.stopped
         return None if isinstance(reason, JobStoppedError) and reason.exit_code == 0 else reason
 
-    def _held(self) -> list[chief_pb2.Lease]:
+    def _measures(self) -> dict[str, Any]:
+        values = self.meter.values() | self.bytes.values() | self._process.values()
+        return {"values": measures.bounded(values), "notes": {**self.bytes.notes, "host": own_host_id()}}
+
+    def _held(self) -> list[Lease]:
         return [held for lease in self.leases for held in lease.held()]
 
     def _spawn_chief(self) -> ChiefProcess | None:

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
 from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
@@ -33,7 +32,7 @@ class Outcome:
     """Frames of the user's code only; empty where they would not help."""
 
 
-_kept: list[dict[str, Any]] = []
+_kept: list[object] = []
 """What scripts with process groups have left, until the process ends. A model of DDP that goes with gloo's last process
 group joins gloo's thread while it holds the GIL, for which that thread may wait: both would stand still for ever. At
 the end of the process threads no longer get the GIL, as after a script that Python itself runs."""
@@ -63,6 +62,8 @@ def run_script(script: str, arguments: Sequence[str]) -> Outcome:
     except StratagemError as error:
         return _of_ours(error)
     except BaseException as error:
+        if uses_torch_distributed():
+            _kept.append(error)
         frames = _script_frames(error.__traceback__, script)
         text = "".join(traceback.format_exception(type(error), error, frames))
         return Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}", text)

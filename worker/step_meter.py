@@ -1,33 +1,32 @@
-"""Where the time of a step goes: the whole step, and the part that waited for communication."""
+"""Where the time of a step goes: every moment belongs to one phase, and some phases are exposed communication."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import collections
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from stratagem.rpc.generated import chief_pb2
+from stratagem.measuring import measures
+from stratagem.measuring.flight import FLIGHT
+from stratagem.measuring.measures import labelled
 
+_COMPUTING = frozenset(measures.COMPUTING)
+CPU_EVERY_NS = 100_000_000
+"""Between two steps whose CPU time is asked for: on a busy machine the kernel takes 13 µs to say it. The steps between
+are like the one that follows them."""
 SMOOTHING = 0.9  # weight of the past in the running means: about the last ten steps
-
+MAX_NOTED = 64
+"""Changes of phase that are counted at once. Where what computes between them empties the caches, each would cost
+several times as much by itself."""
 
 WaitingOn = str | Callable[[], str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wait:
-    what: WaitingOn
-    since: float
-    step: int
-
-    def told(self) -> tuple[str, float]:
-        """In words, and for how many seconds."""
-        return self.what if isinstance(self.what, str) else self.what(), time.monotonic() - self.since
+_now = time.perf_counter_ns
 
 
 _active: StepMeter | None = None
@@ -38,78 +37,231 @@ def active_meter() -> StepMeter | None:
     return _active
 
 
+def timed_phase(phase: str) -> AbstractContextManager[None]:
+    """Time spent inside belongs to a phase of the steps of this process, if a strategy counts them."""
+    return nullcontext() if _active is None else _active.within(phase)
+
+
 class StepMeter:
-    """Counts steps and examples and keeps running means of their times. Thread-safe. The newest is the active one."""
+    """Counts steps and examples and the time of each phase. Thread-safe. The newest is the active one.
+
+    A step is data, then what the script computes: forward until a backward begins, and from the optimizer's step on the
+    rest. What else there is is marked where it happens, by :meth:`exposed` and :meth:`within`, and taken out of what it
+    interrupts. So the phases of a step add up to its time. A change of phase is noted with its time, without a lock,
+    and counted with others when there are many, or when somebody asks.
+    """
 
     def __init__(self) -> None:
         global _active
         _active = self
         self._lock = threading.Lock()
+        self._noted: collections.deque[_Noted] = collections.deque()
+        self._note = self._noted.append
         self.steps = 0
         self.examples = 0
         self.skipped = 0
-        self.total_s = 0.0
-        self.total_exposed_s = 0.0
+        self._total_s = 0.0
+        self._total_exposed_s = 0.0
         self._step_s = 0.0
         self._exposed_s = 0.0
-        self._exposed_now = 0.0
-        self._last_end: float | None = None
-        self._wait: _Wait | None = None
+        self._last_end: int | None = None
+        self._exposed_then = 0
+        self._phase = measures.OUTSIDE
+        self._since = _now()
+        self._spent = dict.fromkeys(measures.PHASES, 0)
+        self._by_peer: dict[str, int] = {}
+        self._cpu_then: int | None = None
+        self._cpu_asked, self._cpu_steps, self._num_unasked, self._waited_then = 0, 1, 0, 0
+        self._cpu = {measures.DATA_CPU: 0, measures.STEP_CPU: 0}
+        self._wait: _Inside | None = None
         self.peer: Callable[[], tuple[str, float] | None] = lambda: None
         """Who a collective waits for at this moment, and since how many seconds, where somebody knows it."""
         self.newest_loss: torch.Tensor | None = None
         """Read only when somebody asks: reading waits for a GPU."""
         self.epoch = 0
         self.metrics: dict[str, float] = {}
+        self.in_step = False
+        """Whether each step waits for those of the other workers."""
+        self.loader_workers: int | None = None
+        """Processes of the newest DataLoader."""
 
-    @contextlib.contextmanager
-    def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
+    def exposed(
+        self, waiting_on: WaitingOn, step: int = 0, phase: str = measures.WAIT, peer: str = ""
+    ) -> AbstractContextManager[None]:
         """Time spent inside is exposed communication.
 
         Args:
             waiting_on: on what, for ``stratagem status``: words, or what gives them while it waits, from any thread.
             step: of the job, if it waits until that is applied (staleness 0).
+            phase: which of :data:`stratagem.measuring.measures.COMMUNICATION`.
+            peer: the task that it waits for, where it is one.
         """
-        start = time.monotonic()
-        with self._lock:
-            outer, self._wait = self._wait, _Wait(waiting_on, start, step)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wait = outer
-                if outer is None:
-                    self._exposed_now += time.monotonic() - start
+        return _Inside(self, phase, peer, waiting_on, step)
+
+    def within(self, phase: str, peer: str = "") -> AbstractContextManager[None]:
+        """Time spent inside belongs to a phase; what the task waits for stays as it was told."""
+        return _Inside(self, phase, peer, "", 0)
+
+    def computes(self, phase: str, after: str = "") -> None:
+        """The script goes over to another phase of its computing; nothing changes while it does something else.
+
+        Args:
+            phase: which of :data:`stratagem.measuring.measures.COMPUTING`.
+            after: the only one that it may follow; empty: any.
+        """
+        self._note((_now(), phase, after))
+        if len(self._noted) > MAX_NOTED:
+            self._count_soon()
 
     def start_clock(self) -> None:
-        """The next step is counted from now on (a loop begins)."""
+        """The next step is counted from now on: a loop begins, and asks for its first batch."""
         with self._lock:
-            self._last_end = time.monotonic()
-            self._exposed_now = 0.0
+            self._last_end = self._count_until_now(measures.DATA_WAIT)
+            self._exposed_then = self._communicated()
+            self._begin_step(self._last_end)
+
+    def got_data(self) -> None:
+        """The script is about to get its batch."""
+        if FLIGHT.torch is not None:
+            FLIGHT.torch.at_step()
+        self._note((_now(), measures.FORWARD, None))
+        if self._cpu_then is not None:
+            with self._lock:
+                self._count()
+                waited = self._spent[measures.DATA_WAIT]
+            self._cpu_then = self._note_cpu(measures.DATA_CPU, self._cpu_then, waited - self._waited_then)
+            self._waited_then = waited
+
+    def wants_data(self) -> None:
+        """The script asked for the next batch."""
+        now = _now()
+        self._note((now, measures.DATA_WAIT, None))
+        if self._cpu_then is not None:
+            self._note_cpu(measures.STEP_CPU, self._cpu_then)
+            self._cpu_then = None
+        self._begin_step(now)
+
+    def stop_clock(self) -> None:
+        """The loop is over."""
+        with self._lock:
+            self._count_until_now(measures.OUTSIDE)
+            if self._last_end is not None:  # no step follows the last one
+                if self._cpu_then is not None:
+                    self._num_unasked, self._cpu_asked = self._num_unasked + self._cpu_steps, 0
+                self._num_unasked = max(0, self._num_unasked - 1)
+            self._last_end = self._cpu_then = None
 
     def step_done(self, examples: int) -> None:
         """A step ended; the next one begins."""
-        now = time.monotonic()
-        with self._lock:
-            self.steps += 1
-            self.examples += examples
-            if self._last_end is not None:
-                step_s, exposed_s = now - self._last_end, min(self._exposed_now, now - self._last_end)
-                self.total_s += step_s
-                self.total_exposed_s += exposed_s
-                keep = SMOOTHING if self._step_s else 0.0
-                self._step_s = keep * self._step_s + (1 - keep) * step_s
-                self._exposed_s = keep * self._exposed_s + (1 - keep) * exposed_s
-            self._last_end, self._exposed_now = now, 0.0
+        self.steps += 1
+        self.examples += examples
+        self._note((_now(), "", None))
+        if len(self._noted) > MAX_NOTED:
+            self._count_soon()
+
+    def _count_soon(self) -> None:
+        """Unless another thread does so, or this one, which a destructor has interrupted."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self._lock.release()
+
+    def _count_until_now(self, phase: str = "") -> int:
+        """What was noted, and the phase that goes on or gives way to another. Returns the time. With the lock held."""
+        self._count()
+        return self._go_over(_now(), phase or self._phase)
+
+    def _count(self) -> None:
+        """What was noted. With the lock held."""
+        noted, go_over = self._noted, self._go_over
+        while noted:
+            now, phase, of = noted.popleft()
+            if of is None:
+                if phase:
+                    go_over(now, phase)
+                else:
+                    self._end_step(now)
+            elif isinstance(of, str):
+                if self._phase in _COMPUTING and of in ("", self._phase):
+                    go_over(now, phase)
+            elif phase:
+                of.before, of.outer = self._phase, self._wait
+                of.since = go_over(now, phase)
+                if of.waiting_on:
+                    self._wait = of
+            else:
+                now = go_over(now, of.before)
+                self._wait = of.outer
+                if of.peer:
+                    self._by_peer[of.peer] = self._by_peer.get(of.peer, 0) + now - of.since
+
+    def _go_over(self, now: int, phase: str) -> int:
+        """To another phase. Returns since when it is."""
+        before, since = self._phase, self._since
+        self._phase = phase
+        if now <= since:  # it was noted by one thread while another counted
+            return since
+        if FLIGHT.traces:
+            FLIGHT.span(before, since, now, "steps")
+        self._spent[before] += now - since
+        self._since = now
+        return now
+
+    def _end_step(self, now: int) -> None:
+        was_busy = self._phase in _COMPUTING or self._phase == measures.OUTSIDE
+        now = self._go_over(now, measures.FORWARD if was_busy else self._phase)
+        if self._last_end is not None:
+            step_s, exposed_s = (now - self._last_end) / 1e9, (self._communicated() - self._exposed_then) / 1e9
+            self._total_s += step_s
+            self._total_exposed_s += exposed_s
+            keep = SMOOTHING if self._step_s else 0.0
+            self._step_s = keep * self._step_s + (1 - keep) * step_s
+            self._exposed_s = keep * self._exposed_s + (1 - keep) * exposed_s
+        self._last_end, self._exposed_then = now, self._communicated()
+
+    def _communicated(self) -> int:
+        return sum([self._spent[phase] for phase in measures.COMMUNICATION])
+
+    def _begin_step(self, now: int) -> None:
+        """Asks for its CPU time, also in the stead of the steps since the last one, if that was long ago."""
+        self._num_unasked += 1
+        if now - self._cpu_asked >= CPU_EVERY_NS:
+            self._cpu_asked, self._cpu_then = now, time.thread_time_ns()
+            self._cpu_steps, self._num_unasked = self._num_unasked, 0
+
+    def _note_cpu(self, of: str, since: int, most: int | None = None) -> int:
+        now = time.thread_time_ns()
+        ran = self._cpu_steps * max(0, now - since)  # another thread may iterate now
+        # The first step of a loop, which starts readers, is not like the others.
+        self._cpu[of] += ran if most is None else min(ran, most)
+        return now
 
     @property
     def exposed_fraction(self) -> float:
         """Part of the last steps' time that waited for communication, 0 to 1 (running mean of about ten steps)."""
-        return self._exposed_s / self._step_s if self._step_s else 0.0
+        with self._lock:
+            self._count()
+            return self._exposed_s / self._step_s if self._step_s else 0.0
+
+    def values(self) -> dict[str, float]:
+        """What the steps took so far, by the names of :mod:`stratagem.measuring.measures`; the phase that goes on
+        included."""
+        with self._lock:
+            self._count_until_now()
+            found = {phase: spent / 1e9 for phase, spent in self._spent.items() if spent}
+            found |= {labelled(measures.PEER_WAIT, peer): spent / 1e9 for peer, spent in self._by_peer.items()}
+            found |= {name: spent / 1e9 for name, spent in self._cpu.items()}
+            found[measures.STEPS] = float(self.steps)
+        found[measures.IN_STEP] = float(self.in_step)
+        found[measures.THREADS] = float(torch.get_num_threads())
+        if self.loader_workers is not None:
+            found[measures.LOADER_WORKERS] = float(self.loader_workers)
+        return found
 
     def report(self) -> dict[str, Any]:
         """What this process did, for ``stratagem run --summary``: counts, newest loss and metrics, seconds."""
-        loss = self._read_loss()
+        loss, values = self._read_loss(), self.values()
         with self._lock:
             return {
                 "steps": self.steps,
@@ -117,16 +269,20 @@ class StepMeter:
                 "loss": loss,
                 "metrics": dict(self.metrics),
                 "skipped": self.skipped,
-                "step_time_s": self.total_s,
-                "exposed_communication_s": self.total_exposed_s,
+                "step_time_s": self._total_s,
+                "exposed_communication_s": self._total_exposed_s,
+                "measures": values,
             }
 
-    def progress(self) -> chief_pb2.Progress:
-        """What a heartbeat says."""
-        loss, wait = self._read_loss(), self._wait
+    def progress(self) -> dict[str, Any]:
+        """What a heartbeat says: fields of ``Progress``."""
+        loss = self._read_loss()
+        with self._lock:
+            self._count()
+            wait = self._wait
         waiting_on, waiting_s = self.peer() or (("", 0.0) if wait is None else wait.told())
         with self._lock:
-            return chief_pb2.Progress(
+            return dict(
                 step=self.steps,
                 examples=self.examples,
                 loss=loss or 0.0,
@@ -145,3 +301,37 @@ class StepMeter:
         """Not under the lock: a GPU may take a while, and the training must not wait for whoever asks."""
         loss = self.newest_loss
         return None if loss is None else float(loss)
+
+
+class _Inside:
+    """A phase, entered and left. Not a generator: there are several a step."""
+
+    __slots__ = ("_meter", "_phase", "before", "outer", "peer", "since", "step", "waiting_on")
+
+    before: str
+    outer: _Inside | None
+    since: int
+
+    def __init__(self, meter: StepMeter, phase: str, peer: str, waiting_on: WaitingOn, step: int) -> None:
+        self._meter, self._phase, self.peer, self.waiting_on, self.step = meter, phase, peer, waiting_on, step
+
+    def __enter__(self) -> None:
+        self._meter._note((_now(), self._phase, self))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        meter = self._meter
+        meter._note((_now(), "", self))
+        if len(meter._noted) > MAX_NOTED:
+            meter._count_soon()
+
+    def told(self) -> tuple[str, float]:
+        """What it waits for, in words, and for how many seconds."""
+        what = self.waiting_on if isinstance(self.waiting_on, str) else self.waiting_on()
+        return what, (_now() - self.since) / 1e9
+
+
+_Noted = tuple[int, str, str | _Inside | None]
+"""When, which phase, and what of it: no condition, the only phase that it may follow, or who enters it. Without a
+phase: the end of a step, or of what was entered."""

@@ -15,7 +15,7 @@ from benchmarks import machine
 from benchmarks.collectives.loop import measure_and_write
 from benchmarks.collectives.sizes import parse_sizes
 from benchmarks.collectives.stratagem_job import Stratagem
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender, tune
 from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
 from stratagem.worker.ring.communicator import Communicator

@@ -1,14 +1,14 @@
-"""The ``collectives`` benchmark: our backend of ``torch.distributed``, lane by lane, beside gloo."""
+"""The ``collectives`` benchmark: our backend of ``torch.distributed``, lane by lane, beside gloo and Open MPI."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.collectives.calls import COLLECTIVES
 from benchmarks.collectives.jobs import sizes_argument, torch_environment
-from benchmarks.collectives.torch_job import COLLECTIVES
 from benchmarks.job_files import rank_path
 from benchmarks.jobs import Task, free_addresses, python_module, run_job
 from benchmarks.runner import Case, Identity, Sample
@@ -17,7 +17,13 @@ Ranks = list[dict[str, list[float]]]
 """What every rank measured: collective and size to median seconds and CPU seconds of a call."""
 
 
-def collectives_cases(num_workers: int, sizes: Sequence[int], lanes: Sequence[str], *, gloo: bool) -> list[Case]:
+MPI_OPTIONS: Mapping[str, Sequence[str]] = {"shm": (), "tcp": ("--mca", "btl", "self,tcp")}
+"""What makes Open MPI take a lane; shared memory is what it takes by itself on one host."""
+
+
+def collectives_cases(
+    num_workers: int, sizes: Sequence[int], lanes: Sequence[str], *, gloo: bool, mpi_python: str | None = None
+) -> list[Case]:
     """The systems that take turns; each measures all collectives and sizes in one job.
 
     Args:
@@ -25,12 +31,25 @@ def collectives_cases(num_workers: int, sizes: Sequence[int], lanes: Sequence[st
         sizes: bytes of the whole tensor: of what is reduced, scattered or exchanged, and of what a gather ends with.
         lanes: lanes of ours.
         gloo: whether the peer gloo takes part.
+        mpi_python: interpreter of an environment with mpi4py, beside Open MPI; None leaves the peer out.
     """
-    cases = [_case(num_workers, sizes, "stratagem", lane) for lane in lanes]
-    return [*cases, _case(num_workers, sizes, "gloo", "tcp")] if gloo else cases
+    case = functools.partial(_case, num_workers, sizes)
+    cases = [case("stratagem", lane, functools.partial(run, num_workers, sizes, "stratagem", lane)) for lane in lanes]
+    if gloo:
+        cases.append(case("gloo", "tcp", functools.partial(run, num_workers, sizes, "gloo", "tcp")))
+    if mpi_python is not None:
+        for lane in MPI_OPTIONS:
+            cases.append(case("openmpi", lane, functools.partial(run_mpi, num_workers, sizes, lane, mpi_python)))
+    return cases
 
 
-def _case(num_workers: int, sizes: Sequence[int], system: str, lane: str) -> Case:
+def _case(
+    num_workers: int,
+    sizes: Sequence[int],
+    system: str,
+    lane: str,
+    run: Callable[[], tuple[Ranks, Mapping[str, str]]],
+) -> Case:
     places = [(name, num_bytes) for name in COLLECTIVES for num_bytes in sizes]
     identities: list[Identity] = [
         {
@@ -45,7 +64,7 @@ def _case(num_workers: int, sizes: Sequence[int], system: str, lane: str) -> Cas
     ]
 
     def measure() -> tuple[Sequence[Sample], Mapping[str, str]]:
-        ranks, versions = run(num_workers, sizes, system, lane)
+        ranks, versions = run()
         return [_sample([rank[f"{name} {size}"] for rank in ranks]) for name, size in places], versions
 
     return Case(identities, measure)
@@ -60,6 +79,13 @@ def run(num_workers: int, sizes: Sequence[int], system: str, lane: str) -> tuple
         for rank in range(num_workers)
     ]
     return run_job(tasks, functools.partial(_read, num_ranks=num_workers), num_members=num_workers)
+
+
+def run_mpi(num_workers: int, sizes: Sequence[int], lane: str, python: str) -> tuple[Ranks, Mapping[str, str]]:
+    """The same of Open MPI, whose launcher starts the ranks and binds each to a core where there are enough."""
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(num_workers), *MPI_OPTIONS[lane]]
+    task = Task([*launcher, *python_module("collectives.mpi_job", sizes_argument(sizes), python=python)])
+    return run_job([task], functools.partial(_read, num_ranks=num_workers))
 
 
 def _read(result: Path, num_ranks: int) -> tuple[Ranks, Mapping[str, str]]:

@@ -60,7 +60,7 @@ def train_cases(
         workload: what to train; its steps are divided among the workers.
         num_workers: processes.
         lanes: lanes of ours.
-        ddp: whether torch's DistributedDataParallel over gloo takes part.
+        ddp: whether torch's DistributedDataParallel takes part, over gloo and over our lanes.
         tf_python: interpreter of an environment with TensorFlow; None leaves the peer out.
 
     Raises:
@@ -73,7 +73,9 @@ def train_cases(
         for lane in lanes
     ]
     if ddp:
-        cases.append(case("ddp", "gloo", num_workers, 0, functools.partial(jobs.run_ddp, workload, num_workers)))
+        for lane in ("gloo", *lanes):
+            run = functools.partial(jobs.run_ddp, workload, num_workers, lane=lane)
+            cases.append(case("ddp", lane, num_workers, 0, run))
     if tf_python is not None and workload.name in CLASSIFIERS:
         peer = functools.partial(jobs.run_tensorflow_ring, workload, num_workers, tf_python)
         cases.append(case("tensorflow", "grpc", num_workers, 0, peer))

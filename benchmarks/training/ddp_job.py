@@ -1,6 +1,6 @@
-"""The peer: torch's DistributedDataParallel over gloo, one process a rank.
+"""torch's DistributedDataParallel, over gloo (the peer) or over our backend: one process a rank.
 
-``python -m benchmarks.training.ddp_job WORKLOAD WARMUP_STEPS TIMED_STEPS`` with torchrun's variables set.
+``python -m benchmarks.training.ddp_job WORKLOAD WARMUP_STEPS TIMED_STEPS BACKEND`` with torchrun's variables set.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import stratagem.distributed  # noqa: F401  # registers the backend
 from benchmarks.job_files import root_pid
 from benchmarks.training.result import write_result, write_steps
 from benchmarks.training.torch_models import (
@@ -48,7 +49,7 @@ def train(workload: Workload, warmup_steps: int, timed_steps: int) -> None:
 def main() -> None:
     """Joins, trains, leaves."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(sys.argv[4])
     try:
         train(WORKLOADS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]))
     finally:

@@ -35,10 +35,15 @@ def run_ring(workload: Workload, num_workers: int, lane: str) -> JobResult:
     return run_job([Task(command)], read_result)
 
 
-def run_ddp(workload: Workload, num_workers: int, environment: Mapping[str, str] | None = None) -> JobResult:
-    """Processes of torch's DistributedDataParallel over gloo; with ``environment`` beside what all jobs get."""
+def run_ddp(
+    workload: Workload, num_workers: int, environment: Mapping[str, str] | None = None, lane: str = "gloo"
+) -> JobResult:
+    """Processes of torch's DistributedDataParallel over gloo, or over a lane of ours; with ``environment`` beside what
+    all jobs get."""
+    backend, transport = ("gloo", {}) if lane == "gloo" else ("stratagem", {"STRATAGEM_TRANSPORT": lane})
     host, port = free_addresses(1)[0].split(":")
-    command, more = python_module("training.ddp_job", *_arguments(workload)), environment or {}
+    command = python_module("training.ddp_job", *_arguments(workload), backend)
+    more = {**transport, **(environment or {})}
     ranks = [torch_environment(rank, num_workers, host, int(port)) for rank in range(num_workers)]
     tasks = [Task(command, {**rank, **more}) for rank in ranks]
     return run_job(tasks, read_result, num_members=num_workers)

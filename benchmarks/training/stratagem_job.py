@@ -51,14 +51,15 @@ def main() -> None:
     losses = [step(batch) for batch in warmup]
     runtime = active_runtime()
     assert runtime is not None, f"{type(strategy).__name__} has joined no cluster; start this with stratagem run"
-    step_s, exposed_s = runtime.meter.total_s, runtime.meter.total_exposed_s
+    before = runtime.meter.report()
     begin = read_counters(root_pid())
     timed_losses = [step(batch) for batch in timed]
     window = between(begin, read_counters(root_pid()))
     write_steps(len(timed_losses), weights_checksum(model) if num_in_sync > 1 else 0)
     if sg.is_lead():
-        timed_s = runtime.meter.total_s - step_s
-        exposed_comm = (runtime.meter.total_exposed_s - exposed_s) / timed_s if timed_s else None
+        after = runtime.meter.report()
+        timed_s, exposed_s = (after[key] - before[key] for key in ("step_time_s", "exposed_communication_s"))
+        exposed_comm = exposed_s / timed_s if timed_s else None
         versions = {"torch": torch.__version__, "stratagem": metadata.version("stratagem")}
         write_result(window, losses + timed_losses, weights_finite(model), exposed_comm, versions)
 

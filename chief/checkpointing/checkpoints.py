@@ -33,14 +33,9 @@ class ServersManifest(Manifest):
     accepted: Mapping[tuple[int, int], UnitBitmap]
     """Accepted units of each (dataset, epoch): their updates are in the shards."""
     applied: Mapping[tuple[int, int], UnitBitmap]
-    """Units that were not accepted but had an update in the shards."""
+    """Units that were not accepted but had an update in the shards, of all ps that take part in it."""
     next_step: int
     """Staleness 0: number of the step that is composed next."""
-
-    @property
-    def servers(self) -> set[str]:
-        """The ps that wrote it."""
-        return {file.ps for file in self.files}
 
     def content(self) -> dict[str, Any]:
         """The content of ``manifest.json``."""

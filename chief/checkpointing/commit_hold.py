@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 HOLD_S = 15.0
 """Seconds after which a ps lets commits through again if the chief died meanwhile; prolonged while it is needed."""
+LONG_HOLD_S = 300.0
+"""The same where commits that get through would be lost: longer than tasks wait for a chief."""
 ADMIT_S = 2.0
 """Seconds to wait for updates that are under way to some ps."""
 ATTEMPTS = 10
@@ -49,13 +51,12 @@ class CommitHold:
     Args:
         ps_pool: the ps.
         chief_epoch: process of the chief.
-        num_ps: ps of the cluster; all have to be there.
     """
 
-    def __init__(self, ps_pool: PsPool, *, chief_epoch: int, num_ps: int) -> None:
+    def __init__(self, ps_pool: PsPool, *, chief_epoch: int) -> None:
         self._ps_pool = ps_pool
         self._chief_epoch = chief_epoch
-        self._num_ps = num_ps
+        self._hold_s = HOLD_S
         self._lock = asyncio.Lock()
         self._num_tokens = 0
         self._num_inside = 0
@@ -99,15 +100,29 @@ class CommitHold:
         async with self._lock:
             self._num_inside -= 1
             if not self._num_inside:
+                self._hold_s = HOLD_S
                 self._stop_prolonging()
                 await self._release(self._ps_pool.servers)
 
-    async def include(self, server: Server) -> None:
-        """A ps came, or came back: it joins a hold that is on before any worker may use it."""
+    async def outlive_chief(self) -> None:
+        """Inside: from now on the hold ends when this chief, or the next one, says so, and not by itself before that.
+
+        Raises:
+            PeerUnavailableError: a ps has not heard it.
+        """
+        self._hold_s = LONG_HOLD_S
+        servers, token = self._ps_pool.ready, self.token
+        await asyncio.gather(*(server.hold_commits(token, LONG_HOLD_S) for server in servers))
+
+    async def include(self, server: Server, *, is_older: bool = False) -> None:
+        """A ps came, or came back: it joins a hold that is on before any worker may use it. One that is older than this
+        chief may be in a hold of an earlier one, which ends."""
         async with self._lock:
-            if self._num_inside:
-                token = self.token
-                await self._ps_pool.insist(server, lambda each: each.hold_commits(token, HOLD_S))
+            token = self.token
+            if self._num_inside or is_older:
+                await self._ps_pool.insist(server, lambda each: each.hold_commits(token, self._hold_s))
+            if is_older and not self._num_inside:
+                await self._ps_pool.insist(server, lambda each: each.release_commits(token))
 
     def check_all(self, what: str) -> list[Server]:
         """All ps of the cluster.
@@ -116,9 +131,9 @@ class CommitHold:
             PeerUnavailableError: one is away, or is being put back to a checkpoint.
         """
         servers = self._ps_pool.ready
-        if len(servers) < self._num_ps:
+        if len(servers) < self._ps_pool.num_ps:
             raise PeerUnavailableError(
-                f"{what} needs all {self._num_ps} ps; {len(servers)} are here now. "
+                f"{what} needs all {self._ps_pool.num_ps} ps; {len(servers)} are here now. "
                 "It is repeated once the others are back."
             )
         return servers
@@ -180,7 +195,8 @@ class CommitHold:
         while True:
             await asyncio.sleep(HOLD_S / 3)
             servers, token = self._ps_pool.ready, self.token
-            await asyncio.gather(*(server.hold_commits(token, HOLD_S) for server in servers), return_exceptions=True)
+            held = (server.hold_commits(token, self._hold_s) for server in servers)
+            await asyncio.gather(*held, return_exceptions=True)
 
     def _stop_prolonging(self) -> None:
         if self._prolonging is not None:

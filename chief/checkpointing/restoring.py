@@ -14,7 +14,7 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.chief.servers.servers import Server
-from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +35,15 @@ class Restoring:
     Args:
         ps_pool: the ps.
         directory: where the checkpoints are; empty: nowhere.
-        num_ps: ps of the cluster.
     """
 
-    def __init__(self, ps_pool: PsPool, directory: str, num_ps: int) -> None:
+    def __init__(self, ps_pool: PsPool, directory: str) -> None:
+        self.directory = directory
         self._ps_pool = ps_pool
-        self._directory = directory
-        self._tasks = {f"ps:{index}" for index in range(num_ps)}
 
     def has_checkpoints(self) -> bool:
         """Whether there is anything to go back to, whole or not."""
-        return bool(self._directory and checkpoints.scan_all(self._directory))
+        return bool(self.directory and checkpoints.scan_all(self.directory))
 
     async def newest(self, servers: Sequence[Server]) -> RestoredServers | None:
         """Puts these ps back to the newest checkpoint that is whole on each of them; None when there is none at all.
@@ -54,10 +52,9 @@ class Restoring:
 
         Raises:
             CheckpointError: none is whole.
-            ConfigurationError: the newest was made by another number of ps.
             ForbiddenError: a ps was not started for this directory.
         """
-        found = await asyncio.to_thread(checkpoints.scan_all, self._directory) if self._directory else []
+        found = await asyncio.to_thread(checkpoints.scan_all, self.directory) if self.directory else []
         left_out: list[tuple[pathlib.Path, int, str]] = []
         for path, step, manifest in found:
             why = await self._refusals(servers, path, manifest)
@@ -79,7 +76,7 @@ class Restoring:
         if left_out:
             newest, _, why = left_out[0]
             raise CheckpointError(
-                f"none of the {len(left_out)} checkpoints in {self._directory} is whole on every ps (the newest, "
+                f"none of the {len(left_out)} checkpoints in {self.directory} is whole on every ps (the newest, "
                 f"{newest.name}: {why}). To begin anew, move them away or give another --checkpoint-dir"
             )
         return None
@@ -90,23 +87,19 @@ class Restoring:
         Raises:
             CheckpointError: it is not whole any more.
         """
-        await self._ps_pool.insist(server, lambda each: each.restore_shards(str(restored.path)))
+        num_ps = self._ps_pool.num_ps
+        await self._ps_pool.insist(server, lambda each: each.restore_shards(str(restored.path), num_ps))
 
     async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
             return f"its {MANIFEST} cannot be read or was altered"
-        if manifest.servers != self._tasks:
-            raise ConfigurationError(
-                f"{path} was made by {len(manifest.servers)} parameter servers, and this job has {len(self._tasks)}: "
-                "start it with as many, or with another --checkpoint-dir and let the script restore the checkpoint "
-                "(sg.Checkpoint), which works for any number"
-            )
         answers = await asyncio.gather(*(self._restore(server, path) for server in servers))
         return "; ".join(answer for answer in answers if answer)
 
     async def _restore(self, server: Server, path: pathlib.Path) -> str:
+        num_ps = self._ps_pool.num_ps
         try:
-            await self._ps_pool.insist(server, lambda each: each.restore_shards(str(path)))
+            await self._ps_pool.insist(server, lambda each: each.restore_shards(str(path), num_ps))
         except CheckpointError as error:
             return str(error)
         return ""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.checkpointing.commit_hold import CommitHold, torn_updates
 from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.leasing.positions import minus
 from stratagem.chief.servers.servers import Server, ServerDescription
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import UnitBitmap
+from stratagem.errors import PeerUnavailableError
+from stratagem.measuring import measures
+from stratagem.measuring.totals import RunningTotals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,11 @@ class Saving:
         committed: Callable[[CommittedCheckpoint], None],
     ) -> None:
         self.lock = asyncio.Lock()
-        """Held while a checkpoint is taken; a restore takes it too."""
+        """Held while a checkpoint is taken; whoever puts ps back to one takes it too."""
+        self.writing = asyncio.Lock()
+        """Held while ps write their shards: one that loses its memory meanwhile goes back to these."""
+        self.totals = RunningTotals()
+        """What checkpoints took."""
         self._lease_book = lease_book
         self._chief_epoch = chief_epoch
         self._commit_hold = commit_hold
@@ -62,18 +71,29 @@ class Saving:
             CheckpointError: it cannot be written.
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
-        async with self.lock, self._commit_hold.held("a checkpoint", complete=complete) as token:
-            return await self._write(self._commit_hold.check_all("a checkpoint"), token, directory, automatic)
+        async with self.lock:
+            return await self.save_inside(directory, automatic=automatic, complete=complete)
+
+    async def save_inside(self, directory: str, *, automatic: bool, complete: bool = True) -> CommittedCheckpoint:
+        """As :meth:`save`, by who has the lock."""
+        with self.totals.timed(measures.CHECKPOINT):
+            async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
+                return await self._write(self._commit_hold.check_all("a checkpoint"), token, directory, automatic)
 
     async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
+        if num_untaken := untaken(described):
+            raise PeerUnavailableError(
+                f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are "
+                "on none of them yet: no worker has said which is to hold them. It is repeated"
+            )
+        accepted = self._lease_book.positions()  # all ps have closed these; of later ones a ps may lack some
         draft = await asyncio.to_thread(checkpoints.begin, directory)
         try:
             saved = await asyncio.gather(
                 *(server.save_shards(token, str(draft.path), draft.nonce) for server in servers)
             )
-            # Whoever reported a unit by now had its updates applied before the shards were written.
-            accepted = self._lease_book.positions()
+            held = {server.incarnation: each for server, each in zip(servers, described, strict=True)}
             manifest = ServersManifest(
                 step=max(each.step for each in saved),
                 chief_epoch=self._chief_epoch,
@@ -84,7 +104,7 @@ class Saving:
                 ),
                 plans=dict(self._lease_book.plans),
                 accepted=accepted,
-                applied=applied_units(described, accepted),
+                applied=applied_units(held, accepted),
                 next_step=self._lease_book.steps.next_number,
                 automatic=automatic,
             )
@@ -92,6 +112,7 @@ class Saving:
         except BaseException:
             await asyncio.to_thread(draft.close)
             raise
+        self.totals.add(measures.CHECKPOINTS, 1)
         committed = CommittedCheckpoint(str(path), manifest.step)
         self._committed(committed)
         if automatic:
@@ -99,11 +120,19 @@ class Saving:
         return committed
 
 
-def applied_units(described: list[ServerDescription], accepted: Positions) -> Positions:
-    """Units with an update on some ps that nobody has reported as accepted."""
+def untaken(described: Sequence[ServerDescription]) -> int:
+    """Elements of a checkpoint of another number of ps that are on no ps yet."""
+    if not described or not all(each.origin_elements for each in described):
+        return 0  # one of them has gone back to a checkpoint that was made since, which had all
+    return max(0, max(each.origin_elements for each in described) - sum(each.taken_elements for each in described))
+
+
+def applied_units(described: Mapping[Incarnation, ServerDescription], accepted: Positions) -> Positions:
+    """Units with an update that nobody has reported as accepted, and none that only some of its ps have."""
     found: Positions = {}
-    for each in described:
+    for each in described.values():
         for key, bitmap in each.applied().items():
             found[key] = found.get(key, UnitBitmap()) | bitmap
-    rest = {key: bitmap - accepted.get(key, UnitBitmap()) for key, bitmap in found.items()}
-    return {key: bitmap for key, bitmap in rest.items() if len(bitmap)}
+    for unit in {unit for updates in torn_updates(described).values() for update in updates for unit in update.units}:
+        found[unit.dataset, unit.epoch].discard(unit.index)
+    return minus(found, accepted)

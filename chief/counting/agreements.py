@@ -12,7 +12,7 @@ class Agreements:
     """What was said, and what was decided, which never changes.
 
     Args:
-        decided: by earlier lives of the chief.
+        decided: by earlier incarnations of the chief.
     """
 
     def __init__(self, decided: dict[Topic, int]) -> None:

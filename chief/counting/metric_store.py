@@ -22,9 +22,9 @@ class MetricStore:
         sessions: membership.
         lease_book: units of training data.
         journal: its history has the metric_states.
-        changed: rung at every change.
-        admit: waits until a life may speak.
-        waits: what lives wait for, for the status page.
+        changed: notified at every change.
+        admit: waits until an incarnation may speak.
+        waits: what incarnations wait for, for the status page.
         page_bytes: what fits into one reply.
     """
 

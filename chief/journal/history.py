@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
 from stratagem.chief.leasing.evaluations import Pin
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
+
+_AS_THEY_ARE = (
+    *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),
+    *("checkpoint", "restored", "updates_undone", "ending", "stopped"),
+)
+"""Fields of the history that are JSON."""
 
 
 @dataclasses.dataclass
@@ -18,13 +25,31 @@ class JobHistory:
 
     chief_epoch: int = 0
     newest_incarnation: int = 0
+    earlier_incarnations: int = 0
+    """The newest one of jobs that are over, whose journal lay here before: a process of theirs that lives on is none of
+    this job's."""
     live: dict[str, int] = dataclasses.field(default_factory=dict)
     """Incarnations that are not over."""
+    prepared: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of each ps the newest incarnation that had been brought up to date."""
+    put_back: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Of each ps the newest process that went back to a checkpoint alone: it may lack units that are reported yet."""
     done: dict[str, int] = dataclasses.field(default_factory=dict)
     """Incarnations of tasks that said goodbye with 0."""
     fenced: dict[str, int] = dataclasses.field(default_factory=dict)
     """Newest incarnation to refuse, of each task."""
     ready: bool = False
+    joining: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Incarnations that came to a ring that trained, and are none of its ranks."""
+    taken_in: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Incarnations that became ranks of one."""
+    wanted_workers: int = 0
+    wanted_ps: int = 0
+    """How many there are to be, once somebody has said so."""
+    num_ps: int = 0
+    """Parameter servers that serve."""
+    told_ps: int = 0
+    """The number that the last chief was started with."""
     initialized: list[str] = dataclasses.field(default_factory=list)
     """The ps that have held values, once all initial values were there."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
@@ -32,7 +57,8 @@ class JobHistory:
     steps: dict[int, tuple[Unit, ...]] = dataclasses.field(default_factory=dict)
     """Synchronous steps that may be in progress, with the units of their slices."""
     next_step: int = 1
-    updates_lost: int = 0
+    lost: dict[str, dict[tuple[int, int], UnitBitmap]] = dataclasses.field(default_factory=dict)
+    """Accepted units without an update on a ps, by its name, or on any (""): each once, however often it goes back."""
     metric_states: MetricStates = dataclasses.field(default_factory=MetricStates)
     """What workers have counted; the chief has no other book of it."""
     evaluations: dict[Topic, Pin] = dataclasses.field(default_factory=dict)
@@ -49,6 +75,16 @@ class JobHistory:
     stopped: str | None = None
     """Why the job is over."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no task has ever joined the job."""
+        return self.newest_incarnation == self.earlier_incarnations
+
+    @property
+    def updates_lost(self) -> int:
+        """How many updates went with the memory of a ps."""
+        return sum(len(bitmap) for units in self.lost.values() for bitmap in units.values())
+
     def apply(self, record: Mapping[str, Any]) -> None:
         """Adds one record.
 
@@ -61,53 +97,63 @@ class JobHistory:
         """One record that says what all records so far said."""
         return {
             "kind": "summary",
-            "chief_epoch": self.chief_epoch,
-            "newest_incarnation": self.newest_incarnation,
-            "live": self.live,
-            "done": self.done,
-            "fenced": self.fenced,
-            "ready": self.ready,
-            "initialized": self.initialized,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            "earlier_incarnations": self.earlier_incarnations,
+            "put_back": self.put_back,
+            "joining": self.joining,
+            "taken_in": self.taken_in,
+            "wanted": [self.wanted_workers, self.wanted_ps],
+            "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
             "accepted": encode_positions(self.accepted),
             "steps": [[number, encode_units(units)] for number, units in self.steps.items()],
-            "next_step": self.next_step,
-            "updates_lost": self.updates_lost,
+            "lost": [[task, encode_positions(units)] for task, units in self.lost.items()],
             "metric_states": self.metric_states.to_record(),
             "evaluations": [[name.group, name.ordinal, pin.to_record()] for name, pin in self.evaluations.items()],
             "agreed": [[topic.group, topic.ordinal, value] for topic, value in self.agreed.items()],
-            "checkpoint": self.checkpoint,
-            "restored": self.restored,
-            "updates_undone": self.updates_undone,
-            "ending": self.ending,
-            "stopped": self.stopped,
         }
 
-    def _summary(self, record: Mapping[str, Any]) -> None:
-        self.chief_epoch = record["chief_epoch"]
-        self.newest_incarnation = record["newest_incarnation"]
-        self.live, self.done, self.fenced = dict(record["live"]), dict(record["done"]), dict(record["fenced"])
-        self.ready, self.initialized = record["ready"], list(record["initialized"])
+    def _on_summary(self, record: Mapping[str, Any]) -> None:
+        for name in _AS_THEY_ARE:
+            setattr(self, name, copy.copy(record[name]))
+        self.earlier_incarnations = record.get("earlier_incarnations", 0)
+        self.put_back = dict(record.get("put_back", {}))
+        self.joining, self.taken_in = dict(record.get("joining", {})), dict(record.get("taken_in", {}))
+        self.wanted_workers, self.wanted_ps = record.get("wanted", (0, 0))
+        self.num_ps, self.told_ps = record.get("num_ps", (0, 0))
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}
         self.accepted = decode_positions(record["accepted"])
         self.steps = {number: tuple(Unit(*unit) for unit in units) for number, units in record["steps"]}
-        self.next_step, self.updates_lost = record["next_step"], record["updates_lost"]
+        self.lost = {task: decode_positions(units) for task, units in record["lost"]}
         self.metric_states = MetricStates.from_record(record["metric_states"])
         self.evaluations = {Topic(group, n): Pin.from_record(pin) for group, n, pin in record["evaluations"]}
         self.agreed = {Topic(group, n): value for group, n, value in record["agreed"]}
-        self.checkpoint, self.stopped = record["checkpoint"], record["stopped"]
-        self.ending = record["ending"]
-        self.restored, self.updates_undone = record["restored"], record["updates_undone"]
 
-    def _chief(self, record: Mapping[str, Any]) -> None:
+    def _on_chief(self, record: Mapping[str, Any]) -> None:
         self.chief_epoch = record["epoch"]
+        told = record.get("num_ps", 0)
+        if self.told_ps and told not in (0, self.told_ps):
+            self.wanted_ps = told  # whoever has started it anew wants another number
+        self.num_ps, self.told_ps = self.num_ps or told, told
 
-    def _join(self, record: Mapping[str, Any]) -> None:
+    def _on_join(self, record: Mapping[str, Any]) -> None:
         self.newest_incarnation = max(self.newest_incarnation, record["incarnation"])
         self.live[record["task"]] = record["incarnation"]
         self.done.pop(record["task"], None)
+        if record.get("joining"):
+            self.joining[record["task"]] = record["incarnation"]
 
-    def _over(self, record: Mapping[str, Any]) -> None:
+    def _on_taken_in(self, record: Mapping[str, Any]) -> None:
+        self.joining.pop(record["task"], None)
+        self.taken_in[record["task"]] = record["incarnation"]
+
+    def _on_prepared(self, record: Mapping[str, Any]) -> None:
+        self.prepared[record["task"]] = record["incarnation"]
+
+    def _on_put_back(self, record: Mapping[str, Any]) -> None:
+        self.put_back[record["task"]] = record["incarnation"]
+
+    def _on_over(self, record: Mapping[str, Any]) -> None:
         task, incarnation = record["task"], record["incarnation"]
         if self.live.get(task) == incarnation:
             del self.live[task]
@@ -116,93 +162,85 @@ class JobHistory:
         if task.startswith("worker:"):
             self.fenced[task] = max(self.fenced.get(task, 0), incarnation)
 
-    def _ready(self, record: Mapping[str, Any]) -> None:
+    def _on_ready(self, record: Mapping[str, Any]) -> None:
         self.ready = True
 
-    def _initialized(self, record: Mapping[str, Any]) -> None:
+    def _on_wanted(self, record: Mapping[str, Any]) -> None:
+        self.wanted_workers, self.wanted_ps = record["workers"], record["ps"]
+
+    def _on_routed(self, record: Mapping[str, Any]) -> None:
+        self.num_ps = record["num_ps"]
+        self.initialized = [f"ps:{index}" for index in range(self.num_ps)]
+        self.prepared.clear()  # whatever they hold, it is for another number of them
+
+    def _on_initialized(self, record: Mapping[str, Any]) -> None:
         self.initialized = list(record["tasks"])
 
-    def _plan(self, record: Mapping[str, Any]) -> None:
+    def _on_plan(self, record: Mapping[str, Any]) -> None:
         self.plans[record["dataset"]] = Plan(**record["plan"])
 
-    def _accepted(self, record: Mapping[str, Any]) -> None:
+    def _on_accepted(self, record: Mapping[str, Any]) -> None:
         for unit in (Unit(*unit) for unit in record["units"]):
             self.accepted.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
         oldest = record["oldest_step"]
         self.steps = {number: units for number, units in self.steps.items() if number >= oldest}
 
-    def _step(self, record: Mapping[str, Any]) -> None:
+    def _on_step(self, record: Mapping[str, Any]) -> None:
         self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["units"])
         self.next_step = max(self.next_step, record["step"] + 1)
 
-    def _close_step(self, record: Mapping[str, Any]) -> None:
+    def _on_close_step(self, record: Mapping[str, Any]) -> None:
         if record["step"] in self.steps:
             self.steps[record["step"]] = tuple(Unit(*unit) for unit in record["included"])
 
-    def _roll_back(self, record: Mapping[str, Any]) -> None:
+    def _on_roll_back(self, record: Mapping[str, Any]) -> None:
         self.accepted = decode_positions(record["accepted"])
+        self.steps.clear()  # their units are leased again, in other steps
         self.metric_states.keep(lambda unit: unit.index in self.accepted.get((unit.dataset, unit.epoch), UnitBitmap()))
 
-    def _state(self, record: Mapping[str, Any]) -> None:
+    def _on_state(self, record: Mapping[str, Any]) -> None:
         self.metric_states.add(decode_state(record["state"]))
 
-    def _logs_recorded(self, record: Mapping[str, Any]) -> None:
+    def _on_logs(self, record: Mapping[str, Any]) -> None:
         self.metric_states.record(Topic(*record["topic"]), decode_logs(record["logs"]))
 
-    def _evaluation(self, record: Mapping[str, Any]) -> None:
+    def _on_evaluation(self, record: Mapping[str, Any]) -> None:
         name, pin = Topic(*record["name"]), Pin.from_record(record["pin"])
         known = self.evaluations.get(name)
         if known is not None and known.attempt != pin.attempt:
             self.metric_states.drop(name)
         self.evaluations[name] = pin
 
-    def _agreed(self, record: Mapping[str, Any]) -> None:
+    def _on_agreed(self, record: Mapping[str, Any]) -> None:
         self.agreed[Topic(*record["topic"])] = record["value"]
 
-    def _anew(self, record: Mapping[str, Any]) -> None:
+    def _on_anew(self, record: Mapping[str, Any]) -> None:
         self.metric_states.clear()
         self.evaluations.clear()
         self.agreed.clear()
 
-    def _lost(self, record: Mapping[str, Any]) -> None:
-        self.updates_lost += record["updates"]
+    def _on_lost(self, record: Mapping[str, Any]) -> None:
+        lost = self.lost.setdefault(record["task"], {})
+        for key, bitmap in decode_positions(record["units"]).items():
+            lost[key] = lost.get(key, UnitBitmap()) | bitmap
 
-    def _checkpoint(self, record: Mapping[str, Any]) -> None:
+    def _on_checkpoint(self, record: Mapping[str, Any]) -> None:
         self.checkpoint = record["path"]
 
-    def _restored(self, record: Mapping[str, Any]) -> None:
+    def _on_restored(self, record: Mapping[str, Any]) -> None:
         self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
 
-    def _ending(self, record: Mapping[str, Any]) -> None:
+    def _on_ending(self, record: Mapping[str, Any]) -> None:
         self.ending = True
 
-    def _stopped(self, record: Mapping[str, Any]) -> None:
+    def _on_stopped(self, record: Mapping[str, Any]) -> None:
         self.stopped = record["reason"]
 
 
-_RECORDS = {
-    "summary": JobHistory._summary,
-    "chief": JobHistory._chief,
-    "join": JobHistory._join,
-    "over": JobHistory._over,
-    "ready": JobHistory._ready,
-    "initialized": JobHistory._initialized,
-    "plan": JobHistory._plan,
-    "accepted": JobHistory._accepted,
-    "step": JobHistory._step,
-    "close_step": JobHistory._close_step,
-    "roll_back": JobHistory._roll_back,
-    "state": JobHistory._state,
-    "logs": JobHistory._logs_recorded,
-    "evaluation": JobHistory._evaluation,
-    "agreed": JobHistory._agreed,
-    "anew": JobHistory._anew,
-    "lost": JobHistory._lost,
-    "checkpoint": JobHistory._checkpoint,
-    "restored": JobHistory._restored,
-    "ending": JobHistory._ending,
-    "stopped": JobHistory._stopped,
+_RECORDS: dict[str, Callable[[JobHistory, Mapping[str, Any]], None]] = {
+    name.removeprefix("_on_"): method for name, method in vars(JobHistory).items() if name.startswith("_on_")
 }
+"""By kind."""
 
 
 def encode_units(units: Iterable[Unit]) -> list[list[int]]:

@@ -14,6 +14,7 @@ import os
 import pathlib
 from typing import Any
 
+from stratagem.checkpoint.durable import sync_directory
 from stratagem.chief.journal.history import JobHistory
 from stratagem.errors import ConfigurationError
 
@@ -43,10 +44,11 @@ class Journal:
         self._full_bytes = 0
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._replay(self._path)
+            self.history = replay(self._path)
             if self.history.stopped is not None:
                 logger.info("The job in %s is over (%s); a new one begins", directory, self.history.stopped)
-                self.history = JobHistory(chief_epoch=self.history.chief_epoch)
+                newest = self.history.newest_incarnation
+                self.history = JobHistory(self.history.chief_epoch, newest, earlier_incarnations=newest)
                 self._replace(self._path)
             self._open(self._path)
 
@@ -80,28 +82,6 @@ class Journal:
             os.close(self._fd)
             self._fd = -1
 
-    def _replay(self, path: pathlib.Path) -> None:
-        if not path.exists():
-            return
-        data = path.read_bytes()
-        offset = 0
-        for number, line in enumerate(data.splitlines(keepends=True), 1):
-            try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("no end of line")
-                self.history.apply(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                if offset + len(line) < len(data):
-                    raise ConfigurationError(
-                        f"line {number} of {path} cannot be read ({error}). Move the file away to start a new job "
-                        "(it then goes on from the newest checkpoint)."
-                    ) from None
-                # The chief died in the middle of its last line: nobody has acted on it.
-                logger.warning("The last line of %s is torn and left out", path)
-                os.truncate(path, offset)
-                return
-            offset += len(line)
-
     def _replace(self, path: pathlib.Path) -> None:
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
@@ -115,8 +95,42 @@ class Journal:
         self._num_bytes = path.stat().st_size
         # A summary that is large itself must not be written with every record.
         self._full_bytes = max(self._compact_bytes, 2 * self._num_bytes)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        sync_directory(path.parent)
+
+
+def replay(path: pathlib.Path) -> JobHistory:
+    """What a journal says; a last line that is torn is cut off.
+
+    Raises:
+        ConfigurationError: a line in the middle cannot be read.
+    """
+    history = JobHistory()
+    data = path.read_bytes() if path.exists() else b""
+    offset = 0
+    for number, line in enumerate(data.splitlines(keepends=True), 1):
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            if not line.endswith(b"\n"):
+                raise ValueError("no end of line")
+            history.apply(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            if offset + len(line) < len(data):
+                raise ConfigurationError(
+                    f"line {number} of {path} cannot be read ({error}). Move the file away to start a new job "
+                    "(it then goes on from the newest checkpoint)."
+                ) from None
+            # The chief died in the middle of its last line: nobody has acted on it.
+            logger.warning("The last line of %s is torn and left out", path)
+            os.truncate(path, offset)
+            break
+        offset += len(line)
+    return history
+
+
+def exit_code_of(directory: str) -> int | None:
+    """Of the job whose journal lies there; None: it is not over.
+
+    Raises:
+        ConfigurationError: a line in the middle cannot be read.
+    """
+    history = replay(pathlib.Path(directory) / NAME)
+    return None if history.stopped is None else int(not history.ending)

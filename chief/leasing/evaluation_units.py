@@ -27,7 +27,6 @@ class EvaluationUnits(UnitLender):
         lender: see :class:`UnitLender`; the journal's history has the evaluations, and what was counted.
         ps_pool: the ps.
         commit_hold: holds commits while an evaluation runs.
-        num_ps: ps of the cluster.
         write: keeps what was counted.
     """
 
@@ -36,13 +35,11 @@ class EvaluationUnits(UnitLender):
         *lender: Any,
         ps_pool: PsPool,
         commit_hold: CommitHold,
-        num_ps: int,
         write: Callable[[MetricState], None],
     ) -> None:
         super().__init__(*lender)
         self._ps_pool = ps_pool
         self._commit_hold = commit_hold
-        self._num_ps = num_ps
         self._write = write
         self._pinning = asyncio.Lock()
         self.evaluations = Evaluations()
@@ -132,8 +129,8 @@ class EvaluationUnits(UnitLender):
 
     async def _versions(self) -> Versions:
         described = await self._ps_pool.describe()
-        if len(described) < self._num_ps:
-            raise PeerUnavailableError(f"an evaluation needs all {self._num_ps} ps; {len(described)} are here now")
+        if len(described) < (num_ps := self._ps_pool.num_ps):
+            raise PeerUnavailableError(f"an evaluation needs all {num_ps} ps; {len(described)} are here now")
         return {incarnation.task: (each.store_epoch, each.step) for incarnation, each in described.items()}
 
     async def _let_go(self, evaluation: RunningEvaluation) -> None:
@@ -158,7 +155,7 @@ class EvaluationUnits(UnitLender):
     async def pin_again(self) -> None:
         """A ps came back: what runs now is of the weights that there are now."""
         async with self._pinning:
-            if len(self._ps_pool.servers) < self._num_ps:
+            if len(self._ps_pool.servers) < self._ps_pool.num_ps:
                 return  # the last to come back is followed by another call
             for name, evaluation in self.evaluations.items():
                 if evaluation.is_pinned:

@@ -41,7 +41,7 @@ class RollBack:
     revoked: int
     """Units that will be computed again."""
     lost: Positions
-    """Accepted units of closed epochs that the checkpoint lacks: nobody will ask for them again."""
+    """Accepted units that the checkpoint lacks, of epochs that nobody will ask for again."""
 
 
 class LeaseBook:
@@ -70,6 +70,11 @@ class LeaseBook:
         """Whether some dataset is trained on at staleness 0."""
         return any(plan.staleness == 0 for plan in self.plans.values())
 
+    @property
+    def has_leased(self) -> bool:
+        """Whether a unit is leased or accepted: some update may be on a ps."""
+        return bool(self._prior) or any(leases.has_begun for leases in self.epochs.values())
+
     def open_dataset(self, dataset: int, plan: Plan) -> Plan:
         """Registers a plan, or checks that it is the one registered; returns the one registered.
 
@@ -90,16 +95,16 @@ class LeaseBook:
             )
         return known
 
-    def know_accepted(self, positions: Mapping[tuple[int, int], UnitBitmap]) -> None:
-        """Counts units as accepted that journal, checkpoint or ps say are."""
+    def know_accepted(self, positions: Mapping[tuple[int, int], UnitBitmap]) -> list[Unit]:
+        """Counts units as accepted that journal, checkpoint or ps say are; returns those that were not."""
+        new: list[Unit] = []
         for key, bitmap in positions.items():
             if key[0] in self.plans:
-                epoch = self.epoch(*key)
-                for index in bitmap:
-                    if index < epoch.plan.num_units and epoch.mark_accepted(index):
-                        self.examples_accepted += epoch.plan.unit_examples(index)
+                num_units = self.epoch(*key).plan.num_units
+                new += self.mark_accepted(Unit(*key, index) for index in bitmap if index < num_units)
             else:
                 self._prior[key] = self._prior.get(key, UnitBitmap()) | bitmap
+        return new
 
     def epoch(self, dataset: int, epoch: int) -> EpochLeases:
         """The units of one epoch.
@@ -136,14 +141,20 @@ class LeaseBook:
         return new
 
     def doubtful(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Iterable[int]) -> list[Unit]:
-        """Those of the units that were leased before a ps went back to a checkpoint: their updates may be lost."""
+        """Those of the units that were perhaps computed before a ps went back to a checkpoint: updates may be lost.
+
+        A newer lease does not tell: a report that is repeated, since its reply was lost with that lease, is older.
+        """
         leases = self.epoch(dataset, epoch)
         new = [index for index in indices if index not in leases.accepted] if self.restores else []
         granted = [(index, leases.lease(index)) for index in new]
         return [
             Unit(dataset, epoch, index)
             for index, lease in granted
-            if lease is None or lease.incarnation != incarnation or lease.restores < self.restores
+            if lease is None
+            or lease.incarnation != incarnation
+            or lease.restores < self.restores
+            or index in leases.undone
         ]
 
     def ask(
@@ -304,6 +315,15 @@ class LeaseBook:
         self._counting.discard(incarnation)
         self._left = {left for left in self._left if left[0] != incarnation}
 
+    def readmit(self, steps: Mapping[int, Sequence[Unit]]) -> None:
+        """Puts back the steps that were open when the chief died, before workers say what they hold: a slice that was
+        closed out of one is in none of these, and still in what its other workers were told."""
+        for number, units in steps.items():
+            known = [unit for unit in units if unit.dataset in self.plans]
+            accepted = {unit for unit in known if unit.index in self.epoch(unit.dataset, unit.epoch).accepted}
+            if len(accepted) < len(known):
+                self.steps.readmit(number, known, accepted)
+
     def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> None:
         """Takes back into the books what ``incarnation`` holds since before the chief restarted."""
         for lease in held:
@@ -311,7 +331,7 @@ class LeaseBook:
             if unit.dataset not in self.plans or not self.epoch(unit.dataset, unit.epoch).is_pending(unit.index):
                 continue
             leases = self.epoch(unit.dataset, unit.epoch)
-            leases.acquire(unit.index, incarnation, self.restores)
+            leases.acquire(unit.index, incarnation)  # it may have been computed before a ps went back
             self._asked.setdefault(incarnation, set()).add(unit.dataset)
             self._counting.add(incarnation)  # until it says otherwise
             if lease.step:
@@ -326,7 +346,9 @@ class LeaseBook:
         known = {key: leases.accepted | UnitBitmap() for key, leases in self.epochs.items() if leases.num_accepted}
         return {**self._prior, **known}
 
-    def roll_back(self, saved: Mapping[tuple[int, int], UnitBitmap], reopen: bool = False) -> RollBack:
+    def roll_back(
+        self, saved: Mapping[tuple[int, int], UnitBitmap], *, reopen: bool = False, is_last: bool = False
+    ) -> RollBack:
         """All ps are back at a checkpoint: units leased, and accepted units that it lacks, become pending again.
 
         A worker cannot go on with a lease from before: the ps refuse it until it has said Hello, and then it forgets
@@ -336,12 +358,13 @@ class LeaseBook:
         Args:
             saved: accepted units in the checkpoint.
             reopen: the workers start anew as well and walk through the epochs from the first: nothing is lost.
+            is_last: no worker asks for any epoch again.
         """
         lost: Positions = {}
         revoked: set[Unit] = set()
         for key, leases in self.epochs.items():
             missing = leases.accepted - saved.get(key, UnitBitmap())
-            if leases.closed and len(missing) and not reopen:
+            if (leases.closed or is_last) and len(missing) and not reopen:
                 lost[key] = missing
                 continue
             leases.revoke(missing)

@@ -37,10 +37,12 @@ class EpochLeases:
         self.plan = plan
         self.accepted = accepted if accepted is not None else UnitBitmap()
         self._num_accepted = len(self.accepted)
-        self._lent: dict[int, Holding] = {}
+        self._leased: dict[int, Holding] = {}
         self._of_holder: dict[Incarnation, set[int]] = {}
         self._returned: list[int] = []
         self._next = 0
+        self.undone: set[int] = set()
+        """Units that were leased or accepted when all ps went back: who reports one may not have heard of that."""
 
     @property
     def num_accepted(self) -> int:
@@ -51,6 +53,11 @@ class EpochLeases:
     def closed(self) -> bool:
         """Every unit is accepted."""
         return self._num_accepted == self.plan.num_units
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a unit is leased or accepted."""
+        return bool(self._leased or self._num_accepted)
 
     @property
     def first_pending(self) -> int | None:
@@ -65,7 +72,7 @@ class EpochLeases:
 
     def is_pending(self, index: int) -> bool:
         """Whether unit ``index`` is neither leased nor accepted."""
-        return index not in self._lent and index not in self.accepted
+        return index not in self._leased and index not in self.accepted
 
     def pending_of_batch(self, batch: int) -> list[int]:
         """Pending units of one global batch, in slice order."""
@@ -73,7 +80,7 @@ class EpochLeases:
 
     def lease(self, index: int) -> Holding | None:
         """The lease of unit ``index``; None when it is not leased."""
-        return self._lent.get(index)
+        return self._leased.get(index)
 
     def held_by(self, incarnation: Incarnation) -> list[int]:
         """Units leased to ``incarnation``, lowest first."""
@@ -95,7 +102,7 @@ class EpochLeases:
     def is_closed_before(self, stop: int) -> bool:
         """Whether every unit before ``stop`` is accepted."""
         first = self.first_pending
-        return (first is None or first >= stop) and not any(index < stop for index in self._lent)
+        return (first is None or first >= stop) and not any(index < stop for index in self._leased)
 
     def ask(
         self, incarnation: Incarnation, held: Collection[int], want: int, at_most: int, stop: int, restores: int = 0
@@ -111,8 +118,8 @@ class EpochLeases:
             restores: see :class:`Holding`.
         """
         units = [index for index in self.held_by(incarnation) if index not in held]
-        others = len(self._of_holder.keys() | {incarnation})
-        num_left = min(stop, self.plan.num_units) - self._num_accepted - len(self._lent)
+        others = len(self._of_holder) + (incarnation not in self._of_holder)
+        num_left = min(stop, self.plan.num_units) - self._num_accepted - len(self._leased)
         num = max(want, min(at_most, num_left // (2 * others)))
         while len(units) < num and (index := self.first_pending) is not None and index < stop:
             self.acquire(index, incarnation, restores)
@@ -122,7 +129,7 @@ class EpochLeases:
     def acquire(self, index: int, incarnation: Incarnation, restores: int = 0) -> None:
         """Leases a pending unit."""
         assert self.is_pending(index), f"unit {index} is not pending"
-        self._lent[index] = Holding(incarnation, restores)
+        self._leased[index] = Holding(incarnation, restores)
         self._of_holder.setdefault(incarnation, set()).add(index)
 
     def accept(self, incarnation: Incarnation, indices: Iterable[int]) -> list[int]:
@@ -138,7 +145,7 @@ class EpochLeases:
         for index in indices:
             if not 0 <= index < self.plan.num_units:
                 raise ProtocolError(f"{incarnation} accepted unit {index}; the epoch has {self.plan.num_units} units")
-            lease = self._lent.get(index)
+            lease = self._leased.get(index)
             if lease is not None and lease.incarnation != incarnation:
                 raise ProtocolError(f"{incarnation} accepted unit {index}, which is leased to {lease.incarnation}")
             if self.mark_accepted(index):
@@ -159,21 +166,23 @@ class EpochLeases:
 
     def give_all_back(self) -> int:
         """Makes every unit that is leased pending again; returns their number."""
-        indices = list(self._lent)
+        indices = list(self._leased)
         for index in indices:
             self.give_back(index)
         return len(indices)
 
     def revoke(self, indices: Iterable[int]) -> None:
         """Makes accepted units pending again: the ps went back to a checkpoint without their updates."""
+        self.undone.update(self._leased)
         for index in indices:
             if index in self.accepted:
+                self.undone.add(index)
                 self.accepted.discard(index)
                 self._num_accepted -= 1
                 heapq.heappush(self._returned, index)
 
     def _end(self, index: int) -> None:
-        lease = self._lent.pop(index, None)
+        lease = self._leased.pop(index, None)
         if lease is not None:
             units = self._of_holder[lease.incarnation]
             units.discard(index)

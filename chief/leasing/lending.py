@@ -14,12 +14,15 @@ from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.journal.history import encode_units
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing.lease_book import LeaseBook, Leases
+from stratagem.chief.leasing.steps import NUM_UNSYNCED
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.monitoring.waits import Waits
 from stratagem.chief.recovery import Recovery
+from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan
+from stratagem.errors import ConfigurationError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,7 @@ class TrainingUnits(UnitLender):
         recovery: knows which reports to believe, and what follows when units come back.
         first_checkpoint: waits until units may be leased: no update can be lost before there is a checkpoint.
         metric_store: keeps what was counted on units, and knows who has left a group of agreements.
+        config: of the chief.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class TrainingUnits(UnitLender):
         recovery: Recovery,
         first_checkpoint: Callable[[Incarnation], Awaitable[None]],
         metric_store: MetricStore,
+        config: ChiefConfig,
     ) -> None:
         super().__init__(*lender)
         self._sessions = sessions
@@ -144,6 +149,33 @@ class TrainingUnits(UnitLender):
         self._recovery = recovery
         self._first_checkpoint = first_checkpoint
         self._metric_store = metric_store
+        self._config = config
+
+    async def open_dataset(self, incarnation: Incarnation, dataset: int, plan: Plan) -> Plan:
+        """Registers a plan, or checks it against the one that stands; returns that.
+
+        Raises:
+            ConfigurationError: another plan stands; names each difference. Or the worker was added to a job whose
+                batches are cut for those it started with.
+        """
+        await self._admit(incarnation)
+        if dataset < 1:
+            raise ConfigurationError(f"datasets are counted from 1, got {dataset}")
+        if plan.staleness == 0 and (self._sessions.wanted_workers or self._sessions.was_added(incarnation.task)):
+            raise ConfigurationError(
+                f"{incarnation.task} cannot be added at staleness 0, nor another go: every batch is cut for the "
+                f"{self._config.num_workers} workers that the job started with (num_workers)"
+            )
+        if plan.staleness == 0 and self._config.ps_replicas > 1:
+            raise ConfigurationError(
+                "copies of what a ps holds (ps_replicas 2) are for a staleness above 0: at 0 all ps go back to a "
+                "checkpoint together when one dies. Start the job without --ps-replicas, or with --staleness 1"
+            )
+        is_new = dataset not in self._lease_book.plans
+        known = self._lease_book.open_dataset(dataset, plan)
+        if is_new:
+            self._journal.write("plan", dataset=dataset, plan=dataclasses.asdict(known))
+        return known
 
     async def accept(self, request: LeaseRequest) -> None:
         """Counts units as accepted."""
@@ -182,7 +214,7 @@ class TrainingUnits(UnitLender):
         )
         for number in range(first, steps.next_number):
             units = encode_units(steps.open[number].units)
-            self._journal.write("step", durable=False, step=number, units=units)
+            self._journal.write("step", durable=number % NUM_UNSYNCED == 0, step=number, units=units)
         return leases
 
     def what_for(self, request: LeaseRequest) -> str:

@@ -15,6 +15,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 
+NUM_UNSYNCED = 64
+"""Of so many steps one is on the disk before it is granted: a chief whose journal lost the last ones, when its machine
+crashed, knows which numbers the ps may have seen."""
+
 
 class SliceState(enum.Enum):
     """Where a slice is on its way."""

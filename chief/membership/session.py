@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from stratagem.chief.membership.heartbeats import Heartbeats
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.task import TaskId
 
@@ -34,9 +35,23 @@ class Session:
     broken_at: float = 0.0
     """When the last stream broke off; means something while none carries the session."""
     heard_at: float = 0.0
+    heartbeats: Heartbeats = dataclasses.field(default_factory=lambda: Heartbeats(1.0))
+    """How regularly this process was heard of."""
     lost_at: float = 0.0
+    served: int = 0
+    """ps: the newest process that workers were sent to."""
     resumed: bool = False
-    """The incarnation is older than the chief's."""
+    """The incarnation is older than the chief's, or has taken over what one that is held."""
+    joining: bool = False
+    """Worker of a ring that trained when it came: it is none of the ranks yet."""
+    waits: bool = False
+    """Of such a worker: it can be taken in."""
+    taken_in: int = 0
+    """Of a worker that a ring has taken in: its incarnation; 0 of those it began with."""
+    copies: tuple[int, int] = (0, 0)
+    """Of this process, a ps: which copy is to be dropped, and up to which those it keeps are."""
+    leaving: bool = False
+    """This process, a ps, was told to end, and waits until what it holds is in a checkpoint."""
     given_up: bool = False
     """Lost for long, and the cluster does without it."""
 
@@ -65,7 +80,7 @@ class Prepare:
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """Make the servers refuse a life; report each with :meth:`Sessions.fence_acknowledged`."""
+    """Make the servers refuse an incarnation; report each with :meth:`Sessions.fence_acknowledged`."""
 
     incarnation: Incarnation
     servers: tuple[Incarnation, ...]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from stratagem.chief.change_event import ChangeEvent
-from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Membership, Request, Stop, Welcome
+from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Request, Stop, Welcome
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.membership.session import (
     Action,
@@ -21,8 +21,11 @@ from stratagem.chief.membership.session import (
     StopJob,
 )
 from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring.job_log import JobLog
+from stratagem.chief.monitoring.recent import Recent
 from stratagem.chief.monitoring.status import member_of
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
 from stratagem.cluster.units import Lease
 from stratagem.errors import LimitError, ProtocolError, StratagemError
@@ -33,10 +36,14 @@ MAX_UNREAD_EVENTS = 256
 """Events that may wait for a task; one that reads none of them loses its session."""
 MAX_PROGRESS_BYTES = 64 << 10
 """What a task may say about its progress in a heartbeat."""
+TICK_S = 1.0
+"""Looks at the time are never further apart, unless the process was stopped or its machine stood still."""
 ANNOUNCE_S = 0.001
 """Seconds between two announcements of the membership, for each session."""
 HEARTBEAT_S = 0.0015
 """Seconds between the heartbeats of all tasks together, at least, as far as the session timeout has time for it."""
+PROBE_S = 0.1
+"""Seconds between two looks whether a task whose connection broke off is still there."""
 MAX_NAMED = 10
 """Missing tasks that a line of the log names."""
 
@@ -52,10 +59,11 @@ class SessionStreams:
     Args:
         sessions: the state machine.
         journal: where incarnations and losses are written before anybody hears of them.
-        changed: rung at every change.
+        changed: notified at every change.
         clock: seconds, monotonic.
         heartbeat_interval_s: what tasks are told, where they are not too many.
         session_timeout_s: what tasks are told.
+        ps_replicas: what ps are told.
         job_started: whether the job has trained before.
         carry: carries out the actions that concern ps and job.
         resume: takes the leases of a resumed worker into the books.
@@ -70,6 +78,7 @@ class SessionStreams:
         clock: Callable[[], float],
         heartbeat_interval_s: float,
         session_timeout_s: float,
+        ps_replicas: int,
         job_started: Callable[[], bool],
         carry: Carry,
         resume: Resume,
@@ -77,12 +86,17 @@ class SessionStreams:
         self.progress: dict[str, bytes] = {}
         self.waiting_steps: dict[str, int] = {}
         """Of the workers that wait for the update of a step of the job: which step."""
+        self.recent = Recent()
+        self.log: JobLog | None = None
+        """Takes lines of the tasks' logs, where somebody shows them."""
         self._sessions = sessions
         self._journal = journal
         self._changed = changed
         self._clock = clock
+        self._ticked_at = clock()
         self._heartbeat_interval_s = heartbeat_interval_s
         self._session_timeout_s = session_timeout_s
+        self._ps_replicas = ps_replicas
         self._job_started = job_started
         self._carry = carry
         self._resume = resume
@@ -93,7 +107,7 @@ class SessionStreams:
         self._closed = False
         self._announcing: asyncio.TimerHandle | None = None
         self._announce_at = 0.0
-        self._knocks: set[asyncio.Future[None]] = set()
+        self._probes: set[asyncio.Future[None]] = set()
 
     async def attend(self, requests: AsyncIterator[Request]) -> AsyncIterator[Event]:
         """One stream, from join to end.
@@ -106,6 +120,10 @@ class SessionStreams:
         join = await anext(requests, None)
         if not isinstance(join, Join):
             raise ProtocolError(f"expected Join as the first message of a session, got {type(join).__name__}")
+        if join.finished and (actions := self._sessions.finished(Incarnation(join.task, join.resume_incarnation))):
+            logger.info("%s, which was lost, has finished", join.task)
+            self.perform(actions)
+            return
         self._newest_stream += 1
         stream = self._newest_stream
         outbox: asyncio.Queue[Event | None] = asyncio.Queue()
@@ -121,28 +139,36 @@ class SessionStreams:
             self._outboxes.pop(stream, None)
             self.perform(self._sessions.stream_ended(str(session.task), stream, self._clock()))
             if not self._closed and session.open and not session.stream:
-                knock = asyncio.ensure_future(self._knock(session.incarnation, session.address))
-                self._knocks.add(knock)
-                knock.add_done_callback(self._knocks.discard)
+                probe = asyncio.ensure_future(self._probe(session.incarnation, session.address))
+                self._probes.add(probe)
+                probe.add_done_callback(self._probes.discard)
 
-    async def _knock(self, incarnation: Incarnation, address: str) -> None:
-        """A process that is gone has left its port: then nobody need wait for it to come back."""
-        try:
-            _, writer = await asyncio.open_connection(*split_address(address))
-            writer.close()
-        except ConnectionRefusedError:
-            self.perform(self._sessions.nobody_there(incarnation, self._clock()))
-        except (OSError, StratagemError):
-            pass  # the network, or no address: the grace decides
+    async def _probe(self, incarnation: Incarnation, address: str) -> None:
+        """A process that is gone has left its port: then nobody need wait for it to come back.
+
+        One that is being killed may lose its session before its port.
+        """
+        while not self._closed and self._sessions.is_away(incarnation):
+            try:
+                _, writer = await asyncio.open_connection(*split_address(address))
+                writer.close()
+            except ConnectionRefusedError:
+                self.perform(self._sessions.nobody_there(incarnation, self._clock()))
+            except (OSError, StratagemError):
+                return  # the network, or no address: the grace decides
+            await asyncio.sleep(PROBE_S)
 
     def _join(self, join: Join, stream: int, outbox: asyncio.Queue[Event | None]) -> Session:
         known = self._sessions.tasks.get(join.task)
         was_open = known is not None and known.open
-        session, actions = self._sessions.join(
-            join.task, join.address, join.pid, join.resume_incarnation, stream, self._clock()
-        )
-        if not join.resume_incarnation:
-            self._journal.write("join", task=join.task, incarnation=session.number)
+        resumed = join.resume_incarnation
+        if known is not None and was_open and known.address == join.address and join.store_epoch:
+            resumed = known.number  # a ps with values: its connection broke before it had heard which one it is
+        session, actions = self._sessions.join(join.task, join.address, join.pid, resumed, stream, self._clock())
+        if not resumed:
+            self.recent.forget(join.task)
+            late = {"joining": True} if session.joining else {}
+            self._journal.write("join", task=join.task, incarnation=session.number, **late)
         outbox.put_nowait(
             Welcome(
                 incarnation=session.number,
@@ -150,12 +176,14 @@ class SessionStreams:
                 heartbeat_interval_s=self._interval_s(),
                 session_timeout_s=self._session_timeout_s,
                 job_started=self._job_started(),
+                ps_replicas=self._ps_replicas,
+                wants_log=self.log is not None,
             )
         )
         self._outboxes[stream] = outbox
-        how = "resumed" if join.resume_incarnation else "joined"
+        how = "resumed" if resumed else "joined"
         logger.info("%s %s at %s", session.incarnation, how, join.address or "-")
-        if join.resume_incarnation and not was_open:  # else the book is right: this chief has written it
+        if resumed and not was_open:  # else the book is right: this chief has written it
             self._resume(session.incarnation, join.held)
         self.perform(actions)
         if not any(isinstance(action, Announce) for action in actions):
@@ -175,14 +203,21 @@ class SessionStreams:
         try:
             async for request in requests:
                 if isinstance(request, Heartbeat):
-                    if len(request.progress) > MAX_PROGRESS_BYTES:
+                    num_bytes = len(request.progress) + len(request.measures)
+                    if num_bytes > MAX_PROGRESS_BYTES:
                         raise LimitError(
-                            f"{task} says {len(request.progress):,} bytes about its progress, at most "
+                            f"{task} says {num_bytes:,} bytes about its progress, at most "
                             f"{MAX_PROGRESS_BYTES:,} are kept"
                         )
-                    self._sessions.heartbeat(task, stream, self._clock())
+                    said = request.copies, request.leaving
+                    if actions := self._sessions.heartbeat(task, stream, self._clock(), *said):
+                        self.perform(actions)
                     self.progress[task] = request.progress or self.progress.get(task, b"")
                     self.waiting_steps[task] = request.waiting_step
+                    if request.measures:
+                        self.recent.add(task, request.measures, self._clock())
+                    if request.lines and self.log is not None:
+                        self.log.add(task, request.lines)
                 elif isinstance(request, Goodbye):
                     logger.info("%s said goodbye with exit code %d", task, request.exit_code)
                     self.perform(
@@ -193,8 +228,12 @@ class SessionStreams:
             outbox.put_nowait(None)
 
     def tick(self) -> None:
-        """Time passed."""
-        self.perform(self._sessions.tick(self._clock()))
+        now = self._clock()
+        if (asleep_s := now - self._ticked_at - TICK_S) > 0:
+            logger.warning("This chief stood still for %.1f s, in which it heard nobody", asleep_s + TICK_S)
+            self._sessions.excuse(asleep_s)
+        self._ticked_at = now
+        self.perform(self._sessions.tick(now))
         missing = [] if self._sessions.ready else self._sessions.waiting_for
         if missing and missing != self._last_missing:
             more = f" and {len(missing) - MAX_NAMED} others" if len(missing) > MAX_NAMED else ""
@@ -204,8 +243,24 @@ class SessionStreams:
     def membership(self) -> Membership:
         """The cluster as it stands."""
         sessions = self._sessions
-        members = tuple(member_of(session) for session in sessions.known)
-        return Membership(sessions.ready, members, sessions.lead, sessions.routing_epoch)
+        members = tuple(member_of(session) for session in sessions.known if sessions.serves(session))
+        return Membership(
+            sessions.ready,
+            members,
+            sessions.lead,
+            sessions.routing_epoch,
+            sessions.min_workers,
+            sessions.generation,
+            sessions.wanted_workers,
+            sessions.num_ps,
+        )
+
+    def take_in(self, caller: Incarnation, newcomers: Sequence[Incarnation]) -> None:
+        """See :meth:`Sessions.take_in`."""
+        for one in self._sessions.take_in(caller, newcomers):
+            self._journal.write("taken_in", task=one.task, incarnation=one.number)
+            logger.info("%s is taken into the ring", one)
+        self.perform([Announce()])
 
     def broadcast(self, event: Event) -> None:
         """Tells every task."""
@@ -235,7 +290,7 @@ class SessionStreams:
                 logger.log(logging.INFO if self._sessions.stopping else logging.WARNING, "%s", action.reason)
         for session in self._sessions.tasks.values():
             history = self._journal.history
-            if session.state is SessionState.DONE and history.live.get(str(session.task)) == session.number:
+            if session.state is SessionState.DONE and history.done.get(str(session.task)) != session.number:
                 self._write_over(session.incarnation, done=True)
         if self._sessions.ready and not self._journal.history.ready:
             self._journal.write("ready")

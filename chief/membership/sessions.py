@@ -13,8 +13,10 @@ lost itself, before the units of that incarnation go to anybody else. A ps learn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from stratagem.chief.membership.heartbeats import Heartbeats
+from stratagem.chief.membership.roster import Roster
 from stratagem.chief.membership.session import (
     Action,
     Announce,
@@ -28,7 +30,7 @@ from stratagem.chief.membership.session import (
 )
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.task import TaskId
-from stratagem.errors import ConfigurationError, FencedError
+from stratagem.errors import ConfigurationError
 
 AWAITED_TIMEOUTS = 3
 """Session timeouts for which a chief that was started again awaits each task: it may be at another address now."""
@@ -36,24 +38,31 @@ HOPELESS = (2, 42)
 """Exit codes after which a restart of the task helps nobody."""
 
 
-class Sessions:
+class Sessions(Roster):
     """Membership of the cluster.
 
     Args:
         num_workers: workers that the cluster waits for.
         max_workers: workers that it takes; those beyond num_workers may come at any time, or never. Without parameter
-            servers none may: a ring is made of num_workers.
-        num_ps: parameter servers that the cluster waits for.
-        session_timeout_s: seconds of silence after which a session is lost.
+            servers they may where there is a min_workers: else a ring is made of num_workers.
+        wanted_workers: see :meth:`want_workers`.
+        num_ps: parameter servers that the cluster waits for. Further ones may come and wait: see :meth:`route`.
+        min_workers: workers of a ring with which the others go on when some are lost, and take others in; 0: they do
+            not.
+        session_timeout_s: seconds of silence after which a session is lost, longer for one that was often late.
+        heartbeat_interval_s: seconds between heartbeats, as they are sent.
         session_grace_s: seconds in which a session whose connection broke off may come back as if nothing had been.
         worker_timeout_s: seconds a lost worker or ps may stay away before the job stops.
         start_timeout_s: seconds for the whole cluster to come up.
         now: seconds on a monotonic clock.
-        newest_incarnation: the last one issued, by earlier lives of the chief.
+        newest_incarnation: the last one issued, by earlier incarnations of the chief.
         awaited: incarnations that were live when an earlier chief died.
+        prepared: newest incarnation of each ps that had been brought up to date: what a later one holds says nothing.
         done: tasks that had said goodbye.
         fenced: newest incarnation to refuse, of each task.
         ready: whether the cluster had been complete.
+        joining: incarnations that came to a ring that trained, and were not taken in.
+        taken_in: those that were.
     """
 
     def __init__(
@@ -61,23 +70,39 @@ class Sessions:
         *,
         num_workers: int,
         max_workers: int = 0,
+        wanted_workers: int = 0,
         num_ps: int,
+        min_workers: int = 0,
         session_timeout_s: float,
+        heartbeat_interval_s: float = 0.5,
         session_grace_s: float = 0.0,
         worker_timeout_s: float,
         start_timeout_s: float,
         now: float,
         newest_incarnation: int = 0,
         awaited: Mapping[str, int] | None = None,
+        prepared: Mapping[str, int] | None = None,
         done: Mapping[str, int] | None = None,
         fenced: Mapping[str, int] | None = None,
         ready: bool = False,
+        joining: Mapping[str, int] | None = None,
+        taken_in: Mapping[str, int] | None = None,
     ) -> None:
         names = [TaskId("worker", i) for i in range(num_workers)] + [TaskId("ps", i) for i in range(num_ps)]
         self.required = [str(task) for task in names]
         # An evaluator may join every job (TensorFlow's TF_CONFIG names it to itself alone); nobody waits for it.
         self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
-        self._max_workers = max_workers if num_ps else 0
+        for task, each in self.tasks.items():
+            each.served = (prepared or {}).get(task, 0)
+        self._max_workers = max_workers if num_ps or min_workers else 0
+        self.wanted_workers = 0
+        self.num_ps = num_ps
+        if min_workers and (num_ps or min_workers > num_workers):
+            raise ConfigurationError(
+                f"min_workers says with how many of its {num_workers} workers a ring goes on: expected at most as "
+                f"many, and no ps, got min_workers {min_workers} and {num_ps} ps"
+            )
+        self.min_workers = min_workers
         self.ready = ready
         self.founders: frozenset[Incarnation] = frozenset()
         self.stopping: StopJob | None = None
@@ -85,132 +110,23 @@ class Sessions:
         self.fenced = dict(fenced or {})
         self._newest_incarnation = newest_incarnation
         self._session_timeout_s = session_timeout_s
+        self._heartbeat_interval_s = heartbeat_interval_s
         self._session_grace_s = session_grace_s
         self._worker_timeout_s = worker_timeout_s
         self._start_deadline = now + start_timeout_s
         self._start_timeout_s = start_timeout_s
         self._pending: dict[Incarnation, set[Incarnation]] = {}
+        if wanted_workers:
+            self.want_workers(wanted_workers)
         for task, incarnation in {**(awaited or {}), **(done or {})}.items():
             if (session := self._session(task)) is not None:
                 session.state = SessionState.DONE if task in (done or {}) else SessionState.AWAITED
                 session.number, session.heard_at, session.lost_at = incarnation, now, now
+                session.joining = (joining or {}).get(task) == incarnation
+                session.taken_in = incarnation if (taken_in or {}).get(task) == incarnation else 0
         for task, session in self.tasks.items():
             if ready and session.state is SessionState.WAITING and task in self.required:
                 session.state, session.lost_at, session.number = SessionState.LOST, now, self.fenced.get(task, 0)
-
-    def _session(self, task: str) -> Session | None:
-        """The session of a task; a worker beyond those that the cluster waits for gets one when it first comes."""
-        if task in self.tasks or not task.startswith("worker:"):
-            return self.tasks.get(task)
-        newcomer = TaskId.parse(task)
-        if newcomer.index >= self._max_workers:
-            return None
-        order = {kind: number for number, kind in enumerate(("worker", "ps", "evaluator"))}
-        tasks = {**self.tasks, task: Session(newcomer)}.values()
-        ordered = sorted(tasks, key=lambda session: (order[session.task.type], session.task.index))
-        self.tasks = {str(session.task): session for session in ordered}
-        return self.tasks[task]
-
-    # What is
-
-    @property
-    def known(self) -> list[Session]:
-        """Every task that belongs to the job: an evaluator that never came is none."""
-        return [s for name, s in self.tasks.items() if name in self.required or s.state is not SessionState.WAITING]
-
-    def live(self, task_type: str) -> list[Session]:
-        """Live tasks of a type, by index."""
-        return [s for s in self.tasks.values() if s.task.type == task_type and s.state is SessionState.LIVE]
-
-    @property
-    def servers(self) -> list[Incarnation]:
-        """ps with an open session, announced or not."""
-        return [s.incarnation for s in self.tasks.values() if s.task.type == "ps" and s.open]
-
-    @property
-    def waiting_for(self) -> list[str]:
-        """Tasks that the cluster cannot start without and that are not there; when all are, the ps not prepared yet."""
-        missing = [
-            task for task in self.required if self.tasks[task].state not in (SessionState.LIVE, SessionState.DONE)
-        ]
-        return [task for task in missing if not self.tasks[task].open] or missing
-
-    @property
-    def never_came(self) -> bool:
-        """Whether a task that the cluster cannot start without has not joined in this life of the chief."""
-        return any(self.tasks[task].state is SessionState.WAITING for task in self.required)
-
-    @property
-    def absent_servers(self) -> list[str]:
-        """ps that were in the cluster and are away without a goodbye, or are back and not prepared."""
-        servers = [s for s in self.tasks.values() if s.task.type == "ps"]
-        away = (SessionState.LOST, SessionState.JOINED)
-        return [str(s.task) for s in servers if s.state in away or (s.open and not s.stream)]
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Workers that are away and have not finished: the others have done their work."""
-        lost = [session for session in self.tasks.values() if session.state is SessionState.LOST]
-        return [str(session.task) for session in lost if session.task.type == "worker"]
-
-    def is_live(self, incarnation: Incarnation) -> bool:
-        """Whether this life is, and is known to all."""
-        session = self.tasks.get(incarnation.task)
-        return session is not None and session.incarnation == incarnation and session.state is SessionState.LIVE
-
-    @property
-    def all_known(self) -> bool:
-        """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
-        return not any(
-            s.state is SessionState.AWAITED or (s.task.type == "ps" and s.state is SessionState.JOINED)
-            for s in self.tasks.values()
-        )
-
-    @property
-    def lead(self) -> str:
-        """The lowest worker that lives or has finished its script; empty when there is none.
-
-        One that has finished has done what only the lead may do (the export, say): nobody does it again after it.
-        """
-        here = (SessionState.LIVE, SessionState.DONE)
-        return next((str(s.task) for s in self.tasks.values() if s.task.type == "worker" and s.state in here), "")
-
-    @property
-    def routing_epoch(self) -> int:
-        """Grows whenever a ps is announced with a new incarnation: incarnations only grow."""
-        return max((s.number for s in self.live("ps")), default=0)
-
-    @property
-    def deserted(self) -> bool:
-        """No session is open."""
-        return not any(s.open for s in self.tasks.values())
-
-    @property
-    def pending_fences(self) -> frozenset[Incarnation]:
-        """Lives that some ps has not refused yet."""
-        return frozenset(self._pending)
-
-    def was_added(self, task: str) -> bool:
-        """Whether this is a worker beyond those that the cluster started with."""
-        return task not in self.required and self.tasks[task].task.type == "worker"
-
-    def check(self, incarnation: Incarnation) -> None:
-        """Whether ``incarnation`` may speak.
-
-        Raises:
-            FencedError: it is over, or unknown.
-        """
-        session = self.tasks.get(incarnation.task)
-        if (
-            session is None
-            or session.number != incarnation.number
-            or not (session.open or session.state is SessionState.AWAITED)
-        ):
-            newest = "unknown" if session is None else f"incarnation {session.number}, {session.state.value}"
-            raise FencedError(
-                f"{incarnation} is not a live member of the cluster (the chief has: {newest}). Its units go to others; "
-                "end the process and start it again to rejoin."
-            )
 
     # What happens
 
@@ -227,9 +143,12 @@ class Sessions:
             FencedError: the incarnation it wants to resume is over.
         """
         session = self._session(task)
+        if session is not None and self.is_dismissed(session) and not resume_incarnation:
+            raise ConfigurationError(f"{task} is not wanted: the job goes on with {self.wanted_workers} workers")
         if session is None:
             known = ", ".join(self.tasks)
-            fixed = "" if "ps:0" in self.tasks else ". A ring is as large as it started: no worker is added to it"
+            fixed = "" if "ps:0" in self.tasks else ". A ring is as large as it started"
+            fixed += " or as max_workers says" if self.min_workers else ": no worker is added to it" if fixed else ""
             raise ConfigurationError(f"{task!r} is not a task of this cluster; expected one of {known}{fixed}")
         incarnation = Incarnation(task, resume_incarnation)
         actions: list[Action] = []
@@ -243,46 +162,111 @@ class Sessions:
                 actions += self._lose(session, now, "a new process joined in its place")
             self._newest_incarnation += 1
             session.number, session.resumed, was_open = self._newest_incarnation, False, False
+            session.heartbeats = Heartbeats(self._heartbeat_interval_s)
+            session.copies, session.leaving = (0, 0), False
+            session.joining = bool(self.min_workers) and self.ready and session.task.type == "worker"
+            session.waits, session.taken_in = False, 0
         session.address, session.pid, session.stream, session.heard_at = address, pid, stream, now
         session.given_up = False
         if not was_open:
-            session.resumed = bool(resume_incarnation)
+            is_prepared = session.task.type != "ps" or session.served == session.number
+            session.resumed = bool(resume_incarnation) and is_prepared
             session.state = SessionState.JOINED if session.task.type == "ps" else SessionState.LIVE
-        actions += (
-            [Prepare(session.incarnation)] if session.state is SessionState.JOINED and not was_open else self._changed()
-        )
+        is_to_serve = session.state is SessionState.JOINED and not was_open and self.serves(session)
+        actions += [Prepare(session.incarnation)] if is_to_serve else self._changed()
         return session, actions
+
+    def want_workers(self, num_workers: int) -> list[Action]:
+        """There are to be so many workers: further ones may come, those with a higher index are to end."""
+        self.wanted_workers = num_workers
+        self._max_workers = max(self._max_workers, num_workers)
+        self.required = [task for task in self.required if not self.is_dismissed(self.tasks[task])]
+        return [Announce()]
+
+    def let_go(self, session: Session, now: float) -> list[Action]:
+        """What a ps holds that was told to end is in a checkpoint, or is nothing: it may."""
+        return self._lose(session, now, "it was told to end, and has handed over what it held")
+
+    def route(self, num_ps: int) -> list[Action]:
+        """From now on so many ps serve, each after it has been prepared anew; those beyond them are to end."""
+        before = self.servers
+        self.num_ps = num_ps
+        workers = [task for task in self.required if task.startswith("worker:")]
+        self.required = [*workers, *(f"ps:{index}" for index in range(num_ps))]
+        actions: list[Action] = []
+        for server in set(before).difference(self.servers):  # what it holds is nobody's any more
+            for incarnation in list(self._pending):
+                actions += self.fence_acknowledged(incarnation, server)
+        for session in self.ps:
+            if session.open:
+                session.state, session.resumed, session.served = SessionState.JOINED, False, 0
+                actions.append(Prepare(session.incarnation))
+        return [*actions, Announce()]
+
+    def take_in(self, caller: Incarnation, newcomers: Collection[Incarnation]) -> list[Incarnation]:
+        """Newcomers of a ring become ranks; without any the caller is one, and can be taken in from now on.
+
+        Returns:
+            Those that have become ranks: who has died meanwhile has not.
+        """
+        if not newcomers:
+            self.tasks[caller.task].waits = self.tasks[caller.task].joining
+            return []
+        taken = [one for one in newcomers if self.is_live(one) and self.tasks[one.task].waits]
+        for one in taken:
+            session = self.tasks[one.task]
+            session.joining, session.waits, session.taken_in = False, False, one.number
+        return taken
 
     def prepared(self, incarnation: Incarnation) -> list[Action]:
         """A ps knows all fences and has what it needs: workers may use it."""
         session = self.tasks[incarnation.task]
         if session.incarnation != incarnation or session.state is not SessionState.JOINED:
             return []
-        session.state = SessionState.LIVE
+        session.state, session.served = SessionState.LIVE, session.number
         return self._changed()
 
-    def heartbeat(self, task: str, stream: int, now: float) -> None:
-        """A task is alive."""
+    def heartbeat(
+        self, task: str, stream: int, now: float, copies: tuple[int, int] = (0, 0), leaving: bool = False
+    ) -> list[Action]:
+        """A task is alive; a ps also says which copies are to be dropped, and are, and whether it was told to end."""
         session = self.tasks[task]
-        if session.stream == stream and session.open:
-            session.heard_at = now
+        if session.stream != stream or not session.open:
+            return []
+        session.heartbeats.add(now - session.heard_at)
+        session.heard_at = now
+        before, session.copies, session.leaving = (session.copies, session.leaving), copies, leaving
+        return [Announce()] if (copies, leaving) != before else []
 
     def goodbye(self, task: str, stream: int, exit_code: int, message: str, now: float) -> list[Action]:
         """A task ends by its own will."""
         session = self.tasks[task]
         if session.stream != stream or not session.open:
             return []
-        if exit_code == 0 and (session.task.type != "ps" or self.stopping is not None):
+        if exit_code == 0 and (session.task.type != "ps" or self.stopping is not None or not self.serves(session)):
             session.state = SessionState.DONE
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
         was_added = self.was_added(task)  # the job goes on without it
+        was_added = was_added or session.joining
         if exit_code and self.stopping is None and not self.first_failure and not was_added:
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why)
         if exit_code in HOPELESS and not was_added:
-            actions += self._stop(1, f"{task} failed and a restart would not help: {message or why}")
+            actions += self.stop(1, f"{task} failed and a restart would not help: {message or why}")
         return actions
+
+    def finished(self, incarnation: Incarnation) -> list[Action]:
+        """The script of a worker has ended well, though the worker is lost; none, if it is not: nobody starts it again.
+
+        What it held has gone to others. A ring with ``min_workers`` does without it: its generation must not shrink.
+        """
+        session = self.tasks.get(incarnation.task)
+        is_lost = session is not None and session.incarnation == incarnation and session.state is SessionState.LOST
+        if session is None or not is_lost or session.task.type != "worker" or self.min_workers:
+            return []
+        session.state = SessionState.DONE
+        return [*self._changed(), *self._end_of_work()]
 
     def stream_ended(self, task: str, stream: int, now: float) -> list[Action]:
         """The stream of a session is gone: the connection may be, or the process."""
@@ -290,28 +274,32 @@ class Sessions:
         if session.stream != stream or not session.open:
             return []
         session.stream, session.broken_at = 0, now
-        if self._session_grace_s and self.stopping is None:
-            return []
+        if self._session_grace_s and (self.stopping is None or session.task.type == "ps"):
+            return []  # the last checkpoint needs what a ps has in memory
         return self._lose(session, now, "its session broke off without a goodbye")
 
     def nobody_there(self, incarnation: Incarnation, now: float) -> list[Action]:
         """Its address refuses connections: the process is gone, unless the session has come back meanwhile."""
-        session = self.tasks[incarnation.task]
-        if session.incarnation != incarnation or session.stream or not session.open:
+        if not self.is_away(incarnation):
             return []
+        session = self.tasks[incarnation.task]
         return self._lose(session, now, "its session broke off without a goodbye, and nothing listens at its address")
 
-    def fence_acknowledged(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
-        """A ps refuses ``incarnation`` from now on."""
-        return self._acknowledge(incarnation, server)
+    def excuse(self, seconds: float) -> None:
+        """The chief was away for that long: it is nobody's silence."""
+        for session in self.tasks.values():
+            session.heard_at += seconds
+            session.broken_at += seconds
+            session.lost_at += seconds
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed."""
         actions: list[Action] = []
         for session in self.tasks.values():
             silent_s = now - session.heard_at
             is_awaited = session.state is SessionState.AWAITED
-            patience_s = self._session_timeout_s * (AWAITED_TIMEOUTS if is_awaited else 1)
+            patience_s = self._session_timeout_s * AWAITED_TIMEOUTS
+            if not is_awaited:
+                patience_s = session.heartbeats.patience_s(self._session_timeout_s)
             if (session.open or is_awaited) and silent_s > patience_s:
                 actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
             elif session.open and not session.stream and (broken_s := now - session.broken_at) > self._session_grace_s:
@@ -321,12 +309,13 @@ class Sessions:
             return actions
         if not self.ready and now > self._start_deadline:
             missing = ", ".join(self.waiting_for)
-            actions += self._stop(
+            actions += self.stop(
                 1, f"the cluster did not come up within {self._start_timeout_s:.0f} s; still missing: {missing}"
             )
         for task in self.required:
             session = self.tasks[task]
-            if self.ready and session.state is SessionState.LOST and now - session.lost_at > self._worker_timeout_s:
+            away = self.ready and session.state is SessionState.LOST
+            if away and now - session.lost_at > self._worker_timeout_s and not self._goes_on:
                 actions += self._give_up(session, now)
         for task, session in self.tasks.items():
             away = session.state is SessionState.LOST and now - session.lost_at > self._worker_timeout_s
@@ -337,29 +326,23 @@ class Sessions:
             actions += self._end_of_work()
         return actions
 
-    def stop(self, exit_code: int, reason: str) -> list[Action]:
-        """Ends the job."""
-        return self._stop(exit_code, reason)
-
     # Rules
-
-    @property
-    def _workers(self) -> list[Session]:
-        return [s for s in self.tasks.values() if s.task.type == "worker" and not s.given_up]
 
     def _give_up(self, session: Session, now: float) -> list[Action]:
         others = [s for s in self._workers if s is not session]
         if session.task.type == "worker" and others and all(s.state is SessionState.DONE for s in others):
-            return self._stop(0, f"every worker but {session.task} has finished the work")
+            return self.stop(0, f"every worker but {session.task} has finished the work")
         why = f"; first failure: {self.first_failure}" if self.first_failure else ""
-        return self._stop(1, f"{session.task} was lost {now - session.lost_at:.0f} s ago and did not come back{why}")
+        return self.stop(1, f"{session.task} was lost {now - session.lost_at:.0f} s ago and did not come back{why}")
 
     def _end_of_work(self) -> list[Action]:
-        if all(s.state is SessionState.DONE for s in self._workers):
-            return self._stop(0, "every worker has finished")
+        workers = [s for s in self._workers if not ((self.min_workers and s.state is SessionState.LOST) or s.joining)]
+        if workers and all(s.state is SessionState.DONE for s in workers):
+            return self.stop(0, "every worker has finished")
         return []
 
-    def _stop(self, exit_code: int, reason: str) -> list[Action]:
+    def stop(self, exit_code: int, reason: str) -> list[Action]:
+        """Ends the job; the first reason counts."""
         if self.stopping is not None:
             return []
         self.stopping = StopJob(exit_code, reason)
@@ -373,11 +356,12 @@ class Sessions:
 
     def _lose(self, session: Session, now: float, why: str) -> list[Action]:
         session.state, session.lost_at = SessionState.LOST, now
+        session.given_up = self.is_dismissed(session)
         reason = f"{session.incarnation} is lost: {why}"
         actions: list[Action] = [Dismiss(session.incarnation, session.stream, reason)]
         if session.task.type == "ps":
             for incarnation in list(self._pending):
-                actions += self._acknowledge(incarnation, session.incarnation)
+                actions += self.fence_acknowledged(incarnation, session.incarnation)
         return [*actions, *self._fence(session), *self._changed()]
 
     def _fence(self, session: Session) -> list[Action]:
@@ -392,7 +376,8 @@ class Sessions:
             return [Release(incarnation)]
         return [Fence(incarnation, tuple(sorted(self._pending[incarnation])))]
 
-    def _acknowledge(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
+    def fence_acknowledged(self, incarnation: Incarnation, server: Incarnation) -> list[Action]:
+        """A ps refuses ``incarnation`` from now on, or is lost itself."""
         servers = self._pending.get(incarnation)
         if servers is None:
             return []

@@ -8,71 +8,72 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from stratagem.chief.monitoring.progress import TaskProgress
-from stratagem.chief.monitoring.status import JobStatus, TaskReport
+from stratagem.measuring.measures import MEASURES, ROW_SHARE, STEPS, Kind, labels
+from stratagem.rpc.status_view import StatusView, TaskState
 
 MAX_REPORTED = 20
+_NOT_SHOWN = (STEPS, ROW_SHARE)
+"""Steps are shown elsewhere; labels that are numbers of rows would never end."""
 STATES = ("waiting", "live", "lost", "done")
 
-_Value = Callable[[TaskReport, TaskProgress], float | None]
+_Value = Callable[[TaskState], float | None]
 _WORKER, _PS = ("worker",), ("ps",)
 _OF_A_TASK: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
-    ("task_incarnation", "Process incarnation of the task; grows by a restart.", (), lambda t, p: t.member.incarnation),
-    ("heartbeat_age_seconds", "Since the chief last heard of it.", ("worker", "ps"), lambda t, p: t.heartbeat_age_s),
-    ("waiting_seconds", "Since it began to wait for another task; 0: it does not.", _WORKER, lambda t, p: p.waiting_s),
-    ("step_seconds", "Mean of the last ten steps or so.", _WORKER, lambda t, p: p.step_s or None),
+    ("task_incarnation", "Process incarnation of the task; grows by a restart.", (), lambda t: t.incarnation),
+    ("heartbeat_age_seconds", "Since the chief last heard of it.", ("worker", "ps"), lambda t: t.heartbeat_age_s),
+    ("waiting_seconds", "Since it began to wait for another task; 0: it does not.", _WORKER, lambda t: t.waiting_s),
+    ("step_seconds", "Mean of the last ten steps or so.", _WORKER, lambda t: t.step_s or None),
     (
         "step_exposed_seconds",
         "The part of step_seconds that waited for communication.",
         _WORKER,
-        lambda t, p: p.exposed_s if p.step_s else None,
+        lambda t: t.exposed_s if t.step_s else None,
     ),
-    ("loss", "Newest loss that reduce_mean saw.", _WORKER, lambda t, p: p.loss),
-    ("units_held", "Units leased to the worker.", _WORKER, lambda t, p: t.units_held),
-    ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t, p: t.clock),
-    ("store_epoch", "Grows when the ps goes back to a checkpoint.", _PS, lambda t, p: p.store_epoch),
-    ("bytes_held", "Bytes of variables and of optimizer state.", _PS, lambda t, p: p.bytes_held),
+    ("loss", "Newest loss that reduce_mean saw.", _WORKER, lambda t: t.loss),
+    ("units_held", "Units leased to the worker.", _WORKER, lambda t: t.units_held),
+    ("clock", "Completed steps, as the staleness bound counts them.", _WORKER, lambda t: t.clock),
+    ("store_epoch", "Grows when the ps goes back to a checkpoint.", _PS, lambda t: t.store_epoch),
+    ("bytes_held", "Bytes of variables and of optimizer state.", _PS, lambda t: t.bytes_held),
 )
 """Gauges of live tasks: name, meaning, types of tasks that have it (none: all), value."""
 _COUNTED: tuple[tuple[str, str, tuple[str, ...], _Value], ...] = (
-    ("steps", "Steps completed in this process.", _WORKER, lambda t, p: p.step),
-    ("worker_examples", "Examples of these steps.", _WORKER, lambda t, p: p.examples),
-    ("updates_skipped", "Updates skipped because of NaN or Inf.", _WORKER, lambda t, p: p.skipped),
-    ("updates_applied", "Updates applied by the ps.", _PS, lambda t, p: p.step),
+    ("steps", "Steps completed in this process.", _WORKER, lambda t: t.step),
+    ("worker_examples", "Examples of these steps.", _WORKER, lambda t: t.examples),
+    ("updates_skipped", "Updates skipped because of NaN or Inf.", _WORKER, lambda t: t.skipped),
+    ("updates_applied", "Updates applied by the ps.", _PS, lambda t: t.step),
 )
 
 
-def families(status: JobStatus, progress: Mapping[str, TaskProgress]) -> Iterable[Metric]:
+def families(status: StatusView) -> Iterable[Metric]:
     """Every metric.
 
     Args:
-        status: the status page.
-        progress: what each task said last, by its id.
+        status: the status page, with measures.
     """
     yield from _of_the_job(status)
     live = [task for task in status.tasks if task.state == "live"]
-    shown = [(task, progress.get(task.member.task, TaskProgress())) for task in live]
     up = GaugeMetricFamily("stratagem_task_up", "Whether the task is live.", labels=["task"])
     for task in status.tasks:
-        up.add_metric([task.member.task], task.state == "live")
+        up.add_metric([task.task], task.state == "live")
     yield up
     for rows, family in ((_OF_A_TASK, GaugeMetricFamily), (_COUNTED, CounterMetricFamily)):
         for name, meaning, types, value in rows:
             metric = family(f"stratagem_{name}", meaning, labels=["task"])
-            for task, said in shown:
-                if (not types or _type(task) in types) and (number := value(task, said)) is not None:
-                    metric.add_metric([task.member.task], number)
+            for task in live:
+                if (not types or _type(task) in types) and (number := value(task)) is not None:
+                    metric.add_metric([task.task], number)
             yield metric
     yield _staleness(live)
-    yield _reported(shown)
+    yield _reported(live)
+    yield from _measured(live)
 
 
-def _of_the_job(status: JobStatus) -> Iterable[Metric]:
+def _of_the_job(status: StatusView) -> Iterable[Metric]:
     tasks = GaugeMetricFamily("stratagem_tasks", "Tasks by type and state.", labels=["type", "state"])
     counts = Counter((_type(task), task.state) for task in status.tasks)
     for kind in sorted({kind for kind, _ in counts}):
@@ -92,31 +93,48 @@ def _of_the_job(status: JobStatus) -> Iterable[Metric]:
     for name, (meaning, value) in gauges.items():
         yield GaugeMetricFamily(f"stratagem_{name}", meaning, value=value)
     counters = {
-        "examples": ("Examples in accepted units.", status.examples_accepted),
+        "examples": ("Examples in accepted units.", status.examples),
         "updates_lost": ("Updates that a ps lost with its values.", status.updates_lost),
     }
     for name, (meaning, value) in counters.items():
         yield CounterMetricFamily(f"stratagem_{name}", meaning, value=value)
 
 
-def _staleness(live: Iterable[TaskReport]) -> Metric:
-    clocks = {task.member.task: task.clock for task in live if _type(task) == "worker"}
+def _staleness(live: Iterable[TaskState]) -> Metric:
+    clocks = {task.task: task.clock for task in live if _type(task) == "worker"}
     metric = GaugeMetricFamily("stratagem_steps_ahead", "Steps ahead of the slowest live worker.", labels=["task"])
     for name, clock in clocks.items():
         metric.add_metric([name], clock - min(clocks.values()))
     return metric
 
 
-def _reported(shown: Iterable[tuple[TaskReport, TaskProgress]]) -> Metric:
+def _reported(live: Iterable[TaskState]) -> Metric:
     metric = GaugeMetricFamily("stratagem_reported", "Newest value of strategy.report.", labels=["task", "name"])
-    for task, said in shown:
-        for name in sorted(said.reported)[:MAX_REPORTED]:
-            metric.add_metric([task.member.task, name], said.reported[name])
+    for task in live:
+        for name in sorted(task.metrics)[:MAX_REPORTED]:
+            metric.add_metric([task.task, name], task.metrics[name])
     return metric
 
 
-def _type(task: TaskReport) -> str:
-    return task.member.task.partition(":")[0]
+def _measured(live: Sequence[TaskState]) -> Iterable[Metric]:
+    """What every process measures, under the names that all else uses; at most :data:`MAX_REPORTED` labels each."""
+    for name, measure in MEASURES.items():
+        if name in _NOT_SHOWN:
+            continue
+        family = GaugeMetricFamily if measure.kind is Kind.GAUGE else CounterMetricFamily
+        metric = family(
+            f"stratagem_{name}", measure.meaning, labels=["task", *([measure.label] if measure.label else [])]
+        )
+        for task in live:
+            found = labels(task.measures, name) if measure.label else {"": task.measures.get(name)}
+            for label in sorted(found)[:MAX_REPORTED]:
+                if (number := found[label]) is not None:
+                    metric.add_metric([task.task, *([label] if measure.label else [])], number)
+        yield metric
+
+
+def _type(task: TaskState) -> str:
+    return task.task.partition(":")[0]
 
 
 def _step_of(checkpoint: str) -> int | None:

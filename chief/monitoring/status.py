@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from stratagem.chief.events import Member
 from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring.recent import NOTHING, Measured, Recent
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.membership import Member
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +27,14 @@ class TaskReport:
     clock: int
     state: str
     """"waiting", "live", "lost" or "done"."""
+    suspicion: float = 0.0
+    """phi of the silence; 0 for a task without a session."""
     waiting_on: str = ""
     """What the task waits for, as the chief knows it; empty: as the task says."""
     waiting_s: float = 0.0
     """0: as the task says."""
+    measured: Measured = NOTHING
+    """What the task measured, as it came."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,10 @@ class JobStatus:
     stop_reason: str
     restored: str
     updates_undone: int
+    wanted_workers: int = 0
+    wanted_ps: int = 0
+    num_ps: int = 0
+    scaling: str = ""
 
 
 _SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
@@ -60,12 +69,14 @@ def member_of(session: Session) -> Member:
     # A worker that has not come back to a restarted chief yet is no loss: the others of its ring would break it off.
     is_awaited = session.state is SessionState.AWAITED and session.task.type == "worker"
     is_live = session.state is SessionState.LIVE or is_awaited
-    return Member(str(session.task), session.address, session.number, is_live)
+    ring = session.joining, session.waits
+    return Member(str(session.task), session.address, session.number, is_live, *ring, *session.copies)
 
 
-def chief_report(address: str, chief_epoch: int, pid: int) -> TaskReport:
+def chief_report(address: str, chief_epoch: int, pid: int, measured: Measured) -> TaskReport:
     """The chief's own row; its epoch stands in the place of an incarnation."""
-    return TaskReport(Member("chief:0", address, chief_epoch, True), b"", 0.0, pid, 0, 0, SessionState.LIVE.value)
+    member = Member("chief:0", address, chief_epoch, True)
+    return TaskReport(member, b"", 0.0, pid, 0, 0, SessionState.LIVE.value, measured=measured)
 
 
 def report(
@@ -75,8 +86,10 @@ def report(
     progress: Mapping[str, bytes],
     waiting_steps: Mapping[str, int],
     waits: Mapping[Incarnation, tuple[str, float]],
+    recent: Recent,
     chief: TaskReport,
     now: float,
+    scaling: str = "",
 ) -> JobStatus:
     """The status page.
 
@@ -87,8 +100,10 @@ def report(
         progress: newest progress of each task, as it came.
         waiting_steps: step of the job whose update a task waits for; 0: none.
         waits: what each incarnation waits for inside the chief, and since when.
+        recent: what tasks have measured.
         chief: what the chief says about itself.
         now: seconds, on the clock of the heartbeats.
+        scaling: why there are not as many ps as wanted.
     """
     tasks = [chief]
     for session in sessions.known:
@@ -107,12 +122,14 @@ def report(
                 member=member_of(session),
                 progress=progress.get(name, b""),
                 heartbeat_age_s=now - session.heard_at if session.number else 0.0,
+                suspicion=session.heartbeats.phi(now - session.heard_at) if session.open else 0.0,
                 pid=session.pid,
                 units_held=lease_book.num_held(session.incarnation),
                 clock=lease_book.clocks.clock(session.incarnation),
                 state=_SHOWN.get(session.state, session.state.value),
                 waiting_on=waiting_on,
                 waiting_s=now - since,
+                measured=recent.of(name, now),
             )
         )
     opened = [(key, leases) for key, leases in lease_book.epochs.items() if not leases.closed]
@@ -132,4 +149,8 @@ def report(
         stop_reason=sessions.stopping.reason if sessions.stopping else "",
         restored=history.restored,
         updates_undone=history.updates_undone,
+        wanted_workers=history.wanted_workers,
+        wanted_ps=history.wanted_ps,
+        num_ps=sessions.num_ps,
+        scaling=scaling,
     )

@@ -28,8 +28,9 @@ class PsPool:
 
     Args:
         connect: makes the connection to (incarnation, address).
-        is_open: whether a life still has an open session; a call to one that has not is given up.
+        is_open: whether an incarnation still has an open session; a call to one that has not is given up.
         is_ready: whether it has its values too; a ps that has just come back has none.
+        num_ps: how many there are when all are there.
     """
 
     def __init__(
@@ -37,11 +38,20 @@ class PsPool:
         connect: Connect,
         is_open: Callable[[Incarnation], bool],
         is_ready: Callable[[Incarnation], bool] = lambda incarnation: True,
+        num_ps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._connect = connect
         self._is_open = is_open
         self._is_ready = is_ready
+        self._num_ps = num_ps
+        self.without_memory: set[Incarnation] = set()
+        """ps that came back, and to which nothing could be given: they are in no checkpoint."""
         self._servers: dict[Incarnation, Server] = {}
+
+    @property
+    def num_ps(self) -> int:
+        """How many there are when all are there."""
+        return self._num_ps()
 
     @property
     def servers(self) -> list[Server]:
@@ -51,7 +61,8 @@ class PsPool:
     @property
     def ready(self) -> list[Server]:
         """Those that workers may use."""
-        return [server for server in self.servers if self._is_ready(server.incarnation)]
+        ready = (server for server in self.servers if self._is_ready(server.incarnation))
+        return [server for server in ready if server.incarnation not in self.without_memory]
 
     def add(self, incarnation: Incarnation, address: str) -> Server:
         """A ps joined."""
@@ -74,11 +85,13 @@ class PsPool:
         Raises:
             StratagemError: the ps refused.
         """
+        level = logging.INFO
         while self._is_open(server.incarnation):
             try:
                 return await call(server)
             except PeerUnavailableError as error:
-                logger.info("%s did not answer, asking again: %s", server.incarnation.task, error)
+                logger.log(level, "%s did not answer, asking until it does: %s", server.incarnation.task, error)
+                level = logging.DEBUG
                 await asyncio.sleep(RETRY_S)
         return None
 
@@ -93,7 +106,7 @@ class PsPool:
         return await self.insist_all(lambda server: server.describe_units())
 
     async def close_steps(self, closings: Iterable[StepClosing]) -> None:
-        """Settles steps on every ps."""
+        """Closes steps on every ps."""
         for closing in closings:
             await self.insist_all(_close_step(closing))
 

@@ -13,6 +13,15 @@ from stratagem.cluster.units import Unit, UnitBitmap, Update
 
 
 @dataclasses.dataclass(frozen=True)
+class CommittedSlice:
+    """Of a synchronous step: a slice that its worker has committed."""
+
+    step: int
+    unit: Unit
+    ordinal: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerDescription:
     """What a ps has applied."""
 
@@ -25,6 +34,15 @@ class ServerDescription:
     """Largest number of updates applied to any group."""
     initialized: bool = False
     """The ps holds variables with values."""
+    origin_elements: int = 0
+    """Where it began from a checkpoint of another number of ps: elements of the variables in that."""
+    taken_elements: int = 0
+    """Of these: what it holds by now."""
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether there are rows of a variable here, as far as workers have said."""
+        return self.initialized and (not self.origin_elements or self.taken_elements > 0)
 
     def has_closed(self, unit: Unit) -> bool:
         """Whether the unit is complete here."""
@@ -66,11 +84,11 @@ class Server(Protocol):
     def incarnation(self) -> Incarnation:
         """The process of the ps."""
 
-    async def fence(self, incarnation: Incarnation) -> list[tuple[int, int]]:
-        """Makes the ps refuse it; (step, ordinal) that it had committed in steps still incomplete there."""
+    async def fence(self, incarnation: Incarnation) -> list[CommittedSlice]:
+        """Makes the ps refuse it; what it had committed of steps still incomplete there."""
 
     async def close_step(self, closing: StepClosing) -> None:
-        """Settles a step that lost a slice."""
+        """Closes a step that lost a slice."""
 
     async def describe_units(self) -> ServerDescription:
         """What the ps has applied."""
@@ -87,11 +105,15 @@ class Server(Protocol):
     async def release_commits(self, token: int) -> None:
         """Ends the hold."""
 
-    async def restore_shards(self, directory: str) -> int:
-        """Puts the ps back to a committed checkpoint; its new store epoch."""
+    async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> int:
+        """Puts the ps back to a committed checkpoint, as one of so many; its new store epoch. One that was just made
+        (``is_fresh``) is not looked through once more."""
 
     async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> int:
         """Closes units without their updates; how many of them the ps did not have."""
+
+    async def take_over(self, holder: Incarnation, address: str, of: Incarnation) -> str:
+        """Has the ps take the copy that ``holder`` has of the process ``of``. Why it could not; empty: it has."""
 
     async def close(self) -> None:
         """Drops the connection."""

@@ -157,7 +157,7 @@ class CheckpointDraft:
             ) from None
 
 
-def sweep(directory: pathlib.Path) -> list[pathlib.Path]:
+def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
     """Removes drafts whose writer is dead; returns them."""
     removed = []
     for path in directory.glob(".draft-*.lock"):

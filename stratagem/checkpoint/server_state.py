@@ -97,7 +97,7 @@ class ServerState:
             if not group or not group["counts"][position]:
                 continue  # no update has touched it
             entry: dict[str, Any] = {}
-            if group["optimizer"] != "SGD":  # the only one that counts no steps
+            if group["counts_steps"]:
                 entry["step"] = torch.tensor(float(group["counts"][position]))
             entry |= {scalar: torch.tensor(values[position]) for scalar, values in group["scalars"].items()}
             entry |= {slot: self._slot(slot)[name] for slot in group["slots"]}

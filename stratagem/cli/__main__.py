@@ -26,8 +26,11 @@ _HOMES: Mapping[str, str] = {
     "ps": "stratagem.cli.roles:ps_command",
     "render": "stratagem.cli.render:render_command",
     "run": "stratagem.cli.run:run_command",
+    "scale": "stratagem.cli.scale:scale_command",
     "status": "stratagem.cli.status:status_command",
     "submit": "stratagem.cli.submit:submit_command",
+    "trace": "stratagem.cli.trace:trace_command",
+    "why": "stratagem.cli.why:why_command",
     "worker": "stratagem.cli.roles:worker_command",
 }
 """Where each command lives. It is loaded when it is asked for: `stratagem health` runs every few seconds."""

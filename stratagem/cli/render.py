@@ -73,6 +73,9 @@ def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
 )
 @click.option("--storage-class", default="", help="Of the volume; else the cluster's default.")
 @click.option("--port", default=Workload.port, help="Where every task serves.")
+@click.option(
+    "--web", default=Workload.web, help="Port of the chief's live page, for kubectl port-forward; with TLS for all."
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def render_command(

@@ -42,7 +42,7 @@ def _refuse_without_chief(config: RoleConfig) -> None:
 
 def _once(config: RoleConfig, run: Callable[..., int], *arguments: object) -> int:
     """Runs a role, unless it has ended well under this ``run_id`` before: nobody is there any more to meet it again."""
-    folder = str(getattr(config, "checkpoint_dir", ""))
+    folder = config.checkpoint_dir
     if has_run(folder, config.task, config.run_id):
         configure_logging(config.task, config.log_format)
         logger.info("%s has ended well in this run already, says %s", config.task, folder)

@@ -11,6 +11,8 @@ import click
 
 from stratagem.cli.options import field_options
 from stratagem.cluster.choice import STRATEGIES
+from stratagem.cluster.spec import split_address
+from stratagem.errors import ClusterSpecError
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import LocalJob
 from stratagem.launch.tls import AUTO
@@ -37,10 +39,30 @@ def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -
         )
 
 
+def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
+    if bind:
+        try:
+            split_address(bind)
+        except ClusterSpecError as error:  # most likely it is the script
+            raise click.UsageError(f"--web: {error}; before the script, write --web=127.0.0.1:0") from None
+    return bind
+
+
 @click.command("run", context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("--workers", "num_workers", default=1, help="Workers, each a process that runs the script.")
 @click.option("--replicas", hidden=True, expose_value=False, callback=_refuse_replicas)
+@click.option(
+    "--min-workers",
+    default=0,
+    help="Workers with which a ring goes on until lost ones are back; 0: a lost worker ends it.",
+)
+@click.option(
+    "--max-workers",
+    default=0,
+    help="Workers that the job takes while it runs (`stratagem worker`); 0: as many as --workers.",
+)
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
+@click.option("--ps-replicas", default=1, help="Copies of what each ps holds; with 2 nothing is lost when a ps dies.")
 @click.option(
     "--strategy",
     type=click.Choice(STRATEGIES),
@@ -48,7 +70,7 @@ def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -
     help="auto: ps when there are any, a ring of several workers, mirrored on several GPUs, else one.",
 )
 @click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
-@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (of a ring: as a whole).")
+@click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=_DIRECTORY, help="Where each task's output is kept as <type>-<index>.log.")
 @click.option("--summary", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as JSON.")
@@ -88,9 +110,24 @@ def _refuse_replicas(_: click.Context, __: click.Parameter, count: str | None) -
     envvar="STRATAGEM_TOKEN_FILE",
     help="File with a token that the tasks show each other.",
 )
+@click.option(
+    "--web",
+    is_flag=False,
+    flag_value="127.0.0.1:0",
+    default="",
+    callback=_check_web,
+    help="Serve a page that shows the job: host:port, or nothing for a free port of this machine.",
+)
 @field_options("worker", COMMUNICATION)
 @click.option(
     "--preload/--no-preload", default=True, help="Load torch once and fork the tasks, or start each in its own Python."
+)
+@click.option(
+    "--chaos",
+    default="",
+    metavar="FAULTS",
+    help='Let faults happen and say what they cost: "kill ps:1@step=200; pause worker:0@20s for=5s; slow worker:1 x4; '
+    'cut worker:1-ps:0 for=10s; reset worker:0-chief for=1s; random every=8s seed=3".',
 )
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
 @click.argument("script", type=click.Path(path_type=Path))

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from stratagem.cli.options import cluster_option, read_cluster_file
-from stratagem.cluster.spec import ClusterSpec, split_address
-from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ClusterSpecError, PeerUnavailableError, SecurityError
-from stratagem.launch.status import StatusView, TaskState, fetch_stack, fetch_status
-from stratagem.rpc.security import Security, operator_security
+from stratagem.cli.asking import Asking, asking_options
+from stratagem.errors import PeerUnavailableError, SecurityError
+from stratagem.launch.status import fetch_stack, fetch_status
+from stratagem.rpc.security import Security
+from stratagem.rpc.status_view import StatusView, TaskState
 
 COLUMNS = (
     *("task", "state", "incarnation", "step", "version", "epoch"),
-    *("loss", "exposed", "units", "waiting on", "address"),
+    *("loss", "exposed", "units", "waiting on", "backup", "address"),
 )
-
-
-def chief_address(chief: str | None, cluster_file: Path | None) -> str:
-    """The chief's address from the flag, the environment or the cluster file.
-
-    Raises:
-        ClusterSpecError: nobody names it.
-    """
-    if chief:
-        split_address(chief)
-        return chief
-    if (placement := placement_from_environment(os.environ)) is not None:
-        return placement.cluster.chief_address
-    if "STRATAGEM_CHIEF" in os.environ:
-        return os.environ["STRATAGEM_CHIEF"]
-    document = read_cluster_file(cluster_file)
-    if document.get("cluster"):
-        return ClusterSpec.from_mapping(document["cluster"]).chief_address
-    raise ClusterSpecError("which job? Name its chief: --chief host:port, --cluster FILE or TF_CONFIG")
 
 
 def row(task: TaskState) -> tuple[str, ...]:
@@ -49,7 +27,7 @@ def row(task: TaskState) -> tuple[str, ...]:
     is_ps, is_worker = task.task.startswith("ps:"), task.task.startswith("worker:")
     return (
         task.task,
-        task.state,
+        task.state_words,
         str(task.incarnation or "-"),
         str(task.step),
         f"{task.store_epoch}.{task.step}" if is_ps else "-",
@@ -58,6 +36,7 @@ def row(task: TaskState) -> tuple[str, ...]:
         f"{task.exposed_s / task.step_s:.0%}" if task.step_s > 0 else "-",
         str(task.units_held) if is_worker else "-",
         f"{task.waiting_on} ({task.waiting_s:.1f} s)" if task.waiting_on else "-",
+        task.backup or "-",
         task.address or "-",
     )
 
@@ -95,8 +74,8 @@ def _print_table(status: StatusView) -> None:
 
 def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[str, list[str]]:
     found = {}
-    for task in status.workers:
-        if task.state == "live" and task.address:
+    for task in status.tasks:
+        if task.task.startswith(("worker:", "ps:")) and task.state == "live" and task.address:
             try:
                 found[task.task] = list(fetch_stack(task.address, task.task, timeout_s, security))
             except (PeerUnavailableError, SecurityError) as error:
@@ -105,36 +84,14 @@ def _stacks(status: StatusView, timeout_s: float, security: Security) -> dict[st
 
 
 @click.command("status")
-@click.option("--chief", help="host:port of the chief.")
-@cluster_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--stacks", is_flag=True, help="Print where each worker's threads stand.")
-@click.option("--timeout-s", default=5.0, show_default=True, help="Seconds to wait for an answer.")
-@click.option("--tls", default="", envvar="STRATAGEM_TLS", help="Folder with ca.crt and the operator's certificate.")
-@click.option("--token-file", default="", envvar="STRATAGEM_TOKEN_FILE", help="File with the token of the job.")
-@click.option(
-    "--insecure", is_flag=True, envvar="STRATAGEM_INSECURE", help="Send the token beyond this machine in the clear."
-)
-def status_command(
-    chief: str | None,
-    cluster_file: Path | None,
-    as_json: bool,
-    stacks: bool,
-    timeout_s: float,
-    tls: str,
-    token_file: str,
-    insecure: bool,
-) -> None:
+@asking_options
+@click.option("--stacks", is_flag=True, help="Print where the threads of workers and ps stand, and what they did last.")
+def status_command(asking: Asking, stacks: bool) -> None:
     """Show every task of a running job: incarnation, step, version, and whom it waits for."""
-    defaults = read_cluster_file(cluster_file).get("defaults") or {}
-    security = operator_security(
-        tls or defaults.get("tls", ""),
-        token_file or defaults.get("token_file", ""),
-        insecure or bool(defaults.get("insecure")),
-    )
-    status = fetch_status(chief_address(chief, cluster_file), timeout_s, security)
-    found = _stacks(status, timeout_s, security) if stacks else {}
-    if as_json:
+    security = asking.security
+    status = fetch_status(asking.address, asking.timeout_s, security)
+    found = _stacks(status, asking.timeout_s, security) if stacks else {}
+    if asking.as_json:
         click.echo(json.dumps(dataclasses.asdict(status) | ({"stacks": found} if stacks else {}), indent=2))
         return
     _print_table(status)

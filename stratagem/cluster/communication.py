@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from stratagem.arguments import above_zero, whole_number, whole_numbers
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
@@ -57,19 +58,15 @@ class CommunicationOptions:
     wire_dtype: WireDType = "float32"
     """Element type of float32 tensors between hosts; sums are float32 always."""
     chunk_bytes: int = 0
-    """Size of a chunk on a tcp or grpc lane in bytes; 0: a short sweep at the start chooses."""
+    """Size of a chunk on a tcp or grpc lane in bytes; 0: a short trial at the start chooses."""
     stripes: int = 1
     """Parallel connections to each peer (grpc lane)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "implementation", CommunicationImplementation(self.implementation))
-        if self.bytes_per_pack < 0 or self.chunk_bytes < 0 or self.stripes < 1:
-            raise ConfigurationError(
-                "expected bytes_per_pack and chunk_bytes of at least 0 and stripes of at least 1, got "
-                f"{self.bytes_per_pack}, {self.chunk_bytes} and {self.stripes}"
-            )
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ConfigurationError(f"expected timeout_seconds above 0 or None, got {self.timeout_seconds!r}")
+        whole_numbers(0, bytes_per_pack=self.bytes_per_pack, chunk_bytes=self.chunk_bytes)
+        whole_number("stripes", self.stripes)
+        above_zero(timeout_seconds=self.timeout_seconds)
         if self.transport not in TRANSPORTS:
             raise ConfigurationError(f"expected a transport of {', '.join(TRANSPORTS)}, got {self.transport!r}")
         if self.wire_dtype not in WIRE_DTYPES:

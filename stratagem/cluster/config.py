@@ -22,7 +22,8 @@ class RoleConfig(pydantic.BaseModel):
     bind: str = "127.0.0.1:0"
     """host:port to listen on; port 0 takes a free one and prints it."""
     chief: str = ""
-    """host:port of the chief. Empty only for the chief itself."""
+    """host:port of the chief. Of several, with "," between them, one serves and the others stand by; file:PATH names
+    the file chief.address in the chief's state_dir. Empty only for the chief itself."""
     insecure: bool = False
     """Listen beyond loopback without TLS, send the token in the clear, and let NCCL pass by TLS."""
     tls: str = ""
@@ -39,6 +40,9 @@ class RoleConfig(pydantic.BaseModel):
     """Seconds to wait for a peer that restarts before giving up with its name."""
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds to wait for the whole cluster to come up."""
+    checkpoint_dir: str = ""
+    """Where the chief commits checkpoints and every ps reads and writes its part; a task that comes too late finds the
+    end of the job there. Empty: only requests that name a directory."""
     run_id: str = ""
     """What supervises this task calls its run, for example the uid of a Kubernetes Job. A task that has ended well in
     one, and is started in it again (its pod was deleted while it ended), ends at once. Needs checkpoint_dir."""
@@ -74,21 +78,32 @@ class LaneConfig(ServerConfig):
 
 
 class ChiefConfig(ServerConfig):
-    """The chief."""
+    """What a chief is told: whom it waits for and how long, what it saves where."""
 
     task: str = "chief:0"
     """Task id."""
     num_workers: int = pydantic.Field(ge=1)
     """Workers in the cluster; the job starts when they are there."""
     max_workers: int = pydantic.Field(default=0, ge=0)
-    """Workers that may join in all, also while the job runs; 0: num_workers. For parameter servers with a staleness
-    above 0 only: a ring and synchronous steps are cut for num_workers, and refuse those who come in addition."""
+    """Workers that may join in all, also while the job runs; 0: num_workers. For a ring with min_workers, and for
+    parameter servers with a staleness above 0: steps of others are cut for num_workers, and refuse those who come in
+    addition."""
+    min_workers: int = pydantic.Field(default=0, ge=0)
+    """Workers of a ring with which it goes on while others are lost, and takes newcomers in; 0: a ring is as large as
+    it started. Not for parameter servers, whose workers come and go anyway."""
     num_ps: int = pydantic.Field(default=0, ge=0)
     """Parameter servers in the cluster."""
+    max_ps: int = pydantic.Field(default=0, ge=0, le=1024)
+    """Parameter servers up to which those that come while the job runs are taken in, and the last ones let go when they
+    are told to end; 0: their number is what `stratagem scale` says. For a staleness above 0."""
+    ps_replicas: int = pydantic.Field(default=1, ge=1, le=2)
+    """Copies of what each ps holds. 2: another ps has everything that a ps acknowledges, so that nothing is lost when a
+    ps dies. For a staleness above 0, and two ps or more."""
     state_dir: str = ""
-    """Directory of the journal; empty keeps none: then a restarted chief starts a new job."""
-    checkpoint_dir: str = ""
-    """Where checkpoints are committed; every ps must see it. Empty: only requests that name a directory."""
+    """Directory of the journal; empty keeps none: then a restarted chief starts a new job. Its file chief.address says
+    where the chief serves."""
+    standby: bool = False
+    """Wait while another chief has the journal in state_dir, and go on with its job when that one is lost."""
     checkpoint_every_s: float = pydantic.Field(default=0.0, ge=0)
     """Seconds between checkpoints that the chief takes by itself; 0: none beyond the first and those requested."""
     keep_checkpoints: int = pydantic.Field(default=3, ge=1)
@@ -101,19 +116,36 @@ class ChiefConfig(ServerConfig):
     """Seconds in which a task whose connection to the chief broke off may come back as if nothing had been; less when
     its address refuses connections or a new process joins in its place."""
     worker_timeout_s: float = pydantic.Field(default=60.0, gt=0)
-    """Seconds a lost worker may stay away before the job is stopped."""
+    """Seconds a lost task may stay away before the job is stopped."""
     seed: int = pydantic.Field(default=0, ge=0)
     """Seed of the permutations of the data."""
     metrics_bind: str = ""
     """host:port to serve Prometheus metrics on, at /metrics; empty: none. The rule of bind holds: beyond loopback with
     TLS or insecure only."""
+    web: str = ""
+    """host:port to serve the page of the job on; empty: none. The rule of bind holds."""
+
+    @pydantic.model_validator(mode="after")
+    def _copies_have_a_place(self) -> ChiefConfig:
+        if self.ps_replicas > max(1, self.num_ps):
+            raise ValueError(
+                f"ps_replicas {self.ps_replicas} needs as many ps: the copy of a ps lies on another, and num_ps is "
+                f"{self.num_ps}"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _stands_by_for_a_journal(self) -> ChiefConfig:
+        if self.standby and not self.state_dir:
+            raise ValueError("a chief that stands by takes over from a journal: give both chiefs the same state_dir")
+        return self
 
 
 class PsConfig(LaneConfig):
     """A parameter server."""
 
-    checkpoint_dir: str = ""
-    """The chief's checkpoint_dir, where this ps reads and writes its part; empty: the chief must have none."""
+    transport: Literal["auto", "grpc", "tcp", "shm"] = "auto"
+    """Lane to the ps whose copy this one keeps. auto: shm inside a host and tcp between hosts."""
     max_variables: int = pydantic.Field(default=100_000, ge=1)
     """Largest number of shards held."""
     max_store_bytes: int = pydantic.Field(default=0, ge=0)
@@ -123,7 +155,7 @@ class PsConfig(LaneConfig):
     """Bytes that one worker may have staged here, and as many that may wait for it unread; 0: 64 MiB and four times
     what is held."""
     max_peers: int = pydantic.Field(default=4096, ge=1)
-    """Process lives of workers that this ps remembers at once; a fence makes room."""
+    """Incarnations of workers that this ps remembers at once; a fence makes room."""
 
 
 class WorkerConfig(LaneConfig):
@@ -144,7 +176,7 @@ class WorkerConfig(LaneConfig):
     bucket_bytes: int = pydantic.Field(default=0, ge=0)
     """Size of a gradient bucket of the ring; 0: 25 MiB."""
     chunk_bytes: int = pydantic.Field(default=0, ge=0)
-    """Size of a chunk on a ring's tcp or grpc lane; 0: a short sweep at the start chooses."""
+    """Size of a chunk on a ring's tcp or grpc lane; 0: a short trial at the start chooses."""
     stripes: int = pydantic.Field(default=1, ge=1)
     """Parallel connections to the next worker of a ring."""
     collective_timeout_s: float = pydantic.Field(default=300.0, gt=0)
@@ -155,9 +187,6 @@ class WorkerConfig(LaneConfig):
     """Bytes of frames in one lane that came before they were asked for."""
     staleness: float = pydantic.Field(default=float("inf"), ge=0)
     """Staleness bound for parameter servers: 0 synchronous, inf asynchronous."""
-    checkpoint_dir: str = ""
-    """The chief's checkpoint_dir where this worker sees it: there it finds the end of a job that it comes too late
-    for."""
 
 
 class EvaluatorConfig(RoleConfig):
@@ -166,4 +195,4 @@ class EvaluatorConfig(RoleConfig):
     task: str = "evaluator:0"
     """Task id."""
     checkpoint_dir: str = pydantic.Field(min_length=1)
-    """Where new checkpoints appear: the chief's checkpoint_dir."""
+    """Where new checkpoints appear: the chief's."""

@@ -27,6 +27,7 @@ OTHER_VARIABLES = (
     "STRATAGEM_REPORT_FILE",
     "STRATAGEM_RESUME_FILE",
     "STRATAGEM_JOB_",
+    "STRATAGEM_MPI_PYTHON",
     "STRATAGEM_TF_PYTHON",
     "STRATAGEM_BENCHMARK_",
 )
@@ -212,6 +213,8 @@ def _read(model: type[RoleConfig], name: str, text: str, origin: str) -> Any:
 
 def _explain(error: pydantic.ValidationError, origins: Mapping[str, str], name: str = "", origin: str = "") -> str:
     first = error.errors(include_url=False)[0]
+    if not first["loc"] and not name:  # what a validator of the whole says: fields that do not go together
+        return str(first["ctx"]["error"])
     field = name or str(first["loc"][0])
     if first["type"] == "missing":
         return f"{field} is needed, but no flag (--{field.replace('_', '-')}), variable or cluster file gives it"

@@ -1,4 +1,4 @@
-"""Task ids: ``worker:1`` names a task for life, across all its process lives."""
+"""Task ids: ``worker:1`` names a task for life, across all its incarnations."""
 
 from __future__ import annotations
 

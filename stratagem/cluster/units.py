@@ -11,34 +11,36 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 MAX_STATE_BYTES = 1 << 20
 """What may be counted (loss, states of metrics) on one unit."""
 
 
-@dataclasses.dataclass(frozen=True, order=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """Identity of a unit, for life."""
 
     dataset: int
     """Ordinal of the distributed dataset in the script, starting at 1."""
     epoch: int
     """Pass over the dataset, starting at 0."""
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method, which nobody asks of a unit
     """Position in the plan of the epoch, starting at 0."""
 
     def __str__(self) -> str:
         return f"unit {self.dataset}/{self.epoch}/{self.index}"
 
 
-@dataclasses.dataclass(frozen=True, order=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """Identity of one ``optimizer.step()``."""
 
     units: tuple[Unit, ...]
     """Units whose gradients are in it, oldest first; empty without a distributed dataset."""
     ordinal: int
     """Ordinal of the step within the last unit, starting at 0."""
+
+    def __str__(self) -> str:
+        return f"update {self.ordinal} of {', '.join(map(str, self.units)) or 'no unit'}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What workers settle about each step before any of them makes it: how large it is, and whether there is one."""
+"""What workers agree on about each step before any of them makes it: how large it is, and whether there is one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from stratagem.data.form import decode, empty_of, encode, form_of
 from stratagem.data.nested import empty_like
 from stratagem.data.readers import Parts, Totals
 from stratagem.errors import ConfigurationError
+from stratagem.measuring import measures
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import timed_phase
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class StepAgreement:
                     "all the same dataset, and load_state_dict the same state on all"
                 )
 
-    def settle(self, parts: Parts | None, common: str) -> tuple[Parts, Totals] | None:
+    def agree(self, parts: Parts | None, common: str) -> tuple[Parts, Totals] | None:
         """This worker's parts of the next step, and the whole of it; None: nobody has one.
 
         Args:
@@ -68,7 +70,8 @@ class StepAgreement:
             self._empty = empty_like(parts.batches[0])
         own = _local(parts) if parts is not None else Totals(0, self._num_local_replicas)
         counts = torch.tensor([own.num_examples, own.num_empty, parts is not None])
-        num_examples, num_empty, num_with_data = self._communicator.all_reduce(counts).tolist()
+        with timed_phase(measures.MEETING):
+            num_examples, num_empty, num_with_data = self._communicator.all_reduce(counts).tolist()
         if not num_with_data:
             return None
         if parts is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class DeviceCopies:
                 batches.append(to_device(batch, device))
             if stream is not None:
                 arrivals[device] = stream.record_event()
-        return Parts(tuple(batches), parts.num_examples, parts.totals), arrivals
+        return dataclasses.replace(parts, batches=tuple(batches)), arrivals
 
     def _receive(self, parts: Parts, arrivals: Arrivals) -> Parts:
         for device, arrival in arrivals.items():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsIndex
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from stratagem.arguments import check_kind, whole_number
 from stratagem.cluster.units import Plan
 from stratagem.data.batch_split import BatchSplit
 from stratagem.data.files import file_based, own_files
+from stratagem.data.healing_reader import HealingReader
 from stratagem.data.index_batches import DrawnBatches, IndexBatches, PlannedBatches
 from stratagem.data.loaders import has_own_batches, is_plain, plan_of
 from stratagem.data.options import AutoShardPolicy, DistributeOptions, InputContext
@@ -42,7 +44,8 @@ def distribute(
     Raises:
         ConfigurationError: the source cannot be shared out like that; says why, and what can be done.
     """
-    options = options or DistributeOptions()
+    options = DistributeOptions() if options is None else options
+    check_kind(options, DistributeOptions)
     listener = listener or Listener()
     batched = _with_batches(source, batch_size)
     policy = _choose(options.auto_shard_policy, batched)
@@ -52,12 +55,12 @@ def distribute(
         batched, common = own_files(batched, placement.num_workers, placement.worker)
     elif policy is AutoShardPolicy.DATA and placement.num_workers > 1:
         common = None
-    dealing = BatchSplit(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
+    batch_split = BatchSplit(placement.num_workers, placement.worker, placement.num_local_replicas, alone)
     plan: Plan | None = None
     reader: Reader
     if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
         stream = Reopened(batched)
-        reader = StreamReader(stream.open, stream.num_batches, dealing, common)
+        reader = StreamReader(stream.open, stream.num_batches, batch_split, common)
     else:
         _refuse_distributed_sampler(batched)
         # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
@@ -65,12 +68,25 @@ def distribute(
         batches = _index_batches(batched, ordinal, shift, communicator)
         if batched.batch_sampler is None:
             items = ItemBatches(batched, batches)
-            reader = StreamReader(items.open, items.num_batches, dealing, common or "")
+            reader = StreamReader(items.open, items.num_batches, batch_split, common or "")
         else:
-            reader = IndexReader(batched, batches, dealing, common or "")
+            reader = IndexReader(batched, batches, batch_split, common or "")
             plan = _plan(batched, placement.num_replicas) if not alone else None
+    healing_reader: HealingReader | None = None
+    if (healing := placement.healing) is not None:
+        if plan is None or not isinstance(reader, IndexReader):
+            raise _not_healing("this source")
+        assert placement.communicator is not None
+        healing_reader = HealingReader(reader, placement.communicator, healing, plan.batch_size)
     return SplitDataset(
-        reader, placement, options, seed=placement.seed(plan), listener=listener, policy=policy, plan=plan
+        reader,
+        placement,
+        options,
+        seed=placement.seed(plan),
+        listener=listener,
+        policy=policy,
+        plan=plan,
+        healing_reader=healing_reader,
     )
 
 
@@ -92,11 +108,19 @@ def distribute_from_function(
     Raises:
         ConfigurationError: ``dataset_fn`` returns something else, or ``options`` ask for sharding.
     """
-    options = options or DistributeOptions()
+    options = DistributeOptions() if options is None else options
+    check_kind(options, DistributeOptions)
+    if placement.healing is not None:
+        raise _not_healing("a dataset function")
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
         raise ConfigurationError(
             f"AutoShardPolicy.{options.auto_shard_policy.name} is for distribute_dataset; a dataset function shards by "
             "context.num_input_pipelines and context.input_pipeline_id itself"
+        )
+    if not callable(dataset_fn):
+        raise ConfigurationError(
+            f"expected a function that gets an InputContext and returns batches, got {type(dataset_fn).__name__}: "
+            "distribute_dataset takes datasets and loaders"
         )
     source = dataset_fn(placement.input_context)
     if not isinstance(source, IterableDataset):
@@ -134,15 +158,12 @@ def leasable(
     return batched
 
 
-def checked_batch_size(batch_size: int) -> int:
-    """The number of examples in a batch.
-
-    Raises:
-        ConfigurationError: below 1, or no whole number.
-    """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, SupportsIndex) or batch_size.__index__() < 1:
-        raise ConfigurationError(f"expected a batch_size of at least 1, a whole number, got {batch_size!r}")
-    return batch_size.__index__()
+def _not_healing(source: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{source} cannot be dealt out anew when a worker is lost, which --min-workers asks for: what the lost one had "
+        "is known only of a DataLoader over a map-style dataset, in order or shuffled by the DataLoader, under "
+        "AutoShardPolicy.DATA; use one, or leave out --min-workers"
+    )
 
 
 def _with_batches(source: Any, batch_size: int | None) -> Any:
@@ -152,7 +173,7 @@ def _with_batches(source: Any, batch_size: int | None) -> Any:
                 f"{type(source).__name__} gives single examples: add batch_size=, or wrap it in a DataLoader "
                 "(DataLoader(dataset, batch_size=None) if its items are batches)"
             )
-        return DataLoader(source, batch_size=checked_batch_size(batch_size))
+        return DataLoader(source, batch_size=whole_number("a batch_size", batch_size))
     if batch_size is not None:
         raise ConfigurationError(f"batch_size is for a Dataset; a {type(source).__name__} has batches of its own")
     if isinstance(source, str | bytes) or not hasattr(source, "__iter__"):

@@ -67,6 +67,11 @@ class DistributedDataset:
         self._current: object | None = None
         """Whoever goes through units now, or did and left."""
 
+    @property
+    def epoch(self) -> int:
+        """Passes completed, or left, by this worker."""
+        return self._epoch - (self._current is not None)
+
     def __len__(self) -> int:
         """Global batches in an epoch."""
         return self.plan.num_batches

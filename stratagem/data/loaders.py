@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from stratagem.cluster.units import Plan
 from stratagem.errors import ConfigurationError
+from stratagem.worker.step_meter import active_meter
 
 # Constructor arguments of DataLoader that mean the same over other batches.
 _CARRIED = (
@@ -125,6 +126,8 @@ def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
 
 def _carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
     arguments = {name: getattr(loader, name) for name in _CARRIED if hasattr(loader, name)}
+    if (meter := active_meter()) is not None:
+        meter.loader_workers = loader.num_workers
     if not arguments["num_workers"]:
         arguments.pop("prefetch_factor")
         arguments.pop("multiprocessing_context")

@@ -19,6 +19,10 @@ from stratagem.errors import ConfigurationError
 
 def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """``batch`` with every leaf changed. A leaf is what is no container; a list or tuple of plain values is one."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if type(batch) in (list, tuple) and batch and all([type(item) is torch.Tensor for item in batch]):
+        return type(batch)([change(item) for item in batch])  # as most batches are
     if is_mapping(batch) or is_named_tuple(batch) or is_record(batch) or is_sequence(batch):
         return _with_each(batch, lambda item: map_leaves(item, change))
     return change(batch)
@@ -52,6 +56,8 @@ def outline(value: Any) -> str:
 
 def _with_each(container: Any, change: Callable[[Any], Any]) -> Any:
     """A container of the same kind, each item of which is changed."""
+    if type(container) in (tuple, list):
+        return type(container)(map(change, container))
     if is_mapping(container):
         return with_items(container, {key: change(item) for key, item in container.items()})
     if isinstance(container, tuple) and hasattr(container, "_fields"):
@@ -130,7 +136,10 @@ def num_examples(batch: Any) -> int:
     if len(counts) == 1:
         return counts.pop()
     if counts:
-        shapes = ", ".join(str(list(leaf.shape)) if is_rows(leaf) else f"{len(leaf)} values" for leaf in rows or found)
+        some = (rows or found)[:4]
+        shapes = ", ".join(str(list(leaf.shape)) if is_rows(leaf) else f"{len(leaf)} values" for leaf in some)
+        if num_more := len(rows or found) - len(some):
+            shapes += f" and {num_more} more"
         raise ConfigurationError(
             f"expected a batch whose tensors have one first dimension, the examples, got {shapes}; "
             "distribute_datasets_from_function takes batches of any form"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from stratagem.arguments import whole_numbers
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
@@ -42,8 +43,7 @@ class DistributeOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
-        if self.prefetch is not None and self.prefetch < 0:
-            raise ConfigurationError(f"expected prefetch of at least 0 or None, got {self.prefetch}")
+        whole_numbers(0, prefetch=self.prefetch)
         if self.on_empty not in ("call", "skip"):
             raise ConfigurationError(f"expected on_empty='call' or 'skip', got {self.on_empty!r}")
 

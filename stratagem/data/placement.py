@@ -11,6 +11,7 @@ import torch
 from stratagem.cluster.units import Plan
 from stratagem.data.options import InputContext
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.healing import Healing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,11 @@ class InputPlacement:
         return self.num_workers * len(self.devices)
 
     @property
+    def healing(self) -> Healing | None:
+        """The books of a ring that goes on without lost workers; None: this one does not."""
+        return None if self.communicator is None else self.communicator.healing
+
+    @property
     def input_context(self) -> InputContext:
         """What a dataset function is told."""
         return InputContext(self.num_workers, self.worker, self.num_replicas)
@@ -75,6 +81,12 @@ class Listener:
     This one does nothing about it.
     """
 
+    def arrive(self) -> None:
+        """The script asks where the dataset stands, or for its first batch: a newcomer joins the others."""
+
+    def between_steps(self) -> None:
+        """A step is over, the next one not cut yet: the others may take newcomers in."""
+
     def start_epoch(self, epoch: int) -> None:
         """A pass over the dataset begins."""
 
@@ -86,3 +98,19 @@ class Listener:
 
     def end_epoch(self, complete: bool) -> None:
         """The pass is over; not ``complete``: the script left its loop, or there was an error."""
+
+
+class StepCounter(Listener):
+    """Numbers the collectives by the steps of a dataset, where nobody else does: by them a ring that heals knows where
+    each worker stands.
+
+    Args:
+        communicator: of the workers that go through the dataset; None: there is one.
+    """
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._communicator = communicator
+
+    def begin(self, share: StepShare, batch: Any) -> None:
+        if self._communicator is not None and self._communicator.healing is not None:
+            self._communicator.step += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class Parts:
     num_examples: tuple[int, ...]
     totals: Totals | None = None
     """Where every worker knows them without asking."""
+    rows: Sequence[Any] = ()
+    """Indices of the whole global batch, where the examples have some."""
 
 
 class Reader(Protocol):
@@ -63,45 +65,59 @@ class IndexReader:
     Args:
         loader: the loader of global batches.
         batches: their indices.
-        dealing: which of them are whose.
+        batch_split: which of them are whose.
         common: see :class:`Reader`.
     """
 
-    def __init__(self, loader: DataLoader[Any], batches: IndexBatches, dealing: BatchSplit, common: str = "") -> None:
-        self.knows_totals = not dealing.alone
+    def __init__(
+        self, loader: DataLoader[Any], batches: IndexBatches, batch_split: BatchSplit, common: str = ""
+    ) -> None:
+        self.knows_totals = not batch_split.alone
         self.common = common
         self._batches = batches
-        self._dealing = dealing
+        self._batch_split = batch_split
         self._sampler = Batches(iter(()))
         self._loader = rebuild(loader, self._sampler, persistent=True)
 
     @property
     def num_steps(self) -> int | None:
-        return self._batches.num_batches if self._dealing.steps_per_batch == 1 else None
+        return self._batches.num_batches if self._batch_split.steps_per_batch == 1 else None
 
-    def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
-        reading: collections.deque[tuple[tuple[int, ...], Totals | None]] = collections.deque()
-        first_batch, skip = divmod(first, self._dealing.steps_per_batch)
+    def read(self, epoch: int, first: int, seed: int, batch_split: BatchSplit | None = None) -> Iterator[Parts]:
+        """See :meth:`Reader.read`.
+
+        Args:
+            batch_split: which examples are whose, other than at first.
+        """
+        split = batch_split or self._batch_split
+        batches = self._batches.of_epoch(epoch, first // split.steps_per_batch, seed)
+        return self.read_batches(batches, epoch, first, seed, split)
+
+    def read_batches(
+        self, batches: Iterator[Sequence[Any]], epoch: int, first: int, seed: int, split: BatchSplit
+    ) -> Iterator[Parts]:
+        """The steps that come of these global batches, which are indices; of the first one those from ``first`` on."""
+        reading: collections.deque[tuple[tuple[int, ...], Totals | None, Sequence[Any]]] = collections.deque()
 
         def index_lists() -> Iterator[list[Any]]:
-            first_step = skip
-            for indices in self._batches.of_epoch(epoch, first_batch, seed):
-                for step in self._dealing.steps(len(indices))[first_step:]:
-                    totals = _totals(len(indices), self._dealing) if self.knows_totals else None
-                    reading.append((tuple(map(len, step)), totals))
+            first_step = first % split.steps_per_batch
+            for indices in batches:
+                for step in split.steps(len(indices))[first_step:]:
+                    totals = _totals(len(indices), split) if self.knows_totals else None
+                    reading.append((tuple(map(len, step)), totals, indices))
                     for rows in step:
                         # A share of size 0 has the form of a batch: one example is read, and cut off again.
                         yield list(indices[rows.start : rows.stop] if rows else indices[:1])
                 first_step = 0
 
         _tell_epoch(self._loader.dataset, epoch)
-        seed_epoch(self._loader, seed, epoch, first, self._dealing.worker)
+        seed_epoch(self._loader, seed, epoch, first, split.worker)
         self._sampler.indices = index_lists()
         loaded = iter(self._loader)
-        while batches := list(islice(loaded, self._dealing.num_local_replicas)):
-            counts, totals = reading.popleft()
-            parts = (batch if count else empty_like(batch) for batch, count in zip(batches, counts, strict=True))
-            yield Parts(tuple(parts), counts, totals)
+        while parts := list(islice(loaded, split.num_local_replicas)):
+            counts, totals, rows = reading.popleft()
+            shares = (part if count else empty_like(part) for part, count in zip(parts, counts, strict=True))
+            yield Parts(tuple(shares), counts, totals, rows)
 
 
 class StreamReader:
@@ -110,7 +126,7 @@ class StreamReader:
     Args:
         open_epoch: gives the global batches of an epoch, by (epoch, number of the first one, seed).
         num_batches: how many there are in an epoch, where that is known.
-        dealing: which rows are whose.
+        batch_split: which rows are whose.
         common: see :class:`Reader`; None: the first global batch.
     """
 
@@ -118,7 +134,7 @@ class StreamReader:
         self,
         open_epoch: Callable[[int, int, int], Iterator[Any]],
         num_batches: Callable[[], int | None],
-        dealing: BatchSplit,
+        batch_split: BatchSplit,
         common: str | None = "",
     ) -> None:
         self.knows_totals = False
@@ -126,18 +142,18 @@ class StreamReader:
         self._takes_fingerprint = common is None
         self._open = open_epoch
         self._num_batches = num_batches
-        self._dealing = dealing
+        self._batch_split = batch_split
 
     @property
     def num_steps(self) -> int | None:
-        return self._num_batches() if self._dealing.steps_per_batch == 1 else None
+        return self._num_batches() if self._batch_split.steps_per_batch == 1 else None
 
     def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
-        first_batch, first_step = divmod(first, self._dealing.steps_per_batch)
+        first_batch, first_step = divmod(first, self._batch_split.steps_per_batch)
         for batch in self._open(epoch, first_batch, seed):
             if self._takes_fingerprint:
                 self.common, self._takes_fingerprint = f"first batch {fingerprint(batch):08x}", False
-            for step in self._dealing.steps(num_examples(batch))[first_step:]:
+            for step in self._batch_split.steps(num_examples(batch))[first_step:]:
                 yield Parts(tuple(part_of(batch, rows.start, rows.stop) for rows in step), tuple(map(len, step)))
             first_step = 0
 
@@ -235,8 +251,8 @@ def common_of(names: Iterable[str]) -> str:
     return f"list of files {zlib.crc32(chr(0).join(names).encode()):08x}"
 
 
-def _totals(num_examples: int, dealing: BatchSplit) -> Totals:
-    return Totals(num_examples, sum(not rows for rows in cut(num_examples, dealing.num_replicas)))
+def _totals(num_examples: int, batch_split: BatchSplit) -> Totals:
+    return Totals(num_examples, sum(not rows for rows in cut(num_examples, batch_split.num_replicas)))
 
 
 def _tell_epoch(target: Any, epoch: int) -> None:

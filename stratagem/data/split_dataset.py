@@ -9,6 +9,7 @@ from typing import Any
 from stratagem.cluster.units import Plan
 from stratagem.data.agreement import StepAgreement
 from stratagem.data.device_copies import DeviceCopies
+from stratagem.data.healing_reader import HealingReader
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.readers import Parts, Reader
@@ -30,6 +31,7 @@ class SplitDataset:
         listener: hears of each step.
         policy: how the source is shared out; None: it gives batches of single replicas.
         plan: how epochs are cut, if they follow from a plan on all workers.
+        healing_reader: reads in the place of ``reader`` where workers may be lost.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class SplitDataset:
         listener: Listener,
         policy: AutoShardPolicy | None,
         plan: Plan | None = None,
+        healing_reader: HealingReader | None = None,
     ) -> None:
+        self._healing_reader = healing_reader
         self._reader = reader
         self._placement = placement
         self._skips_empty = options.on_empty == "skip"
@@ -58,6 +62,8 @@ class SplitDataset:
         self._step = 0
         self._pass: object | None = None
         """Whoever goes through the current epoch, or did and left."""
+        self._joins_pass = False
+        """Whether the next pass is one in which the other workers are already."""
 
     @property
     def plan(self) -> Plan | None:
@@ -66,7 +72,8 @@ class SplitDataset:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the position: passes completed, or left."""
+        """The epoch of the position: passes completed, or left. A newcomer to a ring joins the others here."""
+        self._listener.arrive()
         return self._epoch
 
     def __len__(self) -> int:
@@ -84,18 +91,24 @@ class SplitDataset:
         return steps
 
     def __iter__(self) -> Iterator[Any]:
+        self._listener.arrive()
         this_pass = object()
         if self._pass is not None:  # the script left the pass before this one
             self._epoch, self._step = self._epoch + 1, 0
         self._pass = this_pass
         epoch, number = self._epoch, self._step
-        self._agreement.start(epoch, number, self._seed, self._plan.num_examples if self._plan else 0)
+        if not self._joins_pass:
+            self._agreement.start(epoch, number, self._seed, self._plan.num_examples if self._plan else 0)
+        self._joins_pass = False
         self._listener.start_epoch(epoch)
         complete = False
         try:
-            steps = self._copies.of(self._reader.read(epoch, number, self._seed))
-            while (settled := self._agreement.settle(next(steps, None), self._reader.common)) is not None:
-                parts, totals = settled
+            if self._healing_reader is None:
+                steps = self._copies.of(self._reader.read(epoch, number, self._seed))
+            else:
+                steps = self._healing_reader.read(epoch, number, self._seed, self._copies)
+            while (agreed := self._agreement.agree(next(steps, None), self._reader.common)) is not None:
+                parts, totals = agreed
                 if self._pass is not this_pass:
                     raise ConfigurationError("a newer iter() of this distributed dataset goes on with the next epoch")
                 self._step = number + 1
@@ -106,6 +119,7 @@ class SplitDataset:
                     yield batch
                     self._listener.done(share)
                 number += 1
+                self._listener.between_steps()
             complete = True
             if self._pass is this_pass:
                 self._pass, self._epoch, self._step = None, epoch + 1, 0
@@ -121,7 +135,26 @@ class SplitDataset:
         state = {"epoch": self._epoch, "step": self._step, "seed": self._seed, **self._dealt_as()}
         if self._plan is not None:
             state |= {"num_examples": self._plan.num_examples, "batch_size": self._plan.batch_size}
+        if self._healing_reader is not None and (left := self._healing_reader.note_losses()):
+            state["left"] = left
         return state
+
+    def hand_over(self, is_open: bool) -> dict[str, Any]:
+        """What a newcomer's dataset needs to go on with the others, between two steps.
+
+        Args:
+            is_open: whether they are steps of this dataset.
+        """
+        state = self.state_dict() | {"num_slices": 0 if self._plan is None else self._plan.num_slices}
+        is_left = self._pass is not None and not is_open  # by the script: the next pass is another one
+        return state | ({"epoch": self._epoch + 1, "step": 0} if is_left else {}) | {"is_open": is_open}
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Stands where those of the others stand, whose ``hand_over`` it is; in the middle of a pass, if they are."""
+        if self._plan is not None:
+            self._plan = dataclasses.replace(self._plan, num_slices=int(state["num_slices"]))
+        self.load_state_dict(state)
+        self._joins_pass = bool(state["is_open"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next ``iter()`` goes on where ``state`` was saved; every worker has to load the same.
@@ -132,6 +165,8 @@ class SplitDataset:
             ConfigurationError: the state belongs to data that is shared out in another way.
         """
         for name, here in self.state_dict().items():
+            if name == "left":
+                continue
             if name not in state:
                 raise ConfigurationError(f"expected the state of a distributed dataset, got one without {name!r}")
             if name not in ("epoch", "step", "seed") and state[name] != here:
@@ -141,6 +176,13 @@ class SplitDataset:
                 )
         self._epoch, self._step, self._seed = int(state["epoch"]), int(state["step"]), int(state["seed"])
         self._pass = None
+        if self._healing_reader is not None:
+            self._healing_reader.left = list(state.get("left", ()))
+        elif state.get("left"):
+            raise ConfigurationError(
+                f"the state was saved by a ring that had lost a worker, and {len(state['left'])} examples of the epoch "
+                "were to come again: load it in a job with --min-workers too"
+            )
 
     def _dealt_as(self) -> dict[str, Any]:
         if self._policy is AutoShardPolicy.DATA:

@@ -11,6 +11,10 @@ from stratagem.errors import ConfigurationError
 
 T = TypeVar("T")
 
+_WAYS_OUT = (
+    "a PerReplica holds one value for each replica: strategy.reduce_mean makes one of them, strategy.local_results "
+    "gives those of this process, and strategy.run takes it whole"
+)
 __all__ = ["PerReplica", "ReduceOp", "ValueContext", "local_values", "part_of_replica"]
 
 
@@ -23,11 +27,15 @@ class PerReplica(Generic[T]):
     """Weight of each replica: its examples in the batch it was given, or what ``set_weight`` said; empty when they are
     equal."""
 
-    def __iter__(self) -> NoReturn:
-        raise ConfigurationError(
-            "a PerReplica holds one value for each replica: give it whole to strategy.run and take it apart in the "
-            "step, or ask strategy.local_results for its values"
-        )
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{_WAYS_OUT}; it has no {name!r} itself")
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise ConfigurationError(_WAYS_OUT)
+
+    __iter__ = __len__ = __getitem__ = __bool__ = __int__ = __float__ = __format__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import secrets
@@ -22,19 +23,16 @@ from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.binding import is_loopback
-from stratagem.rpc.host_id import place_of_this_process
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.host_id import own_host_id
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import Security, make_security
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.token import Token
-from stratagem.worker.ring.opening import PairLane
-from stratagem.worker.ring.ring_member import DEFAULT_TIMEOUT_S, RingMember
+from stratagem.worker.ring.lane_plan import PairLane
+from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
-
-ANSWER_S = 5.0
-"""Seconds that a rank may take to say where it stands."""
 
 
 def make_process_group(given: Any, options: CommunicationOptions | None = None) -> LaneProcessGroup:
@@ -63,15 +61,15 @@ def form(
         wire_dtype=config.wire_dtype,
         chunk_bytes=config.chunk_bytes,
         stripes=config.stripes,
-        timeout_seconds=timeout_s,
     )
+    options = dataclasses.replace(options, timeout_seconds=options.timeout_seconds or timeout_s)
     meeting = Rendezvous(store, rank, tasks, timeout_s)
     token = Token(meeting.hear("the token", lambda: secrets.token_hex(32)))
     security = _security(config, token)
     host = own_host(config, os.environ)
     members, meter = StoreMembers(rank, tasks, security), BytesMeter()
     with ExitStack() as undo:
-        entrance = RingService(
+        ring_service = RingService(
             host,
             lambda: members.membership,
             meter,
@@ -79,23 +77,25 @@ def form(
             max_lanes_per_peer=config.max_lanes_per_peer,
             max_inbox_bytes=config.max_inbox_bytes,
         )
-        undo.callback(entrance.close)
+        undo.callback(ring_service.close)
         server = serve(
             f"[{host}]:0" if ":" in host else f"{host}:0",
-            lambda server: add_servicer(SERVICE, WorkerServicer(entrance), server),
+            lambda server: add_servicer(SERVICE, WorkerServicer(ring_service), server),
             services=[SERVICE.full_name],
             limits=ServerLimits.of(config),
             insecure=True,
             security=security,
         )
         undo.callback(server.stop, 0.2)
-        words = meeting.exchange("the address", f"{server.address} {place_of_this_process()}")
+        words = meeting.exchange("the address", f"{server.address} {own_host_id()}")
         addresses = [word.partition(" ")[0] for word in words]
         _check_reachable(tasks, addresses, [word.partition(" ")[2] for word in words])
         members.met(addresses)
-        member = RingMember(entrance, members, meter)
+        member = RingMember(ring_service, members, meter)
         undo.callback(member.close, "the process group did not form")
         communicator = member.form(options, torch.device("cpu"), timeout_s)
+        diagnosis = ring_service.diagnosis
+        assert diagnosis is not None  # it has formed
         undo.pop_all()
     places = [word.partition(" ")[2] for word in words]
     messages = Messages(
@@ -103,20 +103,22 @@ def form(
         len(ranks),
         member.opener,
         lambda other: _lane_between(options, places[rank] == places[other]),
-        lambda other: member.answers(other, ANSWER_S),
-        options.timeout_seconds or DEFAULT_TIMEOUT_S,
+        diagnosis,
+        options.timeout_seconds or timeout_s,
     )
 
     def close(reason: str) -> None:
+        diagnosis.end(reason)
         messages.close(reason)
         member.close(reason)
         server.stop(0.2)
 
     def split(at: Store, chosen: list[int], timeout: datetime.timedelta | None) -> LaneProcessGroup:
         seconds = timeout_s if timeout is None else timeout.total_seconds()
-        return form(at, chosen.index(rank), [ranks[each] for each in chosen], seconds, options)
+        wanted = options if timeout is None else dataclasses.replace(options, timeout_seconds=seconds)
+        return form(at, chosen.index(rank), [ranks[each] for each in chosen], seconds, wanted)
 
-    return LaneProcessGroup(communicator, messages, store, options.timeout_seconds or DEFAULT_TIMEOUT_S, split, close)
+    return LaneProcessGroup(communicator, messages, store, split, close)
 
 
 def _lane_between(options: CommunicationOptions, is_same_place: bool) -> PairLane:
@@ -134,9 +136,9 @@ def own_host(config: WorkerConfig, environ: Mapping[str, str]) -> str:
         return host
     try:
         family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(address)  # sends nothing
-            return str(way.getsockname()[0])
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError:
         return host
 

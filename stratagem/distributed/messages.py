@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from stratagem.distributed.mailbox import Mailbox, PostedReceive
 from stratagem.errors import CollectiveError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.opening import Opener, PairLane
+from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
+from stratagem.worker.ring.lane_plan import PairLane
+from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.schedule import chunks
 
 _PURPOSE = "messages"
@@ -34,8 +37,8 @@ class Messages:
         size: ranks in the group.
         opener: opens lanes within so many seconds.
         lane: what is tried first; shm gives way to tcp where there is no memory to share.
-        answers: whether a rank says where it stands.
-        timeout_s: seconds a message may take to leave.
+        diagnosis: of the group's failures.
+        timeout_s: seconds a message may take to leave, or to come.
     """
 
     def __init__(
@@ -44,14 +47,14 @@ class Messages:
         size: int,
         opener: Callable[[float], Opener],
         lane: Callable[[int], PairLane],
-        answers: Callable[[int], bool],
+        diagnosis: FailureDiagnosis,
         timeout_s: float,
     ) -> None:
         others = [other for other in range(size) if other != rank]
         self._opener = opener
         self._lane = lane
-        self._answers = answers
-        self._timeout_s = timeout_s
+        self._diagnosis = diagnosis
+        self.timeout_s = timeout_s
         self._mailbox = Mailbox(rank, others)
         self._others = others
         self._guard = threading.Lock()
@@ -65,7 +68,8 @@ class Messages:
     def send(self, values: torch.Tensor, rank: int, tag: int) -> concurrent.futures.Future[None]:
         """Sends flat values; the result says when their memory may be changed."""
         if values.nbytes <= _SMALL_BYTES and not self._num_queued[rank]:
-            self._send(values.clone(), rank, tag)
+            with self.waiting_for(rank, f"a message to rank {rank}"):
+                self._send(values.clone(), rank, tag)
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
             done.set_result(None)
             return done
@@ -82,6 +86,10 @@ class Messages:
         receive = PostedReceive(rank, tag, into)
         self._mailbox.post(receive)
         return receive
+
+    def waiting_for(self, rank: int | None, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around a wait for a message: see :meth:`FailureDiagnosis.waiting_for`. Who has closed the group knows why."""
+        return contextlib.nullcontext() if self._closed else self._diagnosis.waiting_for(rank, what)
 
     def withdraw(self, receive: PostedReceive) -> bool:
         """See :meth:`Mailbox.withdraw`."""
@@ -108,14 +116,12 @@ class Messages:
 
     def _send_queued(self, values: torch.Tensor, rank: int, tag: int) -> None:
         try:
-            self._send(values, rank, tag)
-            self._senders[rank].flush(time.monotonic() + self._timeout_s)
-        except StratagemError as error:
-            raise CollectiveError(f"rank {rank} did not take a message: {error}", rank) from None
+            with self.waiting_for(rank, f"a message to rank {rank}"):
+                self._send(values, rank, tag, flush=True)
         finally:
             self._num_queued[rank] -= 1
 
-    def _send(self, values: torch.Tensor, rank: int, tag: int) -> None:
+    def _send(self, values: torch.Tensor, rank: int, tag: int, flush: bool = False) -> None:
         try:
             lane = self._sender(rank)
             num_elements = values.numel()
@@ -123,6 +129,8 @@ class Messages:
             for start, stop in parts:
                 part = values[start:stop]
                 lane.send(frame_pb2.COLLECTIVE, tag + 1, 0, num_elements, lambda part=part: (part,), stop - start)  # type: ignore[misc]
+            if flush:
+                lane.flush(time.monotonic() + self.timeout_s)
         except StratagemError as error:
             raise CollectiveError(f"sending to rank {rank} failed: {error}", rank) from None
 
@@ -131,7 +139,7 @@ class Messages:
             if self._closed:
                 raise CollectiveError(self._closed)
             if rank not in self._senders:
-                opener, lane = self._opener(self._timeout_s), self._lane(rank)
+                opener, lane = self._opener(self.timeout_s), self._lane(rank)
                 try:
                     self._senders[rank] = opener.sender(rank, lane, _PURPOSE)
                 except SegmentError:
@@ -154,9 +162,8 @@ class Messages:
                 self._mailbox.wait_for_room(rank)
                 self._read_message(lane, rank)
         except StratagemError as error:
-            self._mailbox.broke(
-                rank, CollectiveError(self._closed or f"nothing more comes from rank {rank}: {error}", rank)
-            )
+            text = self._closed or f"nothing more comes from rank {rank}: {error}"
+            self._mailbox.broke(rank, CollectiveError(text, rank))
 
     def _await_lane(self, rank: int) -> ReceivingLane:
         num_silent = 0
@@ -167,7 +174,7 @@ class Messages:
             except PeerUnavailableError as error:
                 if self._closed:
                     raise
-                num_silent = 0 if self._answers(rank) else num_silent + 1
+                num_silent = 0 if self._diagnosis.answers(rank) else num_silent + 1
                 if num_silent == _NUM_LOOKS:
                     raise PeerUnavailableError(f"it does not answer ({error})") from None
         with self._guard:

@@ -18,7 +18,7 @@ Step = tuple[str, Run]
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Operation:
     """What one call of a process group does, after the arguments were checked."""
 
@@ -56,17 +56,45 @@ class Operations:
         for tensor in tensors:
             values = flat(tensor)
             made.values.append(values)
-            made.steps.append((f"broadcast of {told(tensor)} from rank {root}", _broadcasting(values, root)))
+            made.steps.append((told(tensor, "broadcast of ", f" from rank {root}"), _broadcasting(values, root)))
         return made
 
     def all_reduce(self, tensors: Tensors, op: Any) -> Operation:
-        """Reduces each in place."""
+        """Reduces each in place; sparse ones too, as DDP does with gradients of an embedding with ``sparse=True``."""
         made = Operation("all_reduce", list(tensors))
         for tensor in tensors:
+            if tensor.layout is torch.sparse_coo:
+                self._all_reduce_rows(made, tensor, op)
+                continue
             reduction, values = reducing(op, tensor.dtype), flat(tensor)
             made.values.append(values)
-            made.steps.append((f"all_reduce {reduction.name} of {told(tensor)}", reduction.all_reduce(values, values)))
+            what = told(tensor, f"all_reduce {reduction.name} of ")
+            made.steps.append((what, reduction.all_reduce(values, values)))
         return made
+
+    def _all_reduce_rows(self, made: Operation, tensor: torch.Tensor, op: Any) -> None:
+        """A sum of sparse tensors: every rank gets the elements of all and adds them in the order of the ranks."""
+        reduction = reducing(op, tensor.dtype)
+        if reduction.name not in ("SUM", "AVG"):
+            raise ConfigurationError(f"sparse tensors are summed or averaged, not reduced by {reduction.name}")
+        own = tensor.detach().coalesce()
+        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        parts: list[torch.Tensor] = [own.indices().t(), own.values()]
+
+        def exchange(group: Group, tag: Tag) -> None:
+            joined = []
+            for part in parts:
+                rooms = [part.new_empty((int(count), *part.shape[1:]), device="cpu") for count in counts]
+                _gathering(flat(part), [flat(room) for room in rooms])(group, tag)
+                joined.append(torch.cat(rooms))
+            indices, values = joined
+            total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True).coalesce()
+            reduction.finish(total, self.size)
+            made.values.append(total)
+
+        what = told(tensor, f"all_reduce {reduction.name} of sparse ")
+        made.steps.append((f"lengths of an {what}", _gathering(torch.tensor([own.values().shape[0]]), counts)))
+        made.steps.append((what, exchange))
 
     def reduce(self, tensors: Tensors, op: Any, root: int) -> Operation:
         """The same for one rank; the others keep what they have."""
@@ -76,7 +104,7 @@ class Operations:
             out = values if self.rank == root else torch.empty_like(values)
             if self.rank == root:
                 made.values.append(out)
-            what = f"reduce {reduction.name} of {told(tensor)} to rank {root}"
+            what = told(tensor, f"reduce {reduction.name} of ", f" to rank {root}")
             made.steps.append((what, reduction.all_reduce(values, out)))
         return made
 
@@ -103,7 +131,7 @@ class Operations:
             self._check_parts(tensor, out, "reduce_scatter")
             reduction, room = reducing(op, out.dtype), room_for(out)
             made.values.append(room)
-            what = f"reduce_scatter {reduction.name} of {self.size} × {told(out)}"
+            what = told(out, f"reduce_scatter {reduction.name} of {self.size} × ")
             made.steps.append((what, reduction.reduce_scatter(flat(tensor), room)))
         return made
 
@@ -125,7 +153,7 @@ class Operations:
             self._check_parts(out, tensor, "all_gather")
             room = room_for(out)
             made.values.append(room)
-            what = f"all_gather of {self.size} × {told(tensor)}"
+            what = told(tensor, f"all_gather of {self.size} × ")
             made.steps.append((what, _gathering(flat(tensor), room.view(self.size, -1).unbind())))
         return made
 
@@ -140,7 +168,7 @@ class Operations:
         rooms = [room_for(out) for out in outs]
         sources = [flat(tensor) if rank == root else nothing for rank in range(self.size)]
         step = _exchanging(sources, rooms or [nothing] * self.size)
-        return Operation("gather", outs, [(f"gather of {told(tensor)} to rank {root}", step)], rooms)
+        return Operation("gather", outs, [(told(tensor, "gather of ", f" to rank {root}"), step)], rooms)
 
     def scatter(self, out: torch.Tensor, inputs: Sequence[Tensors], root: int) -> Operation:
         """``out`` = what the root holds at ``inputs[0][this rank]``; the other ranks give none."""
@@ -153,7 +181,7 @@ class Operations:
             sources = [flat(tensor) for tensor in inputs[0]]
         room = room_for(out)
         step = _exchanging(sources, [room if rank == root else nothing for rank in range(self.size)])
-        return Operation("scatter", [out], [(f"scatter of {told(out)} from rank {root}", step)], [room])
+        return Operation("scatter", [out], [(told(out, "scatter of ", f" from rank {root}"), step)], [room])
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> Operation:
         """``outputs[r]`` = what rank r holds at ``inputs[this rank]``."""
@@ -175,7 +203,7 @@ class Operations:
         rooms, sources = self._split(room, out, out_rows), self._split(values, tensor, rows)
         if out_rows or rows:
             return self._all_to_all([out], [room], rooms, sources)
-        what = f"all_to_all of {told(tensor)} in equal parts"
+        what = told(tensor, "all_to_all of ", " in equal parts")
         return Operation("all_to_all", [out], [(what, _exchanging(sources, rooms))], [room])
 
     def _all_to_all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import datetime
 import functools
 import threading
@@ -15,16 +14,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stratagem.distributed.messages import Messages
+from stratagem.distributed.monitored import MonitoredBarriers
 from stratagem.distributed.operations import Operation, Operations
+from stratagem.distributed.reductions import Run
 from stratagem.distributed.tensors import flat, movable, put, room_for, told
-from stratagem.distributed.work import LaneWork, ReceiveWork
-from stratagem.errors import CollectiveError
+from stratagem.distributed.work import DONE, LaneWork, ReceiveWork
+from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.group import Group, Tag
 
 Tensors = list[torch.Tensor]
-_DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
-"""What a call waits for that is over when it returns."""
-_DONE.set_result(None)
+_NO_TIMEOUT = datetime.timedelta()
 _open: weakref.WeakSet[LaneProcessGroup] = weakref.WeakSet()
 
 
@@ -50,7 +50,6 @@ class LaneProcessGroup(dist.ProcessGroup):
         communicator: of the ranks.
         messages: for send and recv.
         store: of this group.
-        timeout_s: seconds a receive waits.
         split: makes a group of some of these ranks, at a store.
         close: frees what the group stands on, with a reason.
     """
@@ -60,14 +59,13 @@ class LaneProcessGroup(dist.ProcessGroup):
         communicator: Communicator,
         messages: Messages,
         store: Store,
-        timeout_s: float,
         split: Callable[[Store, list[int], datetime.timedelta | None], LaneProcessGroup],
         close: Callable[[str], None],
     ) -> None:
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
         self._messages = messages
-        self._timeout_s = timeout_s
+        self._barriers = MonitoredBarriers(messages, communicator.rank, communicator.size)
         self._operations = Operations(communicator.rank, communicator.size)
         self._store = store
         self._split = split
@@ -140,6 +138,12 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     splitGroup = split_group
 
+    options: Any = None
+    """What ``torch.distributed.split_group`` copies for the new group."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Called by ``torch.distributed.split_group``: collectives are counted from 1 on in every group."""
+
     def get_group_store(self) -> Store:
         """Where the ranks met."""
         return self._store
@@ -148,7 +152,7 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> LaneWork:
         """Reduces in place."""
-        return self._run(self._operations.all_reduce(_listed(tensors), _op(opts)), opts)
+        return self._run(self._operations.all_reduce(_listed(tensors), _op(opts)), opts, timeout)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> LaneWork:
         """Reduces each in place."""
@@ -157,11 +161,11 @@ class LaneProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, root: int = 0) -> LaneWork:
         """Gives every rank the root's values."""
         root = root if opts is None else opts if isinstance(opts, int) else opts.rootRank
-        return self._run(self._operations.broadcast(_listed(tensors), root), opts)
+        return self._run(self._operations.broadcast(_listed(tensors), self._member(root)), opts)
 
     def reduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
         """Reduces to one rank."""
-        return self._run(self._operations.reduce(_listed(tensors), _op(opts), opts.rootRank), opts)
+        return self._run(self._operations.reduce(_listed(tensors), _op(opts), self._member(opts.rootRank)), opts)
 
     def allgather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any = None) -> LaneWork:
         """Every rank's tensor to every rank; lengths may differ, and are those of the outputs."""
@@ -221,37 +225,61 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> LaneWork:
         """Every rank's tensor to one rank."""
-        return self._run(self._operations.gather(outputs, inputs[0], opts.rootRank), opts)
+        return self._run(self._operations.gather(outputs, inputs[0], self._member(opts.rootRank)), opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> LaneWork:
         """A tensor of one rank to every rank."""
-        return self._run(self._operations.scatter(outputs[0], inputs, opts.rootRank), opts)
+        return self._run(self._operations.scatter(outputs[0], inputs, self._member(opts.rootRank)), opts)
 
-    def barrier(self, opts: Any = None) -> LaneWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> LaneWork:
         """Is done when every rank has called it."""
-        return self._run(self._operations.barrier(), opts)
+        return self._run(self._operations.barrier(), opts, timeout)
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose rank 0 says who did not come in time, after which the group goes on.
+        ``torch.distributed.monitored_barrier`` keeps itself to gloo; this is what it would call.
+
+        Raises:
+            CollectiveError: a rank did not come.
+        """
+        seconds = self._messages.timeout_s if timeout is None else timeout.total_seconds()
+        self._barriers.pass_next(seconds, wait_all_ranks)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """How long a rank may stand still in any later collective, receive or send."""
+        self.communicator.group.timeout_s = self._messages.timeout_s = timeout.total_seconds()
 
     # -- messages -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
         """Sends a tensor to one rank; is done when the tensor may be changed."""
-        done = self._messages.send(movable(flat(tensors[0])), dstRank, tag)
+        done = self._messages.send(movable(flat(tensors[0])), self._other(dstRank), tag)
         return LaneWork(f"send to rank {dstRank}", [], done)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> LaneWork:
         """Receives a tensor from one rank; those with the same tag come in the order in which they were sent."""
-        return self._receive(tensors[0], srcRank, tag)
+        return self._receive(tensors[0], self._other(srcRank), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> LaneWork:
         """The same from whichever rank sends first."""
         return self._receive(tensors[0], None, tag)
+
+    def _member(self, rank: int) -> int:
+        if not 0 <= rank < self.size():
+            raise ConfigurationError(f"there is no rank {rank} in this group: it has the ranks 0 to {self.size() - 1}")
+        return rank
+
+    def _other(self, rank: int) -> int:
+        if rank == self.rank():
+            raise ConfigurationError(f"rank {rank} cannot send to or receive from itself")
+        return self._member(rank)
 
     def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> LaneWork:
         room = room_for(tensor)
         receive = self._messages.receive(movable(room), source, tag)
         what = f"recv of {told(tensor)} from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
         finish = functools.partial(put, [tensor], [room])
-        return ReceiveWork(what, tensor, receive, finish, self._messages.withdraw, self._timeout_s)
+        return ReceiveWork(what, tensor, receive, finish, self._messages)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -267,12 +295,15 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._ended = self._ended or reason
         self._close(reason)
 
-    def _run(self, operation: Operation, opts: Any) -> LaneWork:
+    def _run(self, operation: Operation, opts: Any, timeout: datetime.timedelta | None = None) -> LaneWork:
+        timeout = timeout or getattr(opts, "timeout", None)
+        if timeout is not None and timeout > _NO_TIMEOUT:
+            _limit(operation, timeout.total_seconds())
         if self._ended:
             raise CollectiveError(f"{operation.what}: {self._ended}")
         if not getattr(opts, "asyncOp", True):  # the caller waits: here and now is one change of threads less
             self._perform(operation)
-            return LaneWork(operation.what, operation.outputs, _DONE)
+            return LaneWork(operation.what, operation.outputs, DONE)
         run = functools.partial(self._perform, operation)
         if torch.is_inference_mode_enabled():  # what was made in that mode can be written in it alone
             run = functools.partial(_in_inference_mode, run)
@@ -283,6 +314,22 @@ class LaneProcessGroup(dist.ProcessGroup):
         for what, step in operation.steps:
             self.communicator.collective(what, functools.partial(step, group))
         operation.finish()
+
+
+def _limit(operation: Operation, timeout_s: float) -> None:
+    """Gives the steps of an operation a timeout of their own."""
+
+    def limited(step: Run) -> Run:
+        def run(group: Group, tag: Tag) -> None:
+            usual, group.timeout_s = group.timeout_s, timeout_s
+            try:
+                step(group, tag)
+            finally:
+                group.timeout_s = usual
+
+        return run
+
+    operation.steps = [(what, limited(step)) for what, step in operation.steps]
 
 
 def _in_inference_mode(run: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ class RankReduction:
                 out.copy_(self._combined(source, group, tag))
             else:
                 group.all_reduce(self._scaled(source), _real(out), self.op, tag)
-            self._finish(out, group.size)
+            self.finish(out, group.size)
 
         return run
 
@@ -68,7 +68,7 @@ class RankReduction:
                 out.copy_(self._combined(source, group, tag).view(group.size, -1)[group.rank])
             else:
                 group.reduce_scatter(self._scaled(source), _real(out), self.op, tag)
-            self._finish(out, group.size)
+            self.finish(out, group.size)
 
         return run
 
@@ -80,7 +80,8 @@ class RankReduction:
         group.all_gather(source, every, tag)
         return functools.reduce(_BITWISE[self.name], every)
 
-    def _finish(self, out: torch.Tensor, size: int) -> None:
+    def finish(self, out: torch.Tensor, size: int) -> None:
+        """Makes what a group has reduced over ``size`` ranks what was asked for, in place."""
         if self.name == "AVG":
             out.div_(size) if out.is_floating_point() or out.is_complex() else out.div_(size, rounding_mode="trunc")
 
@@ -96,15 +97,17 @@ def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
         ConfigurationError: there is no such reduction for the dtype.
     """
     # Not isinstance: torch says of its enum's members, too, that they are ReduceOps.
-    state: Any = (op if type(op) is dist.ReduceOp else dist.ReduceOp(op)).__getstate__()
-    kind, supplement = state
-    if supplement is None:
-        return _reduction(kind.name, dtype)
-    return dataclasses.replace(_reduction(kind.name, dtype), factor=supplement)
+    kind = op.op if type(op) is dist.ReduceOp else op  # type: ignore[attr-defined]
+    reduction = _reduction(kind, dtype)
+    if reduction.name != "PREMUL_SUM":
+        return reduction
+    _, factor = op.__getstate__()
+    return dataclasses.replace(reduction, factor=factor)
 
 
 @functools.cache
-def _reduction(name: str, dtype: torch.dtype) -> RankReduction:
+def _reduction(kind: Any, dtype: torch.dtype) -> RankReduction:
+    name = kind.name
     if name in _BITWISE and not (dtype.is_floating_point or dtype.is_complex):
         return RankReduction(name, None)
     if (name in _SUMS and dtype.is_complex) or (name in _OPS and can_travel(dtype)):

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import Store
 
+from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ClusterTimeoutError, StratagemError
-from stratagem.rpc.generated import chief_pb2, common_pb2
 from stratagem.rpc.security import Security
 
 
 class Rendezvous:
-    """Ranks that tell each other words through a store. A store may serve several lives of one group, one after the
+    """Ranks that tell each other words through a store. A store may serve one group several times, one after the
     other: each has keys of its own.
 
     Args:
@@ -26,9 +26,9 @@ class Rendezvous:
     """
 
     def __init__(self, store: Store, rank: int, tasks: Sequence[str], timeout_s: float) -> None:
-        life = (store.add("arrivals", 1) - 1) // len(tasks)
+        formation = (store.add("arrivals", 1) - 1) // len(tasks)
         self._store = store
-        self._prefix = f"{life}/"
+        self._prefix = f"{formation}/"
         self._rank = rank
         self._tasks = tasks
         self._deadline = time.monotonic() + timeout_s
@@ -81,7 +81,7 @@ class StoreMembers:
     def __init__(self, rank: int, tasks: Sequence[str], security: Security) -> None:
         self.task = tasks[rank]
         self.incarnation = 1
-        self.membership = chief_pb2.Membership()
+        self.membership = Membership()
         """Empty at first: who calls before this rank has met the others is told to ask again."""
         self.security = security
         self._tasks = tasks
@@ -89,23 +89,20 @@ class StoreMembers:
 
     def met(self, addresses: Sequence[str]) -> None:
         """Everybody has come, and serves at these addresses, in rank order."""
-        self.membership = chief_pb2.Membership(
+        self.membership = Membership(
             ready=True,
             lead=self._tasks[0],
-            tasks=[
-                common_pb2.TaskInfo(task=task, address=address, incarnation=1, live=True)
-                for task, address in zip(self._tasks, addresses, strict=True)
-            ],
+            members=tuple(Member(task, address, 1, True) for task, address in zip(self._tasks, addresses, strict=True)),
         )
 
-    def on_membership(self, callback: Callable[[chief_pb2.Membership], None]) -> None:
+    def on_membership(self, callback: Callable[[Membership], None]) -> None:
         """Nothing ever changes."""
 
-    def wait_ready(self, timeout_s: float) -> chief_pb2.Membership:
+    def wait_ready(self, timeout_s: float) -> Membership:
         """Everybody is there."""
         return self.membership
 
-    def wait_membership(self, accept: Callable[[chief_pb2.Membership], bool], timeout_s: float) -> bool:
+    def wait_membership(self, accept: Callable[[Membership], bool], timeout_s: float) -> bool:
         """Does not wait: nothing ever changes."""
         return accept(self.membership)
 

@@ -7,25 +7,33 @@ from collections.abc import Sequence
 
 import torch
 
+from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import can_travel
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements; no copy of a contiguous tensor on the CPU. A copy is complete when this returns, whatever stream
-    of a device was to write to the tensor."""
-    return tensor.detach().cpu().contiguous().view(-1)
+    of a device was to write to the tensor.
+
+    Raises:
+        ConfigurationError: the tensor is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() before")
+    return _flat_view(tensor) if _is_flat(tensor) else tensor.detach().cpu().contiguous().view(-1)
 
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """Where the flat elements of a result go: the tensor's own memory if that is possible; see :func:`put`."""
-    return tensor.detach().view(-1) if _is_flat(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return _flat_view(tensor) if _is_flat(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
 
 
 def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Gives tensors the flat values that are not in their memory yet; what a device still copies is waited for."""
     for tensor, value in zip(tensors, values, strict=True):
-        if not _is_flat(tensor) or value.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(value.view(tensor.shape))
+        if value is not tensor and (not _is_flat(tensor) or value.data_ptr() != tensor.data_ptr()):
+            with torch.no_grad():  # a detached sparse tensor would not give its new elements to the one it came from
+                tensor.copy_(value.view(tensor.shape) if value.layout is torch.strided else value)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -40,15 +48,22 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def told(tensor: torch.Tensor) -> str:
-    """For errors: "float32 [16, 64]"."""
-    return _words(tensor.dtype, tensor.shape)
+def told(tensor: torch.Tensor, before: str = "", after: str = "") -> str:
+    """For errors: "float32 [16, 64]", between other words."""
+    return _words(tensor.dtype, tensor.shape, before, after)
 
 
 @functools.lru_cache(4096)
-def _words(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{name_of(dtype)} {list(shape)}"
+def _words(dtype: torch.dtype, shape: torch.Size, before: str, after: str) -> str:
+    return f"{before}{name_of(dtype)} {list(shape)}{after}"
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Itself, if it is flat and autograd has nothing to say about it."""
+    if tensor.requires_grad or tensor._is_view():
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)

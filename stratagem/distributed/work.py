@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stratagem.distributed.mailbox import PostedReceive
+from stratagem.distributed.messages import Messages
 from stratagem.errors import ClusterTimeoutError, CollectiveError
 
 _NO_TIMEOUT = datetime.timedelta()
+DONE: concurrent.futures.Future[None] = concurrent.futures.Future()
+"""What a call waits for that is over when it returns."""
+DONE.set_result(None)
 
 
 class LaneWork(dist.Work):
@@ -25,10 +29,10 @@ class LaneWork(dist.Work):
         done: ends with it, or with its error.
     """
 
-    def __init__(self, what: str, outputs: Sequence[torch.Tensor], done: concurrent.futures.Future[Any]) -> None:
+    def __init__(self, what: str, outputs: list[torch.Tensor], done: concurrent.futures.Future[Any]) -> None:
         super().__init__()
         self._what = what
-        self._outputs = list(outputs)
+        self._outputs = outputs
         self._done = done
         self._future: torch.futures.Future[Any] | None = None
 
@@ -42,6 +46,8 @@ class LaneWork(dist.Work):
             CollectiveError: the operation failed on this or another rank.
             ClusterTimeoutError: it goes on after ``timeout``.
         """
+        if self._done is DONE:
+            return True
         seconds = timeout.total_seconds()
         try:
             self._done.result(seconds if seconds > 0 else None)
@@ -99,8 +105,7 @@ class ReceiveWork(LaneWork):
         output: tensor that is filled.
         receive: what waits in the mailbox.
         finish: puts what came into ``output``.
-        withdraw: takes it back out of the mailbox; False: its message has come.
-        patience_s: seconds after which nobody waits any more.
+        messages: of this rank.
     """
 
     def __init__(
@@ -109,8 +114,7 @@ class ReceiveWork(LaneWork):
         output: torch.Tensor,
         receive: PostedReceive,
         finish: Callable[[], None],
-        withdraw: Callable[[PostedReceive], bool],
-        patience_s: float,
+        messages: Messages,
     ) -> None:
         done: concurrent.futures.Future[int] = concurrent.futures.Future()
 
@@ -123,21 +127,23 @@ class ReceiveWork(LaneWork):
 
         super().__init__(what, [output], done)
         self._receive = receive
-        self._withdraw = withdraw
-        self._patience_s = patience_s
+        self._messages = messages
         receive.done.add_done_callback(conclude)
 
     def wait(self, timeout: datetime.timedelta = _NO_TIMEOUT) -> bool:
-        """See :meth:`LaneWork.wait`."""
         if timeout > _NO_TIMEOUT:
             return super().wait(timeout)
-        try:
-            self._done.result(self._patience_s)
-        except TimeoutError:
-            if self._withdraw(self._receive):
-                error = CollectiveError(
-                    f"no message for {self._what} came within {self._patience_s:g} s", self._receive.source
-                )
-                self._receive.done.set_exception(error)
-            self._done.result()
+        if not self._done.done() or self._done.exception() is not None:
+            with self._messages.waiting_for(self._receive.source, self._what):
+                self._wait_for_message()
         return True
+
+    def _wait_for_message(self) -> None:
+        patience_s = self._messages.timeout_s
+        try:
+            self._done.result(patience_s)
+        except TimeoutError:
+            if self._messages.withdraw(self._receive):
+                text = f"no message for {self._what} came within {patience_s:g} s"
+                self._receive.done.set_exception(CollectiveError(text, self._receive.source))
+            self._done.result()

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from stratagem.cluster.task import TaskId
+from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import Launch
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
-from stratagem.launch.status import StatusView
 from stratagem.launch.supervisor import Action, Finish, Kill, Phase, Renew, Signal, Start, Supervisor, describe_exit
 from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.status_view import StatusView
 
 TICK_S = 0.2
 DRAIN_S = 1.0
@@ -43,6 +44,7 @@ class LocalCluster:
         resumes: whether the script goes on where it was when the whole job is started again.
         renew: called before it is.
         preload: whether a process that has loaded torch forks into the tasks of a cluster.
+        chaos: faults that were asked for.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LocalCluster:
         resumes: Callable[[], bool] = lambda: False,
         renew: Callable[[], None] = lambda: None,
         preload: bool = False,
+        chaos: ChaosInjector | None = None,
     ) -> None:
         self.supervisor = supervisor
         self.chief_address = _UNSET
@@ -72,6 +75,8 @@ class LocalCluster:
         self._poller: StatusPoller | None = None
         self._exit_code: int | None = None
         self._preload = preload
+        self._chaos = chaos
+        self._tick_s = TICK_S
         self._fork_server: ForkServer | None = None
         self._waits_for_fork_server: TaskId | None = None
         self._selector = selectors.DefaultSelector()
@@ -94,7 +99,7 @@ class LocalCluster:
             self._clear()
 
     def _wait(self) -> None:
-        for key, _ in self._selector.select(TICK_S):
+        for key, _ in self._selector.select(self._tick_s):
             if key.fd == self._signals.fd:
                 for signum in self._signals.read():
                     self._do(self.supervisor.interrupted(signum, time.monotonic()))
@@ -110,6 +115,10 @@ class LocalCluster:
         self._do(self.supervisor.ticked(now))
         if self._poller is not None and self._poller.step(now):
             self._new_status(now)
+        if self._chaos is not None and self.supervisor.phase is Phase.RUNNING:
+            self._tick_s = min(TICK_S, self._chaos.tick(now, self.status, self._processes))
+        elif self._chaos is not None:
+            self._chaos.let_go(self._processes)
 
     def _read(self, task: TaskId, stream: Stream, reader: LineReader) -> None:
         for line in reader.read():
@@ -158,7 +167,7 @@ class LocalCluster:
         assert code is not None
         if task.type == "worker" and self._poller is not None and self._poller.ask(LAST_QUESTION_S):
             self._new_status(now, gone=process)
-        had_failed = self.supervisor.failure is not None
+        had_failed, lost = self.supervisor.failure is not None, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self._resumes():
             self.supervisor.can_resume()
@@ -168,6 +177,9 @@ class LocalCluster:
             self._output.say(f"{task} ended ({describe_exit(code)}); starting the job again, {left} restarts left")
         elif Start(task) in actions and not was_renewing:
             self._output.say(f"{task} ended ({describe_exit(code)}); starting it again, {left} restarts left")
+        if len(self.supervisor.lost) > lost:
+            left = len(self.supervisor.workers) - lost - 1
+            self._output.say(f"{task} ended ({describe_exit(code)}); the ring goes on with {left} workers")
         if self.supervisor.failure is not None and not had_failed:
             self.failure_tail = self._output.tail(self.supervisor.failure.task)
             self._output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
@@ -179,9 +191,20 @@ class LocalCluster:
         pids = {process.task: process.pid for process in [*self._processes.values(), *([gone] if gone else [])]}
         stepped = [TaskId.parse(state.task) for state in status.tasks if state.step > 0]
         told_by = {TaskId.parse(state.task): state.pid for state in status.tasks}
+        if status.ready:
+            self.supervisor.complete()
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
         if status.lead and status.ready:  # before that, whoever joined first leads
             self._output.lead = TaskId.parse(status.lead)
+        ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows
+        away = [each.task for each in status.tasks if each.state in ("lost", "done") and not status.stop_reason]
+        absent = [task for task in map(TaskId.parse, away) if task.type == "ps"]  # a worker that is done has done all
+        for kind, wanted in (("worker", status.wanted_workers), ("ps", ps)):
+            starting = self.supervisor.want(kind, wanted, absent) if wanted else []
+            if starting:
+                names = ", ".join(str(start.task) for start in starting)
+                self._output.say(f"starting {names}: there are to be {wanted}")
+            self._do(starting)
         self._on_status(status, now)
 
     def _do(self, actions: Sequence[Action]) -> None:

@@ -9,9 +9,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from stratagem.chief.monitoring.why.watched import WatchedVerdict
 from stratagem.launch.processes import Stream
 from stratagem.launch.progress import JobPace, progress_words, task_words
-from stratagem.launch.status import StatusView
+from stratagem.rpc.status_view import StatusView
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -38,6 +39,8 @@ class PlainDisplay:
         self._pace = JobPace()
         self._shown_at = float("-inf")
         self._shown: object = None
+        self._watched = WatchedVerdict()
+        self._told: object = None
 
     def show(self, stream: Stream, line: str) -> None:
         """Writes the line to our stdout or stderr at once."""
@@ -46,6 +49,8 @@ class PlainDisplay:
     def update(self, status: StatusView, now: float) -> None:
         """Writes the progress if it is time and there is something new."""
         self._pace.add(now, status)
+        self._watched.look(status, now)
+        self._tell()
         if now < self._shown_at + self._interval_s:
             return
         waiting = [task_words(task) for task in status.tasks if task.state == "lost" or task.waiting_s >= 1]
@@ -53,6 +58,14 @@ class PlainDisplay:
         if news != self._shown:
             self.show("stderr", "stratagem: " + " · ".join([progress_words(status, self._pace), *waiting]))
             self._shown_at, self._shown = now, news
+
+    def _tell(self) -> None:
+        """Says what is off, once for each cause."""
+        off = self._watched.told
+        told = None if off is None else (off.cause, off.task)
+        if off is not None and told != self._told:
+            self.show("stderr", f"stratagem: {off.sentence} (stratagem why)")
+        self._told = told
 
     def close(self) -> None:
         """Nothing to take back."""
@@ -66,6 +79,7 @@ class LiveDisplay:
         self._console = Console(file=stderr)
         self._live = Live(console=self._console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
         self._pace = JobPace()
+        self._watched = WatchedVerdict()
         self._started = False
 
     def show(self, stream: Stream, line: str) -> None:
@@ -84,7 +98,11 @@ class LiveDisplay:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for task in status.tasks:
             table.add_row(Text(task_words(task), style="" if task.state in ("live", "done") else "red"))
-        self._live.update(Group(table, Text(progress_words(status, self._pace), style="bold")))
+        self._watched.look(status, now)
+        off = self._watched.told
+        lines = [Text(progress_words(status, self._pace), style="bold")]
+        lines += [Text(off.sentence, style="yellow")] if off is not None else []
+        self._live.update(Group(table, *lines))
 
     def close(self) -> None:
         """Leaves the last table standing."""

@@ -32,8 +32,6 @@ from setproctitle import setproctitle
 PRELOADED = ("torch", "torch._dynamo", "numpy", "click", "pydantic", "asyncio", "stratagem.cluster.config")
 COMMAND_PREFIX = (sys.executable, "-m", "stratagem.cli")
 """What a command must begin with to be run in a fork."""
-MAX_BYTES = 1 << 20
-"""Of a message."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -104,30 +102,37 @@ class _ForkServer:
         return tuple(command)
 
 
-def _become(command: tuple[str, ...]) -> None:
-    """Runs the command's module in this process, as Python would have run it."""
+def serve(link: socket.socket) -> None:
+    """The server's life; in its children the task's."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        if command := _ForkServer(link).serve():
+            forget()
+            sys.argv = ["", *command[len(COMMAND_PREFIX) :]]
+            runpy.run_module(COMMAND_PREFIX[-1], run_name="__main__", alter_sys=True)
+
+
+def forget() -> None:
+    """In a fork: what a Python of its own would not have."""
     import numpy as np
     import torch
 
     if "triton" in sys.modules:  # prints pages about what it still finds alive at the very end
         atexit.register(gc.unfreeze)  # a second of the CPU: the collector looks at all of torch once more
+    libc = ctypes.CDLL(None)  # at the very end its functions are called in the reverse order
+    libc.on_exit(libc._exit, None)  # what torch's libraries would tidy up costs as much as a start: the kernel does it
+    libc.__cxa_atexit(libc.fflush, None, None)
     np.random.seed()  # seeded from the system's entropy once, for all forks; so may torch be
     torch.default_generator.seed()
-    sys.argv = ["", *command[len(COMMAND_PREFIX) :]]
-    runpy.run_module(COMMAND_PREFIX[-1], run_name="__main__", alter_sys=True)
 
 
-def main() -> None:
-    """The server's life; in its children the task's."""
+def preload() -> None:
+    """Before the first fork."""
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is here already is never garbage: a collection in a child would only copy its pages
-    link = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        if command := _ForkServer(link).serve():
-            _become(command)
 
 
 if __name__ == "__main__":
-    main()
+    preload()
+    serve(socket.socket(fileno=int(sys.argv[1])))

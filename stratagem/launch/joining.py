@@ -9,8 +9,10 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
-from stratagem.launch.status import StatusView, fetch_status
+from stratagem.launch.status import fetch_status
+from stratagem.rpc.chief_address import ChiefAddress
 from stratagem.rpc.security import security_of
+from stratagem.rpc.status_view import StatusView
 
 ASK_S = 5.0
 """Seconds for one answer."""
@@ -47,11 +49,12 @@ def placement_of(config: WorkerConfig | EvaluatorConfig, status: StatusView) -> 
     host (LOCAL_RANK, and so the GPU); a cluster over several hosts with several GPUs each is to be written down.
     """
     task = TaskId.parse(config.task)
-    types = [each.task.partition(":")[0] for each in status.tasks]
+    num_workers = sum(each.task.startswith("worker:") for each in status.tasks)
     somewhere = f"{config.bind.rpartition(':')[0]}:0"
-    workers = [somewhere] * types.count("worker")
+    workers = [somewhere] * num_workers
     if task.type == "worker":
         workers += [somewhere] * (task.index + 1 - len(workers))
         workers[task.index] = config.bind
-    ps = [somewhere] * types.count("ps")
-    return TaskPlacement(ClusterSpec(chief=(config.chief,), worker=tuple(workers), ps=tuple(ps)), task)
+    ps = [somewhere] * status.num_ps
+    chief = ChiefAddress(config.chief).current
+    return TaskPlacement(ClusterSpec(chief=(chief,), worker=tuple(workers), ps=tuple(ps)), task)

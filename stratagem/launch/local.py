@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.task import TaskId
+from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.cluster import LaunchFor, LocalCluster
 from stratagem.launch.display import Display, make_display
 from stratagem.launch.output import OutputRouter, wants_colour
@@ -49,32 +51,52 @@ def run_local(
     out, err = stdout or sys.stdout, stderr or sys.stderr
     folders = _make_folders(job)
     num_cores = len(os.sched_getaffinity(0))
-    with listening("127.0.0.1") as free:
-        master_port = free.getsockname()[1]
-
-    def launch(task: TaskId, chief_address: str) -> Launch:
-        return plan_launch(job, task, folders, os.environ, num_cores, chief_address, master_port)
+    master_port = _free_port()
+    if job.web.endswith(":0"):  # known here, so that the next chief serves the page at the same place
+        job = dataclasses.replace(job, web=f"{job.web[:-2]}:{_free_port()}")
 
     display = make_display(out, err)
     output = OutputRouter(display, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
+    chaos = (
+        ChaosInjector(job.chaos, (*job.servers, *job.workers), output.say, job.ps_replicas > 1) if job.chaos else None
+    )
+
+    certified: Callable[[str], None] | None = None
+
+    def launch(task: TaskId, chief_address: str) -> Launch:
+        relayed = ("", "")
+        if certified is not None and task not in (*job.servers, *job.workers):
+            certified(str(task))
+        if chaos is not None and task.type != "chief":
+            chief_address, relayed = chaos.chief_address(chief_address), chaos.bind(task)
+        return plan_launch(job, task, folders, os.environ, num_cores, chief_address, master_port, relayed)
+
     policy = Policy(
         max_restarts=job.max_restarts,
         restart_workers=job.chosen_strategy != "ring",
+        min_workers=job.min_workers,
         shutdown_timeout_s=job.shutdown_timeout_s,
     )
     supervisor = Supervisor(job.workers, job.servers, policy)
     try:
         if job.tls == AUTO and job.servers:
-            make_throw_away(folders.certificates, map(str, (*job.servers, *job.workers)))
+            certified = make_throw_away(folders.certificates, map(str, (*job.servers, *job.workers)))
         # Commands of others are not ours to run in a fork.
         preload = job.preload and launch_for is None
-        return _run(job, folders, supervisor, launch_for or launch, display, output, preload)
+        return _run(job, folders, supervisor, launch_for or launch, display, output, preload, chaos)
     finally:
+        if chaos is not None:
+            chaos.close()
         display.close()
         output.close()
         shutil.rmtree(folders.certificates, ignore_errors=True)
         if not _is_kept(job, supervisor):
             shutil.rmtree(folders.root, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with listening("127.0.0.1") as free:
+        return int(free.getsockname()[1])
 
 
 def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:
@@ -90,6 +112,7 @@ def _run(
     display: Display,
     output: OutputRouter,
     preload: bool,
+    chaos: ChaosInjector | None,
 ) -> int:
     started_at = time.monotonic()
     security = operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN
@@ -104,15 +127,19 @@ def _run(
             resumes=folders.resume_mark.exists,
             renew=lambda: _forget_journal(folders),
             preload=preload,
+            chaos=chaos,
         )
         exit_code = cluster.run()
         duration_s = time.monotonic() - started_at
     display.close()
-    reports = {task: report for task in job.workers if (report := read_report(folders.report(task)))}
+    reports = {task: report for task in supervisor.workers if (report := read_report(folders.report(task)))}
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
     checkpoint = str(newest(stays) or "") if stays is not None else ""
     tail = cluster.failure_tail
     summary = build_summary(job, supervisor, cluster.status, reports, exit_code, duration_s, tail, checkpoint)
+    if chaos is not None:
+        summary["chaos"] = chaos.records()
+        output.say(chaos_words(summary["chaos"]))
     if job.summary is not None:
         write_summary(job.summary, summary)
     output.say(_last_words(exit_code, summary, duration_s))
@@ -132,6 +159,8 @@ def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -
     how = "done" if exit_code == 0 else "interrupted" if exit_code in _INTERRUPTED else f"failed, exit code {exit_code}"
     words = [f"{how} after {duration_s:.1f} s"]
     restarts, lost, undone = (summary[name] for name in ("restarts", "updates_lost", "updates_undone"))
+    if num_gone := len(summary["workers_lost"]):
+        words.append(f"{num_gone} worker{'s' if num_gone != 1 else ''} lost, and the ring went on")
     if restarts:
         words.append(f"{restarts} restart{'s' if restarts != 1 else ''}")
     if restarts or lost:

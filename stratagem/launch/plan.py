@@ -14,6 +14,7 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
+from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.tls import AUTO
 from stratagem.rpc import heap
 
@@ -34,6 +35,12 @@ class LocalJob:
     args: tuple[str, ...] = ()
     num_workers: int = 1
     num_ps: int = 0
+    ps_replicas: int = 1
+    """Copies of what each ps holds."""
+    min_workers: int = 0
+    """Workers with which a ring goes on when others are lost; 0: with all only."""
+    max_workers: int = 0
+    """Workers that the job takes, those that others start while it runs too; 0: num_workers."""
     strategy: str = "auto"
     staleness: float = math.inf
     max_restarts: int = 3
@@ -60,6 +67,10 @@ class LocalJob:
     """Folder of certificates; "auto": throw-away ones for this run; empty: no TLS."""
     token_file: str = ""
     """File with the token of the job; empty: none."""
+    chaos: str = ""
+    """Faults to happen, in the language of ``launch/chaos/events.py``."""
+    web: str = ""
+    """host:port of the page that shows the job; port 0: a free one, the same for each chief. Empty: none."""
     verbose: bool = False
     """Show the standard output of every worker, not only the lead's."""
     preload: bool = True
@@ -71,6 +82,15 @@ class LocalJob:
                 f"expected --workers of at least 1 and no negative counts, got --workers {self.num_workers} "
                 f"--ps {self.num_ps} --max-restarts {self.max_restarts} --threads {self.num_threads}"
             )
+        if self.ps_replicas not in (1, 2) or self.ps_replicas > max(1, self.num_ps):
+            raise ConfigurationError(
+                f"expected --ps-replicas 1, or 2 with --ps 2 or more, because the copy of a ps lies on another; got "
+                f"--ps-replicas {self.ps_replicas} --ps {self.num_ps}"
+            )
+        if self.ps_replicas > 1 and self.staleness == 0:
+            raise ConfigurationError(
+                "--ps-replicas 2 is for a staleness above 0: at 0 all ps go back to a checkpoint together when one dies"
+            )
         if not self.script.is_file():
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
         if self.tls and self.tls != AUTO and not Path(self.tls).is_dir():
@@ -78,10 +98,42 @@ class LocalJob:
                 f"--tls takes a folder of certificates, or the word {AUTO} for throw-away ones; {self.tls} is neither. "
                 f"Before the script, write --tls {AUTO}"
             )
-        if self.chosen_strategy in ONE_PROCESS and self.evaluator:
+        chosen = self.chosen_strategy
+        if self.min_workers and not (chosen == "ring" and 0 < self.min_workers <= self.num_workers):
             raise ConfigurationError(
-                "an evaluator stands beside a cluster, and this job is one process: add --workers 2 or --ps 1"
+                f"--min-workers {self.min_workers} says with how many of its workers a ring goes on when others are "
+                f"lost: expected --strategy ring and at least as many --workers, got {chosen} and "
+                f"--workers {self.num_workers}; workers of parameter servers come and go without it"
             )
+        if self.max_workers and not (self.max_workers >= self.num_workers and (self.num_ps or self.min_workers)):
+            raise ConfigurationError(
+                f"--max-workers {self.max_workers} says how many workers a job takes while it runs: expected at least "
+                f"as many as --workers, and a ring with --min-workers, or --ps; got --workers {self.num_workers} "
+                f"--min-workers {self.min_workers} --ps {self.num_ps}"
+            )
+        for is_asked, why in (
+            (self.evaluator, "an evaluator stands beside a cluster"),
+            (self.chaos, "--chaos needs a cluster"),
+            (self.web, "the chief of a cluster serves the page"),
+        ):
+            if is_asked and chosen in ONE_PROCESS:
+                raise ConfigurationError(f"{why}, and this job is one process: add --workers 2 or --ps 1")
+        if self.chaos:
+            self._check_chaos()
+
+    def _check_chaos(self) -> None:
+        transport = self.communication.get("transport", "grpc")
+        if self.has_relays and transport != "grpc":
+            raise ConfigurationError(
+                f"--chaos: cut, reset and random act on connections of gRPC, and --transport {transport} has others: "
+                "leave --transport out"
+            )
+
+    @property
+    def has_relays(self) -> bool:
+        """Whether connections are to suffer; then all bytes go through gRPC's."""
+        events, drawn = parse(self.chaos, (*self.servers, *self.workers), self.ps_replicas > 1)
+        return bool(drawn) or any(event.verb in ON_CONNECTIONS for event in events)
 
     @property
     def chosen_strategy(self) -> StrategyName:
@@ -101,8 +153,11 @@ class LocalJob:
         evaluators = (TaskId("evaluator", 0),) if self.evaluator else ()
         return (TaskId("chief", 0), *(TaskId("ps", index) for index in range(self.num_ps)), *evaluators)
 
-    def threads_per_process(self, num_cores: int) -> int:
-        """Threads for each process: the cores shared between workers and ps (the chief hardly computes)."""
+    def threads_per_process(self, num_cores: int, asked: str = "") -> int:
+        """Threads for each process: those of ``--threads``, else of OMP_NUM_THREADS (``asked``), else the cores shared
+        between workers and ps (the chief hardly computes)."""
+        if not self.num_threads and asked.isdecimal() and int(asked):
+            return int(asked)
         return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
 
 
@@ -158,19 +213,21 @@ def plan_launch(
     num_cores: int,
     chief_address: str = _LOCAL,
     master_port: int = 0,
+    relayed: tuple[str, str] = ("", ""),
 ) -> Launch:
     """How to start ``task``.
 
     Args:
         job: what was asked for.
-        task: one of ``job.servers`` or ``job.workers``.
+        task: one of ``job.servers`` or ``job.workers``, or a further one that was asked for while training ran.
         folders: the run's folders.
         environ: the launcher's own environment; its description of another cluster is left out.
         num_cores: cores of this machine.
         chief_address: where the chief listens; for the chief itself, where it should (again) listen.
         master_port: a free port, for scripts of ``torch.distributed``; 0: there is none.
+        relayed: where the task has to listen, and where others reach it; empty: at a port of its choice.
     """
-    num_threads = job.threads_per_process(num_cores)
+    num_threads = job.threads_per_process(num_cores, environ.get("OMP_NUM_THREADS", ""))
     variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN)}
     variables |= {"PYTHONUNBUFFERED": "1", "STRATAGEM_NUM_THREADS": str(num_threads)}
     variables = {**heap.ENVIRONMENT, **variables}
@@ -188,7 +245,7 @@ def plan_launch(
     if task.type == "worker":
         variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
         variables["STRATAGEM_RESUME_FILE"] = str(folders.resume_mark)
-    command = _command(job, task, folders, chief_address, num_threads)
+    command = _command(job, task, folders, chief_address, num_threads, relayed)
     return Launch(command, variables | _place(job, task, chief_address, master_port))
 
 
@@ -207,7 +264,10 @@ def _strategy_flag(job: LocalJob) -> str:
 def _place(job: LocalJob, task: TaskId, chief_address: str, master_port: int) -> dict[str, str]:
     if task.type == "chief" or not job.servers:
         return {}
-    workers, ps = (_LOCAL,) * job.num_workers, (_LOCAL,) * job.num_ps
+    # A task that was started while training ran has a place beyond those of the beginning.
+    numbers = {"worker": job.num_workers, "ps": job.num_ps}
+    numbers[task.type] = max(numbers.get(task.type, 0), task.index + 1)
+    workers, ps = (_LOCAL,) * numbers["worker"], (_LOCAL,) * numbers["ps"]
     cluster = ClusterSpec(chief=(chief_address,), worker=workers, ps=ps, evaluator=(_LOCAL,) if job.evaluator else ())
     told = torchrun_environment(cluster, task)
     if told and master_port:
@@ -215,23 +275,37 @@ def _place(job: LocalJob, task: TaskId, chief_address: str, master_port: int) ->
     return {"TF_CONFIG": emit_tf_config(cluster, task), **told}
 
 
-def _command(job: LocalJob, task: TaskId, folders: RunFolders, chief_address: str, num_threads: int) -> tuple[str, ...]:
+def _command(
+    job: LocalJob,
+    task: TaskId,
+    folders: RunFolders,
+    chief_address: str,
+    num_threads: int,
+    relayed: tuple[str, str],
+) -> tuple[str, ...]:
     checkpoints = str(job.checkpoint_dir or folders.checkpoints)
     flags: dict[str, object] = {"task": task, "log-format": job.log_format, "num-threads": num_threads}
     script: tuple[str, ...] = ()
     if task.type == "chief":
         flags |= {"bind": chief_address, "num-workers": job.num_workers, "num-ps": job.num_ps}
         flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
-        flags |= {"checkpoint-every-s": job.checkpoint_every_s}
+        flags |= {"checkpoint-every-s": job.checkpoint_every_s, "ps-replicas": job.ps_replicas}
+        flags |= {"web": job.web} if job.web else {}
+        flags |= {"min-workers": job.min_workers} if job.min_workers else {}
+        flags |= {"max-workers": job.max_workers} if job.max_workers else {}
     elif job.servers:
-        flags |= {"chief": chief_address, "bind": _LOCAL}
+        bind, advertise = relayed
+        flags |= {"chief": chief_address, "bind": bind or _LOCAL, **({"advertise": advertise} if advertise else {})}
     if task.type in ("ps", "evaluator"):
         flags |= {"checkpoint-dir": checkpoints}
+    if task.type == "ps" and job.has_relays:
+        flags["transport"] = "grpc"
     if task.type == "evaluator":
         script = (str(job.script), *job.args)
     if task.type == "worker":
         flags |= {"strategy": _strategy_flag(job), "staleness": job.staleness}
         flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
+        flags |= {"transport": "grpc"} if job.has_relays else {}
         script = (str(job.script), *job.args)
     texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
     return (sys.executable, "-m", "stratagem.cli", task.type, *texts, *script)

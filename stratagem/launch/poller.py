@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc
 
 from stratagem.cluster.identity import CHIEF
-from stratagem.launch.status import StatusView, from_reply
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.status_view import StatusView, from_reply
 
 
 class StatusPoller:
@@ -40,12 +40,12 @@ class StatusPoller:
             new = self._take(call)
         if self._call is None and now >= self._asked_at + self.interval_s:
             self._asked_at = now
-            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(), timeout=self._timeout_s)
+            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=self._timeout_s)
         return new
 
     def ask(self, timeout_s: float) -> bool:
         """Asks and waits at most ``timeout_s`` seconds; whether there is a new status."""
-        return self._take(self._stub.GetStatus.future(chief_pb2.GetStatusRequest(), timeout=timeout_s))
+        return self._take(self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=timeout_s))
 
     def _take(self, call: grpc.CallFuture[chief_pb2.GetStatusReply]) -> bool:
         try:

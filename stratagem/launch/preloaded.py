@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from stratagem.launch.fork_server import COMMAND_PREFIX
 from stratagem.launch.plan import OF_ONE_TASK, Launch
@@ -18,6 +18,28 @@ from stratagem.launch.processes import Child, OwnChild, guarded
 
 ANSWER_S = 30.0
 """Seconds in which a fork server that is ready must have forked; one that has not is ended, and whom it forked too."""
+
+
+class ServerProcess(Protocol):
+    """The process of a fork server."""
+
+    def kill(self) -> None:
+        """Ends it."""
+
+    def wait(self) -> object:
+        """Waits for its end."""
+
+
+def start_server(environ: Mapping[str, str], link: socket.socket) -> ServerProcess:
+    """Starts a fork server that is told what to do through ``link``."""
+    return subprocess.Popen(
+        guarded((sys.executable, "-m", "stratagem.launch.fork_server", str(link.fileno()))),
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(link.fileno(),),
+        start_new_session=True,
+    )
 
 
 class ForkServer:
@@ -31,14 +53,7 @@ class ForkServer:
         self._environ = dict(environ)
         self._link, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                guarded((sys.executable, "-m", "stratagem.launch.fork_server", str(theirs.fileno()))),
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            self._process = start_server(self._environ, theirs)
         self._text = b""
         self._codes: dict[int, int] = {}
         self._forked: list[int] = []

@@ -46,7 +46,7 @@ def guarded(command: tuple[str, ...]) -> list[str]:
 
 
 class OwnChild:
-    """A child of this process, in a Python of its own.
+    """Implements :class:`Child`: a child of this process, in a Python of its own.
 
     Args:
         launch: command and environment.
@@ -66,18 +66,15 @@ class OwnChild:
         self.pid = self._process.pid
 
     def ended(self) -> int | None:
-        """As :class:`Child`."""
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def reap(self) -> None:
-        """As :class:`Child`."""
         self._process.wait()
 
     def wait(self) -> None:
-        """As :class:`Child`."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
 

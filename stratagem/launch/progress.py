@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from stratagem.launch.status import StatusView, TaskState
+from stratagem.rpc.status_view import StatusView, TaskState
 
 WINDOW_S = 10.0
 
@@ -62,4 +62,5 @@ def progress_words(status: StatusView, pace: JobPace) -> str:
 def task_words(task: TaskState) -> str:
     """A task in a few words: ``worker:0 live step 12``; whom it waits for when that takes a second or more."""
     waits = f", waits for {task.waiting_on} since {task.waiting_s:.0f} s" if task.waiting_s >= 1 else ""
-    return f"{task.task} {task.state} step {task.step}{waits}"
+    step = f" step {task.step}" if task.step else ""  # a chief has none
+    return f"{task.task} {task.state_words}{step}{waits}"

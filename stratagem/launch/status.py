@@ -1,159 +1,91 @@
-"""What the chief says about the job, as plain data: for `stratagem status`, the progress display and the supervisor."""
+"""Asks a chief, and the tasks of its job, what they do."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import grpc
 
 from stratagem.cluster.identity import CHIEF
+from stratagem.cluster.tf_config import placement_from_environment
+from stratagem.errors import ClusterSpecError, PeerUnavailableError
 from stratagem.rpc.asking import asking
 from stratagem.rpc.channels import connect
+from stratagem.rpc.chief_address import ChiefAddress
 from stratagem.rpc.errors import error_from_rpc
-from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, worker_pb2, worker_pb2_grpc
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.status_view import StatusView, from_reply
+
+_Reply = TypeVar("_Reply")
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskState:
-    """One task, as the chief sees it."""
+def chief_from_environment(named: str | None, otherwise: str = "") -> str:
+    """The chief's address: the one that is named, else that of the environment, else ``otherwise``.
 
-    task: str
-    state: str
-    """"waiting", "live", "lost" or "done"."""
-    address: str = ""
-    incarnation: int = 0
-    pid: int = 0
-    step: int = 0
-    """Completed steps of a worker; applied updates of a ps."""
-    clock: int = 0
-    examples: int = 0
-    """Examples in completed steps of this process life."""
-    epoch: int = 0
-    loss: float | None = None
-    step_s: float = 0.0
-    exposed_s: float = 0.0
-    """Mean seconds of a step, and the part of it that waited for communication."""
-    waiting_on: str = ""
-    waiting_s: float = 0.0
-    store_epoch: int = 0
-    bytes_held: int = 0
-    units_held: int = 0
-    skipped: int = 0
-    """Updates skipped because of NaN or Inf."""
-    heartbeat_age_s: float = 0.0
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class StatusView:
-    """The whole job."""
-
-    tasks: tuple[TaskState, ...] = ()
-    chief_epoch: int = 0
-    ready: bool = False
-    lead: str = ""
-    epoch: int = 0
-    units_accepted: int = 0
-    units_planned: int = 0
-    """Units of the newest open epoch."""
-    examples: int = 0
-    """Examples in accepted units since the job started."""
-    checkpoint: str = ""
-    updates_lost: int = 0
-    waiting_for: tuple[str, ...] = ()
-    stop_reason: str = ""
-    restored: str = ""
-    """Path of the checkpoint that the job started from."""
-    updates_undone: int = 0
-    """Updates of newer checkpoints that were damaged: they are computed again."""
-
-    @property
-    def workers(self) -> tuple[TaskState, ...]:
-        """The workers."""
-        return tuple(task for task in self.tasks if task.task.startswith("worker:"))
-
-    @property
-    def exposed(self) -> float:
-        """Part of the workers' step time that waited for communication, 0 to 1."""
-        step_s = sum(worker.step_s for worker in self.workers)
-        return sum(worker.exposed_s for worker in self.workers) / step_s if step_s > 0 else 0.0
-
-    @property
-    def loss(self) -> float | None:
-        """Newest loss of the lead, else of the first worker that has one."""
-        order = sorted(self.workers, key=lambda worker: worker.task != self.lead)
-        return next((worker.loss for worker in order if worker.loss is not None), None)
-
-
-def from_reply(reply: chief_pb2.GetStatusReply) -> StatusView:
-    """The reply of ``Chief.GetStatus`` as plain data."""
-    return StatusView(
-        tasks=tuple(_task(status) for status in reply.tasks),
-        chief_epoch=reply.chief_epoch,
-        ready=reply.ready,
-        lead=reply.lead,
-        epoch=reply.epoch,
-        units_accepted=reply.units_accepted,
-        units_planned=reply.units_planned,
-        examples=reply.examples_accepted,
-        checkpoint=reply.checkpoint,
-        updates_lost=reply.updates_lost,
-        waiting_for=tuple(reply.waiting_for),
-        stop_reason=reply.stop_reason,
-        restored=reply.restored,
-        updates_undone=reply.updates_undone,
-    )
-
-
-def _task(status: chief_pb2.TaskStatus) -> TaskState:
-    progress = status.progress
-    return TaskState(
-        task=status.info.task,
-        state=status.state,
-        address=status.info.address,
-        incarnation=status.info.incarnation,
-        pid=status.pid,
-        step=progress.step,
-        clock=status.clock,
-        examples=progress.examples,
-        epoch=progress.epoch,
-        loss=progress.loss if progress.has_loss else None,
-        step_s=progress.step_s,
-        exposed_s=progress.exposed_s,
-        waiting_on=progress.waiting_on,
-        waiting_s=progress.waiting_s,
-        store_epoch=progress.store_epoch,
-        bytes_held=progress.bytes_held,
-        units_held=status.units_held,
-        skipped=progress.skipped,
-        heartbeat_age_s=status.heartbeat_age_s,
-        metrics=dict(progress.metrics),
-    )
+    Raises:
+        ClusterSpecError: nobody names it.
+    """
+    if named:
+        ChiefAddress(named)
+        return named
+    if (placement := placement_from_environment(os.environ)) is not None:
+        return placement.cluster.chief_address
+    if found := os.environ.get("STRATAGEM_CHIEF") or otherwise:
+        return found
+    raise ClusterSpecError("which job? Name its chief: --chief host:port, --cluster FILE or TF_CONFIG")
 
 
 def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> StatusView:
-    """Asks the chief at ``address``.
+    """Asks the chief at ``address``, which may be whatever ``--chief`` takes.
 
     Raises:
         IdentityError: TLS does not come about, or the chief does not know us.
-        PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
+        PeerUnavailableError: it does not answer within ``timeout_s`` seconds, and none that stands by has taken over.
     """
+    request = chief_pb2.GetStatusRequest(measures=True)
+    return from_reply(_ask_chief(address, security, lambda stub: stub.GetStatus(request, timeout=timeout_s)))
+
+
+def _ask_chief(address: str, security: Security, ask: Callable[[chief_pb2_grpc.ChiefStub], _Reply]) -> _Reply:
+    """Asks each that ``address`` may mean, until one answers."""
+    *others, last = ChiefAddress(address).candidates
+    for each in others:
+        with contextlib.suppress(PeerUnavailableError):
+            return _ask(each, security, ask)
+    return _ask(last, security, ask)
+
+
+def _ask(address: str, security: Security, ask: Callable[[chief_pb2_grpc.ChiefStub], _Reply]) -> _Reply:
     with asking(address, CHIEF, security, f"the chief at {address}") as channel:
-        stub = chief_pb2_grpc.ChiefStub(channel)
-        return from_reply(stub.GetStatus(chief_pb2.GetStatusRequest(), timeout=timeout_s))
+        return ask(chief_pb2_grpc.ChiefStub(channel))
+
+
+def ask_to_scale(address: str, num_workers: int, num_ps: int, timeout_s: float, security: Security = OPEN) -> None:
+    """Says to the chief how many workers and ps there are to be; 0: as many as there are.
+
+    Raises:
+        ConfigurationError: the job cannot have another number.
+        PeerUnavailableError: the chief does not answer within ``timeout_s`` seconds.
+    """
+    request = chief_pb2.ScaleRequest(num_workers=num_workers, num_ps=num_ps)
+    _ask_chief(address, security, lambda stub: stub.Scale(request, timeout=timeout_s))
 
 
 def fetch_stack(address: str, task: str, timeout_s: float, security: Security = OPEN) -> tuple[str, ...]:
-    """The stacks of a worker's threads, one text per thread.
+    """The stacks of the threads of a worker or ps, one text per thread, and its last collectives and commits.
 
     Raises:
         PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
     """
     channel = connect(address, task, security)
     try:
-        stub = worker_pb2_grpc.WorkerStub(channel)
-        return tuple(stub.GetStack(worker_pb2.GetStackRequest(), timeout=timeout_s).threads)
+        reply = observer_pb2_grpc.ObserverStub(channel).GetStack(observer_pb2.GetStackRequest(), timeout=timeout_s)
+        flight = "\n".join(["last collectives and commits", *(f"  {line}" for line in reply.flight)])
+        return (*reply.threads, *([flight] if reply.flight else []))
     except grpc.RpcError as error:
         raise error_from_rpc(error, f"{task} at {address}") from None
     finally:

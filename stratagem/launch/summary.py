@@ -12,8 +12,9 @@ from typing import Any
 from stratagem.cluster.task import TaskId
 from stratagem.launch.output import essence
 from stratagem.launch.plan import LocalJob
-from stratagem.launch.status import StatusView
 from stratagem.launch.supervisor import Failure, Supervisor, describe_exit
+from stratagem.launch.why import measured
+from stratagem.rpc.status_view import StatusView
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def build_summary(
     steps = [int(report.get("steps", 0)) for report in reports.values()]
     reported_steps = max(steps, default=0) if in_turn else sum(steps)
     applied = max((task.step for task in status.tasks if task.task.startswith("ps:")), default=0)
-    lives = [report for report in reports.values() if report.get("metrics")]
+    ended = [report for report in reports.values() if report.get("metrics")]
     from_status = next((worker.metrics for worker in status.workers if worker.metrics), {})
     losses = [report["loss"] for report in reports.values() if report.get("loss") is not None]
     return {
@@ -65,16 +66,19 @@ def build_summary(
         "steps": max(reported_steps, applied),
         "examples": max(sum(int(report.get("examples", 0)) for report in reports.values()), status.examples),
         "loss": losses[0] if losses else status.loss,
-        "metrics": dict(lives[0]["metrics"]) if lives else dict(from_status),
+        "metrics": dict(ended[0]["metrics"]) if ended else dict(from_status),
         "updates_lost": status.updates_lost,
         "updates_undone": status.updates_undone,
         "restored": status.restored,
         "checkpoint": checkpoint,
         "restarts": supervisor.num_restarts,
+        "workers_lost": sorted(map(str, supervisor.lost)),
         "tasks": {
             str(task): {"exit_codes": codes, "restarts": supervisor.restarts.get(task, 0)}
             for task, codes in supervisor.exits.items()
         },
+        "measures": measured(status, {str(task): report for task, report in reports.items()}, duration_s),
+        "flight": {str(task): report["flight"] for task, report in reports.items() if report.get("flight")},
         "first_failure": _failure(supervisor.failure, tail),
     }
 

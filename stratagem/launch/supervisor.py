@@ -1,12 +1,13 @@
 """Which task to start, signal, kill or restart, and when the job is over. A state machine: events in, actions out.
 
 Rules: a task that dies is started again, at most ``max_restarts`` times in all. A ring takes no worker back: when one
-dies, the whole job is started again if its script goes on where it was (one restart), and else has failed. Exit codes 2
-and 42 are never retried; exit code 1 only if the task had completed a step in that life (else the script is simply
-broken). When the workers are done, an evaluator takes as long as it needs for the last checkpoint, and ps and chief get
-``shutdown_timeout_s`` to end by themselves. The first failure ends the job. A ps is signalled only after the chief has
-ended, so that the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be
-saving.
+dies, the whole job is started again if its script goes on where it was (one restart), and else has failed; unless the
+ring goes on with those who are left (``min_workers``): then the one is started again, and joins them, or if it may not
+be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the
+task had completed a step in that life (else the script is simply broken). When the workers are done, an evaluator takes
+as long as it needs for the last checkpoint, and ps and chief get ``shutdown_timeout_s`` to end by themselves. The first
+failure ends the job. A ps is signalled only after the chief has ended, so that the chief can take a last checkpoint and
+stop it; the chief of a ring after its workers, which may be saving.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Policy:
 
     max_restarts: int = 3
     restart_workers: bool = True
-    """False: a ring, which takes no worker back."""
+    """False: a ring, which takes no worker back without a min_workers."""
+    min_workers: int = 0
+    """Workers with which a ring goes on, once it was complete, while others are away; 0: with all only."""
     shutdown_timeout_s: float = 25.0
     failure_timeout_s: float = 5.0
     """Seconds that the others get to end after a failure."""
@@ -127,7 +130,12 @@ class Supervisor:
         self.exits: dict[TaskId, list[int]] = {task: [] for task in (*self.servers, *self.workers)}
         self.failure: Failure | None = None
         self.running: set[TaskId] = set()
+        self.lost: set[TaskId] = set()
+        """Workers of a ring that goes on without them."""
         self._done: set[TaskId] = set()
+        self._dismissed: set[TaskId] = set()
+        """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
+        self._was_complete = False
         self._stepped: set[TaskId] = set()
         self._resumes = False
         self._interrupted_by = 0
@@ -159,9 +167,33 @@ class Supervisor:
         """The script goes on where it was when the whole job is started again."""
         self._resumes = True
 
+    def complete(self) -> None:
+        """Every task has joined the cluster."""
+        self._was_complete = True
+
     def stepped(self, tasks: Collection[TaskId]) -> None:
         """These tasks have completed a step in their present life."""
         self._stepped |= self.running & set(tasks)
+
+    def want(self, kind: str, number: int, absent: Collection[TaskId] = ()) -> list[Start]:
+        """The chief wants so many tasks of a kind while training runs, and says which of them are not there: starts
+        those that are lacking. One that ended because it was not wanted may be wanted again before anybody has asked
+        here, or while it ended."""
+        if self.phase is not Phase.RUNNING:
+            return []
+        wanted = [TaskId(kind, index) for index in range(number)]
+        may_start = self._dismissed.union(absent) & self._done
+        starting = [task for task in wanted if task not in self.exits or task in may_start]
+        gone = {task for task in self.exits if task.type == kind and task.index >= number}
+        self._dismissed = self._dismissed.difference(wanted) | gone
+        self._done.difference_update(starting)
+        new = tuple(task for task in starting if task not in self.exits)
+        self.exits |= {task: [] for task in new}
+        if kind == "worker":
+            self.workers += new
+        else:
+            self.servers += new
+        return [self._start(task) for task in starting]
 
     def exited(self, task: TaskId, code: int, now: float) -> list[Action]:
         """The process of a task has ended with ``code`` (negative: a signal)."""
@@ -172,8 +204,13 @@ class Supervisor:
             return self._renew(task, now)
         if code == EXIT_DONE and self.phase is Phase.STARTING:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
-        elif code == EXIT_DONE:
+        elif code == EXIT_DONE or task in self._dismissed:
             self._done.add(task)
+        elif self._goes_on_without(task, code):
+            if self._may_come_back(task, code):
+                self.restarts[task] = self.restarts.get(task, 0) + 1
+                return [self._start(task)]
+            self.lost.add(task)
         elif self.phase in (Phase.STARTING, Phase.RUNNING, Phase.RENEWING):
             reason = self._why_not_again(task, code)
             if reason is None:
@@ -245,12 +282,27 @@ class Supervisor:
         if code == EXIT_FAILED and task not in self._stepped:
             return "it failed before its first step"
         if self._is_in_ring(task) and not self._resumes:
-            return "a ring cannot take a worker back; start the job again"
+            if self.policy.min_workers:
+                return f"fewer than --min-workers {self.policy.min_workers} are left; start the job again"
+            return "a ring without --min-workers cannot lose a worker; start the job again"
         if self._is_in_ring(task) and self._done.intersection(self.workers):
             return "other workers of the ring have finished their script"
         if self.num_restarts >= self.policy.max_restarts:
             return f"no restart is left of --max-restarts {self.policy.max_restarts}"
         return None
+
+    def _goes_on_without(self, task: TaskId, code: int) -> bool:
+        if not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
+            return False
+        num_left = len(set(self.workers) - self.lost - {task})
+        is_hopeless = code in _NEVER_RETRIED and not self.restarts.get(task)  # else the others have what it lacks
+        is_over = is_hopeless or code == EXIT_PREEMPTED or self.phase is not Phase.RUNNING
+        return not is_over and num_left >= self.policy.min_workers
+
+    def _may_come_back(self, task: TaskId, code: int) -> bool:
+        is_broken = code in _NEVER_RETRIED or (code == EXIT_FAILED and task not in self._stepped)
+        is_ending = bool(self._done.intersection(self.workers))
+        return not (is_broken or is_ending) and self.num_restarts < self.policy.max_restarts
 
     def _is_in_ring(self, task: TaskId) -> bool:
         return task.type == "worker" and not self.policy.restart_workers
@@ -266,8 +318,9 @@ class Supervisor:
         if self.running:
             self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
             return self._signal_all()
-        self.phase = Phase.STARTING
+        self.phase, self._was_complete = Phase.STARTING, False
         self._done.clear()
+        self.lost.clear()
         self._stepped.clear()
         return [Renew(), *self.begin(now)]
 
@@ -289,7 +342,7 @@ class Supervisor:
         return [Kill(task) for task in self._in_order()]
 
     def _next(self, now: float) -> list[Action]:
-        if self.phase is Phase.RUNNING and self._done.issuperset(self.workers):
+        if self.phase is Phase.RUNNING and self._done.issuperset(set(self.workers) - self.lost):
             self.phase, self._deadline = Phase.DRAINING, now + self.policy.shutdown_timeout_s
         if self.running or self.phase not in (Phase.DRAINING, Phase.ENDING, Phase.KILLING):
             return []

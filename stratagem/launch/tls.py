@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from stratagem.cluster.identity import OPERATOR
@@ -28,12 +28,15 @@ def need_cryptography() -> None:
         )
 
 
-def make_throw_away(folder: Path, tasks: Iterable[str]) -> None:
+def make_throw_away(folder: Path, tasks: Iterable[str]) -> Callable[[str], None]:
     """Certificates for one job on this machine. The authority's key is never written, so nobody can issue more.
 
     Args:
         folder: where to; made.
         tasks: ids of the tasks; the launcher gets one too.
+
+    Returns:
+        What makes one for a further task.
 
     Raises:
         ConfigurationError: the package ``cryptography`` is missing.
@@ -43,5 +46,10 @@ def make_throw_away(folder: Path, tasks: Iterable[str]) -> None:
 
     authority = Authority.create(THROW_AWAY_DAYS)
     authority.save(folder, with_key=False)
-    for identity in (*tasks, OPERATOR):
+
+    def issue(identity: str) -> None:
         authority.issue(identity, LOCAL_HOSTS, folder, days=THROW_AWAY_DAYS)
+
+    for identity in (*tasks, OPERATOR):
+        issue(identity)
+    return issue

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows, check_rows
+from stratagem.nn.remote_rows import RemoteRows, check_rows, has_sparse_gradient
 from stratagem.strategy.base import current_strategy
 
 
@@ -67,6 +67,11 @@ class Embedding(nn.Embedding):
     ) -> None:
         padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
         check_sparse(sparse)
+        initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
+        if isinstance(self, RemoteRows):
+            sizes = num_embeddings, embedding_dim, padding_idx
+            self.build(sizes, initial, dtype, max_norm, norm_type, scale_grad_by_freq, _freeze)
+            return
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -78,8 +83,8 @@ class Embedding(nn.Embedding):
             _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
             _freeze=_freeze,
         )
-        if _weight is None:
-            fill(self.weight, initial_rows(init, seed, padding_idx))
+        if not isinstance(initial, torch.Tensor):
+            fill(self.weight, initial)
 
     @classmethod
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -114,36 +119,13 @@ class Embedding(nn.Embedding):
 class RemoteEmbedding(RemoteRows, Embedding):
     """An :class:`Embedding` whose rows live on parameter servers."""
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = True,
-        _weight: torch.Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        init: Init = Normal(),  # noqa: B008 - immutable
-        seed: int | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
-        check_sparse(sparse)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
-        initial = initial_rows(init, seed, self.padding_idx) if _weight is None else _weight
-        self.build(initial, dtype, max_norm, _freeze)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of ids of any shape: ``(*input.shape, embedding_dim)``."""
-        rows, place, padding = self.batch_rows(input)
-        return functional.embedding(place, rows, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        rows, place, padding, _ = self.batch_rows(input)
+        by_frequency = self.scale_grad_by_freq
+        sparse = has_sparse_gradient(place, by_frequency)
+        return functional.embedding(place, rows, padding, scale_grad_by_freq=by_frequency, sparse=sparse)
 
 
 def checked_sizes(

@@ -11,7 +11,7 @@ from torch.nn import functional
 from stratagem.errors import ConfigurationError
 from stratagem.nn.embedding import check_sparse, checked_sizes, own_weight
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows
+from stratagem.nn.remote_rows import RemoteRows, has_sparse_gradient, pooled
 from stratagem.strategy.base import current_strategy
 
 Mode = Literal["sum", "mean"]
@@ -66,6 +66,12 @@ class EmbeddingBag(nn.EmbeddingBag):
     ) -> None:
         padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
         check_sparse(sparse)
+        initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
+        if isinstance(self, RemoteRows):
+            sizes = num_embeddings, embedding_dim, padding_idx
+            self.build(sizes, initial, dtype, max_norm, norm_type, scale_grad_by_freq)
+            self.mode, self.include_last_offset = _checked(mode), include_last_offset
+            return
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -78,8 +84,8 @@ class EmbeddingBag(nn.EmbeddingBag):
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
-        if _weight is None:
-            fill(self.weight, initial_rows(init, seed, padding_idx))
+        if not isinstance(initial, torch.Tensor):
+            fill(self.weight, initial)
 
     @classmethod
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -109,33 +115,6 @@ class EmbeddingBag(nn.EmbeddingBag):
 class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
     """An :class:`EmbeddingBag` whose rows live on parameter servers."""
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: Mode = "mean",
-        sparse: bool = True,
-        _weight: torch.Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        init: Init = Normal(),  # noqa: B008 - immutable
-        seed: int | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, _checked(mode)
-        self.padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
-        check_sparse(sparse)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
-        self.include_last_offset = include_last_offset
-        initial = initial_rows(init, seed, self.padding_idx) if _weight is None else _weight
-        self.build(initial, dtype, max_norm)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types for it
     def forward(
         self,
@@ -144,15 +123,19 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One row a bag, ``(bags, embedding_dim)``; arguments as of ``torch.nn.EmbeddingBag``."""
-        rows, place, padding = self.batch_rows(input)
+        rows, place, padding, found = self.batch_rows(input)
         if not len(rows):  # no bag, or empty ones: torch wants a table of one row at least
             rows = rows.new_zeros(1, self.embedding_dim)
+        is_plain = offsets is None and per_sample_weights is None and padding is None and place.dim() == 2
+        if is_plain and place.numel() and has_sparse_gradient(place, self.scale_grad_by_freq):
+            return pooled(rows, place, self.mode, found)
         return functional.embedding_bag(
             place,
             rows,
             offsets,
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
+            sparse=has_sparse_gradient(place, self.scale_grad_by_freq),
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
             padding_idx=padding,

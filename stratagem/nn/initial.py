@@ -7,9 +7,9 @@ import math
 
 import torch
 
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
-from stratagem.ps.row_values import InitialRows, fill_rows
-from stratagem.rpc.generated import ps_pb2
+from stratagem.ps.row_values import fill_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,6 @@ class Constant:
 
 
 Init = Normal | Uniform | Constant
-_NORMAL, _UNIFORM = ps_pb2.InitialRows.NORMAL, ps_pb2.InitialRows.UNIFORM
-_WIRE = {"normal": _NORMAL, "uniform": _UNIFORM, "constant": ps_pb2.InitialRows.CONSTANT}
 
 
 def initial_rows(
@@ -78,14 +76,3 @@ def fill(weight: torch.Tensor, initial: InitialRows) -> None:
         values = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
         fill_rows(values, 0, initial)
         weight.copy_(values)
-
-
-def to_wire(initial: InitialRows) -> ps_pb2.InitialRows:
-    """As it goes to the ps."""
-    return ps_pb2.InitialRows(
-        distribution=_WIRE[initial.distribution],
-        first=initial.first,
-        second=initial.second,
-        seed=initial.seed,
-        zero_row=initial.zero_row,
-    )

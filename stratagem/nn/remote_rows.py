@@ -3,16 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from stratagem.cluster.initial_rows import Distribution, InitialRows
 from stratagem.errors import ConfigurationError
-from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows, to_wire
-from stratagem.ps.row_values import Distribution, InitialRows
-from stratagem.worker.remote_table import RemoteTable
+from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows
+from stratagem.worker.push.remote_table import RemoteTable
+
+Places = npt.NDArray[np.int64]
+
+
+class Occurrences(NamedTuple):
+    """Where rows occur in a batch. A row that does not may be said to occur anywhere: only the padding row is one, and
+    nobody asks for its gradient."""
+
+    place: Places
+    """The row of each occurrence."""
+    one: Places
+    """An occurrence of each row."""
+    others: Places
+    """All that are left."""
+
+    @classmethod
+    def of(cls, place: Places, num_rows: int) -> Occurrences:
+        """Those of rows that somebody else has numbered."""
+        one = np.zeros(num_rows, np.int64)
+        every = np.arange(len(place))
+        one[place] = every
+        return cls(place, one, (one[place] != every).nonzero()[0])
+
+
+def found_in(ids: Places) -> tuple[Places, Occurrences]:
+    """The numbers in ``ids``, ascending, each once, and where they occur: as ``numpy.unique``, which throws away what
+    backward has to find again."""
+    order = ids.argsort()
+    ascending = ids.take(order)
+    is_first = np.ones(len(ids), np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    place = np.empty(len(ids), np.int64)
+    place[order] = is_first.cumsum() - 1
+    first = is_first.nonzero()[0]
+    others = order[~is_first] if len(first) < len(ids) else order[:0]
+    return ascending.take(first), Occurrences(place, order.take(first), others)
+
+
+class BatchRows(NamedTuple):
+    """The rows that a batch uses, each once."""
+
+    rows: torch.Tensor
+    """On the device of the ids."""
+    place: torch.Tensor
+    """Where each id's row is among them, in the shape of the ids."""
+    padding: int | None
+    """Where the padding row is."""
+    found: Occurrences
+    """The same as ``place``, for backward."""
 
 
 class RemoteRows(nn.Module):
@@ -25,23 +76,33 @@ class RemoteRows(nn.Module):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
+    max_norm: float | None
     remote_table: RemoteTable
 
     def build(
         self,
+        sizes: tuple[int, int, int | None],
         initial: InitialRows | torch.Tensor,
         dtype: torch.dtype | None,
         max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
         freeze: bool = False,
     ) -> None:
         """In the place of the constructor of the class in ``torch.nn``.
 
         Args:
+            sizes: rows, elements of a row, the row of the padding.
             initial: how the rows begin, or all of them, which are read in ``prepare``.
             dtype: None: that of the rows, or torch's default dtype.
             max_norm: refused.
+            norm_type: kept.
+            scale_grad_by_freq: see the layer.
             freeze: whether the table is not trained.
         """
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = sizes
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, scale_grad_by_freq, True
         if max_norm is not None:
             raise ConfigurationError(
                 "max_norm= writes rows in forward(), and those of parameter servers change in optimizer.step() alone: "
@@ -50,8 +111,7 @@ class RemoteRows(nn.Module):
         if isinstance(initial, torch.Tensor):
             check_rows(self.num_embeddings, self.embedding_dim, initial)
         dtype = dtype or (initial.dtype if isinstance(initial, torch.Tensor) else torch.get_default_dtype())
-        begin = initial if isinstance(initial, torch.Tensor) else to_wire(initial)
-        self.remote_table = RemoteTable(self.num_embeddings, self.embedding_dim, dtype, begin)
+        self.remote_table = RemoteTable(self.num_embeddings, self.embedding_dim, dtype, initial)
         self._parameters["weight"] = self.remote_table.handle
         self.remote_table.handle.requires_grad_(not freeze)
         self.remote_table.handle.begin_with = self._begin_with
@@ -70,17 +130,15 @@ class RemoteRows(nn.Module):
     ) -> None:
         """As torch fills a weight: the padding row too."""
         init = {"normal": Normal, "uniform": Uniform}.get(distribution, lambda value, _: Constant(value))(first, second)
-        self.remote_table.begin_with(to_wire(initial_rows(init, None, None, generator)))
+        self.remote_table.begin_with(initial_rows(init, None, None, generator))
 
-    def batch_rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    def batch_rows(self, ids: torch.Tensor) -> BatchRows:
         """The rows that a batch uses, each once.
 
         Args:
             ids: of any shape; int32 or int64.
 
-        Returns:
-            the rows, on the device of ``ids``; where each id's row is among them, in the shape of ``ids``; and where
-            the padding row is. In backward the table gets the rows' gradients.
+        In backward the table gets the rows' gradients.
 
         Raises:
             IndexError: an id that the table does not have.
@@ -89,7 +147,7 @@ class RemoteRows(nn.Module):
         if ids.dtype not in (torch.int32, torch.int64):
             raise ConfigurationError(f"expected ids of int32 or int64, got {ids.dtype}")
         array = ids.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
-        numbers, place = np.unique(array, return_inverse=True)
+        numbers, found = found_in(array)
         if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < self.num_embeddings):
             raise IndexError(
                 f"expected ids from 0 to {self.num_embeddings - 1}, got {int(numbers[0])} to {int(numbers[-1])}"
@@ -101,19 +159,19 @@ class RemoteRows(nn.Module):
             padding = at if at < len(numbers) and numbers[at] == self.padding_idx else None
         if torch.is_grad_enabled() and table.handle.requires_grad:
             rows.requires_grad_().register_post_accumulate_grad_hook(_gives_gradient(table, numbers, padding))
-        return rows, torch.from_numpy(place).view(ids.shape).to(ids.device), padding
+        return BatchRows(rows, torch.from_numpy(found.place).view(ids.shape).to(ids.device), padding, found)
 
     def whole_weight(self) -> torch.Tensor:
         """A copy of all rows, ``(num_embeddings, embedding_dim)``, on the CPU."""
-        dtype = self.remote_table.handle.dtype
+        dtype = self.remote_table.dtype
         weight = torch.empty(self.num_embeddings, self.embedding_dim, dtype=dtype, device="cpu")
         for first, rows in self.remote_table.chunks():
             weight[first : first + len(rows)] = rows
         return weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        wanted = fn(torch.empty(0, dtype=self.remote_table.handle.dtype)).dtype
-        if wanted is not self.remote_table.handle.dtype:
+        wanted = fn(torch.empty(0, dtype=self.remote_table.dtype)).dtype
+        if wanted is not self.remote_table.dtype:
             raise ConfigurationError(
                 f"a table on parameter servers keeps the dtype it was made with: give it dtype={wanted}"
             )
@@ -150,10 +208,63 @@ def check_rows(num_embeddings: int, embedding_dim: int, weight: torch.Tensor) ->
         raise ConfigurationError("expected rows with values, got a tensor of device meta")
 
 
+def has_sparse_gradient(place: torch.Tensor, scale_grad_by_freq: bool) -> bool:
+    """Whether torch gives the gradient of a batch's rows by occurrence; it has none divided by frequency. On the CPU
+    :func:`summed_by_row` is then more than twice as fast as its dense backward, which adds row by row."""
+    return place.device.type == "cpu" and not scale_grad_by_freq
+
+
+def summed_by_row(found: Occurrences, values: torch.Tensor, per_value: int = 1) -> torch.Tensor:
+    """The gradients of rows by occurrence as one of each row. Most batches have most rows once: those are copied, the
+    others added.
+
+    Args:
+        found: where the rows occur.
+        values: a gradient for each ``per_value`` occurrences in turn.
+        per_value: see ``values``.
+    """
+    one, others = found.one, found.others
+    if not len(found.place):
+        return values.new_zeros(len(one), values.shape[1])
+    dense = values.index_select(0, torch.from_numpy(one // per_value if per_value > 1 else one))
+    if len(others):
+        rows = torch.from_numpy(found.place[others])
+        dense.index_add_(0, rows, values.index_select(0, torch.from_numpy(others // per_value)))
+    return dense
+
+
+class _Pooled(torch.autograd.Function):
+    """Bags of one size on the CPU. torch's own sparse backward writes the gradient of a bag once for each of its ids;
+    what is wanted is one for each row, which comes from the bags at once."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, place: torch.Tensor, mode: str, found: Occurrences) -> torch.Tensor:
+        ctx.found, ctx.per_bag, ctx.is_mean = found, place.shape[1], mode == "mean"
+        return nn.functional.embedding_bag(place, rows.detach(), mode=mode)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.is_mean:
+            gradient = gradient / ctx.per_bag
+        return summed_by_row(ctx.found, gradient, ctx.per_bag), None, None, None
+
+
+def pooled(rows: torch.Tensor, place: torch.Tensor, mode: str, found: Occurrences | None = None) -> torch.Tensor:
+    """Sums or means of ``rows`` by bag, ``(bags, width)``; ``place``: ``(bags, ids of each)``, on the CPU, which is
+    also ``found`` where somebody knows it."""
+    found = found or Occurrences.of(place.view(-1).numpy(), len(rows))
+    result: torch.Tensor = _Pooled.apply(rows, place, mode, found)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _gives_gradient(table: RemoteTable, numbers: Any, padding: int | None) -> Callable[[torch.Tensor], None]:
     def on_gradient(rows: torch.Tensor) -> None:
         gradient, rows.grad = rows.grad, None
         assert gradient is not None
+        if gradient.is_sparse:
+            found = Occurrences.of(gradient._indices()[0].numpy(), len(gradient))
+            gradient = summed_by_row(found, gradient._values())
         if padding is None:
             table.accumulate(numbers, gradient)
         else:

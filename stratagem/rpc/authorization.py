@@ -47,6 +47,18 @@ class _Guard:
         if identity:
             self._compare(identity, _sender_of(request))
 
+    def around(self, handler: Any, inner: Callable[..., Any], checked: Callable[[str, Any], Any]) -> Callable[..., Any]:
+        """``inner`` of ``handler`` for callers that may; ``checked`` looks at a stream of requests of an identity."""
+
+        def admitted(request: Any, context: Any) -> Any:
+            identity = self.admit(context)
+            if handler.request_streaming:
+                return inner(checked(identity, request), context)
+            self.check_sender(identity, request)
+            return inner(request, context)
+
+        return admitted
+
     def _compare(self, identity: str, claimed: Any) -> None:
         if claimed is not None and claimed != identity:
             name = self._method.rpartition("/")[2]
@@ -81,12 +93,7 @@ class AuthorizationInterceptor(WrappingInterceptor):
                 guard.check_sender(identity, request)
                 yield request
 
-        def admitted(request: Any, context: Any) -> Any:
-            identity = guard.admit(context)
-            if handler.request_streaming:
-                return inner(checked(identity, request), context)
-            guard.check_sender(identity, request)
-            return inner(request, context)
+        admitted = guard.around(handler, inner, checked)
 
         def streaming(request: Any, context: Any) -> Iterator[Any]:
             yield from admitted(request, context)
@@ -108,12 +115,7 @@ class AioAuthorizationInterceptor(AioWrappingInterceptor):
                 guard.check_sender(identity, request)
                 yield request
 
-        def admitted(request: Any, context: Any) -> Any:
-            identity = guard.admit(context)
-            if handler.request_streaming:
-                return inner(checked(identity, request), context)
-            guard.check_sender(identity, request)
-            return inner(request, context)
+        admitted = guard.around(handler, inner, checked)
 
         async def awaiting(request: Any, context: Any) -> Any:
             return await admitted(request, context)

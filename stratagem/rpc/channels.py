@@ -49,19 +49,18 @@ def channel_options(max_message_bytes: int = -1) -> list[_Option]:
     ]
 
 
-def connect(address: str, peer: str = "", security: Security = OPEN, *, max_message_bytes: int = -1) -> grpc.Channel:
+def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Channel:
     """A channel of its own connection to ``host:port``.
 
     Args:
         address: host:port.
         peer: task id of the server; with TLS nobody else is accepted there.
         security: of this process.
-        max_message_bytes: largest message accepted; -1 for no limit.
 
     Raises:
         ConfigurationError: the certificates cannot be used, or the token would travel in the clear.
     """
-    options = channel_options(max_message_bytes)
+    options = channel_options()
     if security.tls is not None:
         options.append(("grpc.ssl_target_name_override", server_name(peer)))
         channel = grpc.secure_channel(address, channel_credentials(security.tls), options=options)
@@ -74,11 +73,9 @@ def connect(address: str, peer: str = "", security: Security = OPEN, *, max_mess
     return channel
 
 
-def connect_aio(
-    address: str, peer: str = "", security: Security = OPEN, *, max_message_bytes: int = -1
-) -> grpc.aio.Channel:
+def connect_aio(address: str, peer: str = "", security: Security = OPEN) -> grpc.aio.Channel:
     """The same for ``grpc.aio``."""
-    options = channel_options(max_message_bytes)
+    options = channel_options()
     declare: list[Any] = []
     if security.token is not None:
         declare = [AioUnaryDeclaringInterceptor(security), AioStreamDeclaringInterceptor(security)]

@@ -7,26 +7,36 @@ reader finds the payload without parsing, and is a multiple of 64, so that it is
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from google.protobuf.message import DecodeError
 
 from stratagem.errors import FrameError
 from stratagem.rpc.generated import frame_pb2
+from stratagem.rpc.generated.frame_pb2 import FrameKind as FrameKind
 
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 1024
 """Bytes before the payload, at most: whoever keeps the payload keeps the whole message."""
 MAX_RANK = 32
 """Dimensions of a frame, at most."""
+TOGETHER_BYTES = 1 << 20
+"""Of frames that leave in one message."""
+TOGETHER_OVERHEAD_BYTES = 256
+"""What a frame takes there beyond its payload, at most."""
 _OFFSET_FIELD_BYTES = 5  # tag and fixed32 of payload_offset
 _PADDING_TAG = b"\x42"  # field 8, length-delimited
 _PAYLOAD_TAG = b"\x7a"  # field 15, length-delimited
+_LENGTH = struct.Struct("<Q56x")  # of a frame among others
+_FRAMES = int(frame_pb2.FRAMES)
+_MESSAGES = frozenset(
+    map(FrameKind.Value, ("COMMIT_UPDATE", "PREPARE_UPDATE", "PULL_WEIGHTS", "REFUSED", "CLOSE_UNITS"))
+)
+_NO_ELEMENTS = torch.empty(0, dtype=torch.uint8)
 
 _TO_WIRE: dict[torch.dtype, int] = {
     torch.float32: frame_pb2.FLOAT32,
@@ -77,8 +87,11 @@ def from_wire_dtype(wire: int) -> torch.dtype:
         raise FrameError(f"expected a DType number between 1 and {len(_FROM_WIRE)}, got {wire}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+Parts = list[bytes | memoryview]
+"""A frame as bytes that are one after the other."""
+
+
+class Frame(NamedTuple):
     """One decoded frame. ``tensor`` is a view on the message it came in, and must not be written to."""
 
     kind: int
@@ -86,6 +99,25 @@ class Frame:
     group: int
     offset: int
     tensor: torch.Tensor
+    message: bytes = b""
+    """The payload in the place of ``tensor``, of a request or a reply that was read in one piece."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the payload."""
+        return len(self.message) or self.tensor.nbytes
+
+
+def frame_of(kind: int, transfer: int, group: int, offset: int, dtype: torch.dtype, payload: bytearray) -> Frame:
+    """A small frame that came whole."""
+    if kind in _MESSAGES and dtype is torch.uint8:
+        return Frame(kind, transfer, group, offset, _NO_ELEMENTS, bytes(payload))
+    return Frame(kind, transfer, group, offset, torch.frombuffer(payload, dtype=dtype))
+
+
+def message_of(frame: Frame) -> bytes:
+    """The payload of a frame as bytes."""
+    return frame.message or bytes(frame.tensor.contiguous().view(torch.uint8).numpy())
 
 
 def encode_frame(kind: int, transfer: int, group: int, offset: int, tensor: torch.Tensor) -> bytes:
@@ -94,36 +126,82 @@ def encode_frame(kind: int, transfer: int, group: int, offset: int, tensor: torc
 
 
 def encode_pieces(
-    kind: int, transfer: int, group: int, offset: int, pieces: Sequence[torch.Tensor], shape: tuple[int, ...]
+    kind: int, transfer: int, group: int, offset: int, pieces: Sequence[torch.Tensor | bytes], shape: tuple[int, ...]
 ) -> bytes:
     """One frame whose payload is the elements of ``pieces``, one after the other, presented as ``shape``."""
+    return b"".join(frame_parts(kind, transfer, group, offset, pieces, shape))
+
+
+def frame_parts(
+    kind: int, transfer: int, group: int, offset: int, pieces: Sequence[torch.Tensor | bytes], shape: tuple[int, ...]
+) -> Parts:
+    """The same, yet to be joined."""
     views = [byte_view(piece) for piece in pieces]
-    num_bytes = sum(view.nbytes for view in views)
+    return _parts((kind, transfer, group, offset), to_wire_dtype(dtype_of(pieces[0])), shape, views)
+
+
+def encode_together(frames: Sequence[Parts]) -> bytes:
+    """One message with several frames; :func:`decode_frames` takes it apart."""
+    pieces: list[bytes | memoryview] = []
+    for parts in frames:
+        num_bytes = sum(map(len, parts))
+        pieces += (_LENGTH.pack(num_bytes), *parts, bytes(-num_bytes % ALIGNMENT))
+    return b"".join(_parts((_FRAMES, 0, 0, 0), frame_pb2.UINT8, (sum(map(len, pieces)),), pieces))
+
+
+def _parts(
+    place: tuple[int, int, int, int], dtype: int, shape: tuple[int, ...], payload: Sequence[bytes | memoryview]
+) -> Parts:
+    kind, transfer, group, offset = place
     header = frame_pb2.Frame(
         kind=kind,  # type: ignore[arg-type]  # the enum is an int on the wire
         transfer=transfer,
         group=group,
         offset=offset,
-        dtype=to_wire_dtype(pieces[0].dtype),  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
         shape=shape,
     ).SerializeToString()
-    length = _varint(num_bytes)
+    length = _varint(sum(map(len, payload)))
     # The padding field's own length must fit in one byte: at most 64 + 2 bytes of filling are ever needed.
     bare = _OFFSET_FIELD_BYTES + len(header) + 2 + 1 + len(length)
     padding = -bare % ALIGNMENT
     payload_offset = bare + padding
-    return b"".join(
-        (
-            b"\x0d" + struct.pack("<I", payload_offset),
-            header,
-            _PADDING_TAG + bytes((padding,)) + bytes(padding),
-            _PAYLOAD_TAG + length,
-            *views,
-        )
-    )
+    return [
+        b"\x0d" + struct.pack("<I", payload_offset),
+        header,
+        _PADDING_TAG + bytes((padding,)) + bytes(padding),
+        _PAYLOAD_TAG + length,
+        *payload,
+    ]
 
 
-def decode_frame(message: bytes) -> Frame:
+def decode_frames(message: bytes) -> list[Frame]:
+    """The frames of a message: one, or several together. What is a small part of such a message is copied, so that
+    whoever keeps it does not keep the message.
+
+    Raises:
+        FrameError: the message, or what is in it, is not a frame.
+    """
+    whole = decode_frame(message)
+    if whole.kind != _FRAMES:
+        return [whole]
+    frames: list[Frame] = []
+    view = memoryview(message)[len(message) - whole.tensor.nbytes :]
+    while view:
+        num_bytes = _LENGTH.unpack_from(view)[0] if len(view) >= _LENGTH.size else len(view)
+        end = _LENGTH.size + num_bytes
+        if end > len(view):
+            raise FrameError(f"expected a frame of {num_bytes} bytes among others, {len(view)} are left of the message")
+        frame = decode_frame(view[_LENGTH.size : end])
+        if frame.kind == _FRAMES:
+            raise FrameError("expected frames that hold no others")
+        is_small = not frame.message and 8 * frame.tensor.nbytes < 7 * len(message)
+        frames.append(frame._replace(tensor=frame.tensor.clone()) if is_small else frame)
+        view = view[end + -end % ALIGNMENT :]
+    return frames
+
+
+def decode_frame(message: bytes | memoryview) -> Frame:
     """Takes a message apart without copying the payload.
 
     Raises:
@@ -143,7 +221,7 @@ def decode_frame(message: bytes) -> Frame:
     ):
         raise FrameError(f"expected the payload at byte {payload_offset} of {len(message)} bytes; it is not there")
     try:
-        header = frame_pb2.Frame.FromString(message[:tag_at])
+        header = frame_pb2.Frame.FromString(bytes(message[:tag_at]))
     except DecodeError as error:
         raise FrameError(f"the header of a frame cannot be parsed: {error}") from None
     dtype = from_wire_dtype(header.dtype)
@@ -155,6 +233,9 @@ def decode_frame(message: bytes) -> Frame:
         num_elements *= dim
     if num_elements * dtype.itemsize != num_bytes:
         raise FrameError(f"expected {num_elements} elements of {dtype} for shape {list(shape)}, got {num_bytes} bytes")
+    if header.kind in _MESSAGES and dtype is torch.uint8:
+        payload = bytes(message[payload_offset:])
+        return Frame(header.kind, header.transfer, header.group, header.offset, _NO_ELEMENTS, payload)
     try:
         if num_elements:
             tensor = torch.frombuffer(message, dtype=dtype, offset=payload_offset, count=num_elements).view(shape)
@@ -165,14 +246,26 @@ def decode_frame(message: bytes) -> Frame:
     return Frame(header.kind, header.transfer, header.group, header.offset, tensor)
 
 
-def byte_view(tensor: torch.Tensor) -> memoryview:
+def dtype_of(piece: torch.Tensor | bytes) -> torch.dtype:
+    """What a piece is made of: bytes are uint8."""
+    return torch.uint8 if isinstance(piece, bytes) else piece.dtype
+
+
+def as_tensors(pieces: Sequence[torch.Tensor | bytes]) -> list[torch.Tensor]:
+    """Pieces as tensors; bytes as views on them."""
+    return [torch.frombuffer(piece, dtype=torch.uint8) if isinstance(piece, bytes) else piece for piece in pieces]
+
+
+def byte_view(tensor: torch.Tensor | bytes) -> memoryview:
     """The bytes of a tensor; no copy when it is contiguous and on the CPU."""
-    if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
+    if isinstance(tensor, bytes):
+        return memoryview(tensor)
+    if not tensor.is_cpu or tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().cpu().contiguous()
-    if not tensor.numel():
-        return memoryview(b"")
-    view: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(view)
+    if tensor.dtype is torch.bfloat16:  # numpy does not know it
+        tensor = tensor.view(torch.int16)
+    view: Any = tensor.numpy()
+    return memoryview(view).cast("B") if view.size else memoryview(b"")
 
 
 def _varint(value: int) -> bytes:

@@ -62,26 +62,23 @@ class DeclaringInterceptor(_UnaryUnary, _StreamStream):
         )
 
 
-class AioUnaryDeclaringInterceptor(_AioUnaryUnary):
+class _AioDeclaring:
+    def __init__(self, security: Security) -> None:
+        self._declaration = declaration(security)
+
+    def _declared(self, details: Any) -> Any:
+        return details._replace(metadata=grpc.aio.Metadata(*(details.metadata or ()), *self._declaration))
+
+
+class AioUnaryDeclaringInterceptor(_AioDeclaring, _AioUnaryUnary):
     """Unary calls of ``grpc.aio`` channels; gRPC wants an interceptor of its own for each kind of call."""
 
-    def __init__(self, security: Security) -> None:
-        self._declaration = declaration(security)
-
     async def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        return await continuation(_with(details, self._declaration), request)
+        return await continuation(self._declared(details), request)
 
 
-class AioStreamDeclaringInterceptor(_AioStreamStream):
+class AioStreamDeclaringInterceptor(_AioDeclaring, _AioStreamStream):
     """Streams of ``grpc.aio`` channels."""
 
-    def __init__(self, security: Security) -> None:
-        self._declaration = declaration(security)
-
     async def intercept_stream_stream(self, continuation: Callable[..., Any], details: Any, requests: Any) -> Any:
-        return await continuation(_with(details, self._declaration), requests)
-
-
-def _with(details: Any, declared: tuple[tuple[str, str], ...]) -> Any:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()), *declared)
-    return details._replace(metadata=metadata)
+        return await continuation(self._declared(details), requests)

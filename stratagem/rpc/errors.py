@@ -130,32 +130,42 @@ def log_failure(method: str, error: Exception) -> None:
     THROTTLE.log(logger, logging.ERROR, f"{name} failed", "%s failed", name, exc_info=error)
 
 
+class _Caught:
+    """Around a servicer's method: a domain error becomes :attr:`status`, and a log line."""
+
+    def __init__(self, method: str, is_active: Callable[[], bool]) -> None:
+        self._method = method
+        self._is_active = is_active
+        self.status: Any = None
+
+    def __enter__(self) -> _Caught:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, errors.StratagemError):
+            log_refusal(self._method, error)
+            self.status = status_of(error)
+            return True
+        if isinstance(error, Exception) and self._is_active():
+            log_failure(self._method, error)
+        return False
+
+
 class ErrorInterceptor(WrappingInterceptor):
     """Sync servers: domain errors raised by a servicer become statuses, and a log line."""
 
     def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
 
         def unary(request: Any, context: grpc.ServicerContext) -> Any:
-            try:
+            with _Caught(method, context.is_active) as caught:
                 return inner(request, context)
-            except errors.StratagemError as error:
-                log_refusal(method, error)
-                context.abort_with_status(status_of(error))
-            except Exception as error:
-                if context.is_active():
-                    log_failure(method, error)
-                raise
+            context.abort_with_status(caught.status)
 
         def streaming(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            try:
+            with _Caught(method, context.is_active) as caught:
                 yield from inner(request, context)
-            except errors.StratagemError as error:
-                log_refusal(method, error)
-                context.abort_with_status(status_of(error))
-            except Exception as error:
-                if context.is_active():
-                    log_failure(method, error)
-                raise
+            if caught.status is not None:
+                context.abort_with_status(caught.status)
 
         return replaced(handler, unary, streaming)
 
@@ -166,35 +176,21 @@ class AioErrorInterceptor(AioWrappingInterceptor):
     def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
 
         async def unary(request: Any, context: Any) -> Any:
-            try:
+            with _Caught(method, lambda: not context.done()) as caught:
                 return await inner(request, context)
-            except errors.StratagemError as error:
-                log_refusal(method, error)
-                status = status_of(error)
-            except Exception as error:
-                if not context.done():
-                    log_failure(method, error)
-                raise
-            await _abort(context, status)
+            await _abort(context, caught.status)
 
         async def generating(request: Any, context: Any) -> Any:
-            try:
+            with _Caught(method, lambda: not context.done()) as caught:
                 async for response in inner(request, context):
                     yield response
-                return
-            except errors.StratagemError as error:
-                log_refusal(method, error)
-                status = status_of(error)
-            except Exception as error:
-                if not context.done():
-                    log_failure(method, error)
-                raise
-            await _abort(context, status)
+            if caught.status is not None:
+                await _abort(context, caught.status)
 
         return replaced(handler, unary, streaming_like(inner, unary, generating))
 
 
-async def _abort(context: Any, status: grpc.Status) -> None:
+async def _abort(context: Any, status: Any) -> None:
     """Not while an error is handled: gRPC keeps what it raises here with the call, and the error would keep the frames
     that keep the call, until garbage is collected."""
     await context.abort(status.code, status.details, status.trailing_metadata)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -13,16 +12,25 @@ import grpc
 import torch
 
 from stratagem.errors import FencedError, PeerUnavailableError, StratagemError
-from stratagem.rpc.codec import Frame, decode_frame, encode_pieces
+from stratagem.rpc.codec import (
+    TOGETHER_OVERHEAD_BYTES,
+    Frame,
+    Parts,
+    decode_frame,
+    decode_frames,
+    encode_together,
+    frame_parts,
+)
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.inbox import INBOX_BYTES, Inbox
-from stratagem.rpc.lane import BytesMeter, Pieces, nothing
+from stratagem.rpc.lane import Corked, Payload, Place, nothing
+from stratagem.rpc.lane_meter import BytesMeter
 
 TRANSFER_METHOD = "/stratagem.ParameterServer/Transfer"
 EXCHANGE_METHOD = "/stratagem.Worker/Exchange"
 READ_AHEAD = 4
 """Frames that a ring's receiver takes from gRPC before somebody asks for them; flow control holds back the rest."""
-_Outgoing = tuple[int, int, int, int, Pieces, int]
+_Outgoing = tuple[int, int, int, int, Payload, int]
 
 
 class GrpcLane:
@@ -36,6 +44,8 @@ class GrpcLane:
         meter: counts bytes.
         max_inbox_bytes: frames that came before they were asked for may not take more.
         on_wait: called now and then while a read waits; what it raises ends the wait.
+        together_bytes: of a message with frames sent inside :meth:`corked`, at most; 0: one each, as the other
+            end of a ring wants it.
     """
 
     name = "grpc"
@@ -49,10 +59,13 @@ class GrpcLane:
         meter: BytesMeter,
         max_inbox_bytes: int = INBOX_BYTES,
         on_wait: Callable[[], None] = nothing,
+        together_bytes: int = 0,
     ) -> None:
         self._peer = peer
-        self._meter = meter
-        self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._meter = meter.lane(peer, self.name)
+        self._together_bytes = together_bytes
+        self._cork: list[_Outgoing] | None = None
+        self._outbox: queue.SimpleQueue[list[_Outgoing] | None] = queue.SimpleQueue()
         self._inbox = Inbox(peer, max_bytes=max_inbox_bytes, on_wait=on_wait)
         self._taken = threading.Condition()
         self._num_queued = 0
@@ -66,22 +79,38 @@ class GrpcLane:
     def alive(self) -> bool:
         return self._inbox.error is None
 
-    def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
+    def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         if self._inbox.error is not None:
             raise self._inbox.error
         self._num_queued += 1
-        self._outbox.put((kind, transfer, group, offset, pieces, num_elements))
+        item = kind, transfer, group, offset, pieces, num_elements
+        if self._cork is None:
+            self._outbox.put([item])
+        else:
+            self._cork.append(item)
 
     @property
     def readable(self) -> bool:
         """See :class:`stratagem.rpc.lane.Lane`."""
         return self._inbox.has_something
 
-    def corked(self) -> contextlib.AbstractContextManager[None]:
-        """gRPC puts together what comes while it sends."""
-        return contextlib.nullcontext()
+    def corked(self) -> Corked:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        return Corked(self)
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
+    def cork(self) -> None:
+        """See :class:`stratagem.rpc.lane.Corkable`."""
+        self._cork = []
+
+    def uncork(self) -> None:
+        """See :class:`stratagem.rpc.lane.Corkable`."""
+        items, self._cork = self._cork, None
+        if items:
+            self._outbox.put(items)
+
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
+        if self._cork is not None:
+            self.uncork()
         return self._inbox.take(transfer, deadline)
 
     def forget(self, transfer: int) -> None:
@@ -104,21 +133,41 @@ class GrpcLane:
             self._reader.join(5.0)
 
     def _outgoing(self) -> Iterator[bytes]:
-        while (item := self._outbox.get()) is not None:
-            kind, transfer, group, offset, pieces, num_elements = item
-            message = encode_pieces(kind, transfer, group, offset, pieces(), (num_elements,))
-            del item, pieces
-            self._meter.sent_bytes += len(message)
-            with self._taken:  # the message is a copy: the tensors are free already
-                self._num_taken += 1
-                self._taken.notify_all()
-            yield message
+        while (items := self._outbox.get()) is not None:
+            together: list[Parts] = []
+            num_bytes = 0
+            for kind, transfer, group, offset, pieces, num_elements in items:
+                parts = frame_parts(kind, transfer, group, offset, pieces(), (num_elements,))
+                size = sum(map(len, parts)) + TOGETHER_OVERHEAD_BYTES
+                if together and num_bytes + size > self._together_bytes:
+                    yield self._message(together)
+                    together, num_bytes = [], 0
+                together.append(parts)
+                num_bytes += size
+                del parts, pieces
+            del items
+            yield self._message(together)
+
+    def _message(self, together: list[Parts]) -> bytes:
+        """Frames as one message, a copy: the tensors they were are free."""
+        num_frames = len(together)
+        message = encode_together(together) if num_frames > 1 else b"".join(together[0])
+        together.clear()
+        self._meter.sent_frames += num_frames
+        self._meter.sent_bytes += len(message)
+        with self._taken:
+            self._num_taken += num_frames
+            self._taken.notify_all()
+        return message
 
     def _read(self) -> None:
         try:
             for message in self._call:
+                frames = decode_frames(message)
+                self._meter.received_frames += len(frames)
                 self._meter.received_bytes += len(message)
-                self._inbox.put(decode_frame(message))
+                self._inbox.put(*frames)
+                del message, frames
             self._fail(PeerUnavailableError(f"{self._peer} closed the lane"))
         except grpc.RpcError as error:
             reason = error_from_rpc(error, self._peer)
@@ -161,7 +210,7 @@ class ServedGrpcLane:
 
     def __init__(self, peer: str, meter: BytesMeter) -> None:
         self._peer = peer
-        self._meter = meter
+        self._meter = meter.lane(peer, self.name)
         self._inbox = Inbox(peer, READ_AHEAD)
         self._stream: FrameStream | None = None
 
@@ -172,6 +221,7 @@ class ServedGrpcLane:
             return
         try:
             for message in messages:
+                self._meter.received_frames += 1
                 self._meter.received_bytes += len(message)
                 if not self._inbox.put(decode_frame(message)):
                     break

@@ -3,6 +3,10 @@
 Measured on one thread: a training step of a 25 M parameter MLP takes 82 ms instead of 118 ms, because gradients reuse
 their memory. ``stratagem run`` sets the variables of :data:`ENVIRONMENT`; a process started by hand can only come near,
 because mallopt stops at 32 MiB.
+
+Without glibc's cache for each thread: what is cut off an aligned tensor (32 to 96 bytes) would lie there, counted as in
+use, and keep what is freed on both sides apart, so that the next gradient of the same size finds no place. After 24
+steps of a model with 384 MiB of weights: 1,872 MiB with it, 1,552 without, 1,342 of them tensors, equal CPU-seconds.
 """
 
 from __future__ import annotations
@@ -15,16 +19,27 @@ ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(2 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
 }
-"""What glibc reads at the start of a process; bytes."""
+"""What glibc reads at the start of a process; sizes in bytes."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+
+def share_one_heap() -> bool:
+    """Has all threads allocate from one heap: what one has freed, another uses again. For a process whose threads hold
+    large parts of its memory in turns; called before they start. False without glibc."""
+    try:
+        return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
+    except (OSError, AttributeError):
+        return False
 
 
 def keep_freed_memory() -> bool:
     """The same for a running process, unless its environment says something else. False without glibc."""
-    if any(name in os.environ for name in ENVIRONMENT):
+    if any(name in os.environ for name in ENVIRONMENT if name.startswith("MALLOC_")):
         return True
     try:
         mallopt = ctypes.CDLL(None).mallopt

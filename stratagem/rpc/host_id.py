@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def place_of_this_process() -> str:
-    """Processes of equal places run under one kernel and in one network namespace: abstract Unix sockets reach them."""
+def own_host_id() -> str:
+    """Processes that have the same run under one kernel and in one network namespace: Unix sockets reach them."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
     if not boot.exists() or not network.exists():

@@ -55,8 +55,8 @@ class Inbox:
         """Whether a frame lies here, or nothing more comes."""
         return bool(self._frames) or self._error is not None
 
-    def put(self, frame: Frame) -> bool:
-        """Adds a frame; False when the lane is broken.
+    def put(self, *frames: Frame) -> bool:
+        """Adds frames that came together; False when the lane is broken.
 
         Raises:
             LimitError: too much lies here.
@@ -66,11 +66,12 @@ class Inbox:
                 self._changed.wait_for(lambda: len(self._frames) < self._max_frames or self._error is not None)
             if self._error is not None:
                 return False
-            if not frame.transfer or frame.transfer > self._forgotten:
-                self._num_bytes += frame.tensor.nbytes
-                check_inbox(self._peer, self._num_bytes, self._max_bytes)
-                self._frames.append(frame)
-                self._changed.notify_all()
+            for frame in frames:
+                if not frame.transfer or frame.transfer > self._forgotten:
+                    self._num_bytes += frame.num_bytes
+                    check_inbox(self._peer, self._num_bytes, self._max_bytes)
+                    self._frames.append(frame)
+            self._changed.notify_all()
             return True
 
     def take(self, transfer: int, deadline: float) -> Frame:
@@ -80,7 +81,7 @@ class Inbox:
                 for index, frame in enumerate(self._frames):
                     if transfer in (0, frame.transfer):
                         del self._frames[index]
-                        self._num_bytes -= frame.tensor.nbytes
+                        self._num_bytes -= frame.num_bytes
                         self._changed.notify_all()
                         return frame
                 if self._error is not None:
@@ -96,7 +97,7 @@ class Inbox:
         with self._changed:
             self._forgotten = max(self._forgotten, transfer)
             self._frames = collections.deque(frame for frame in self._frames if frame.transfer > self._forgotten)
-            self._num_bytes = sum(frame.tensor.nbytes for frame in self._frames)
+            self._num_bytes = sum(frame.num_bytes for frame in self._frames)
             self._changed.notify_all()
 
     def fail(self, error: StratagemError) -> None:

@@ -2,17 +2,81 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from stratagem.rpc.codec import Frame
+from stratagem.rpc.frame_memory import FrameMemory
 
 Pieces = Callable[[], Sequence[torch.Tensor]]
 """Gives the tensors whose elements, one after the other, are the payload; called when the lane is ready to send. Their
 memory must stay as it is until :meth:`SendingLane.flush` returns: a lane may send from it without a copy."""
+
+
+def nothing() -> None:
+    """What a read that waits does now and then, unless it is told otherwise."""
+
+
+class LentPiece:
+    """A piece of a tensor that is sent from where it lies, although its owner may change it first: he says :meth:`keep`
+    before he does, and what has not left by then is copied."""
+
+    def __init__(self, tensor: torch.Tensor, memory: FrameMemory) -> None:
+        self._memory = memory
+        self.tensor = tensor
+        """The elements; only with :attr:`guard` held, which nobody holds while a peer does not read."""
+        self.guard = threading.RLock()  # a reader may end by the garbage collector, at any point
+        self._num_readers = 0
+        self._kept = False
+
+    def keep(self) -> bool:
+        """The elements are about to change. Returns whether they had to be copied."""
+        with self.guard:
+            if self._num_readers:
+                self.tensor = self._memory.take(self.tensor.numel(), self.tensor.dtype).copy_(self.tensor)
+                self._memory.note(0, self.tensor.nbytes)
+                self._kept = True
+            return self._kept
+
+    def count(self, num_more: int) -> None:
+        """So many more frames with it are to be sent."""
+        with self.guard:
+            before = self._num_readers > 0
+            self._num_readers += num_more
+            change = ((self._num_readers > 0) - before) * self.tensor.nbytes
+            if change:
+                self._memory.note(change, change if self._kept else 0)
+
+
+class LentPieces:
+    """:data:`Pieces` of one frame: a lane that knows them reads them bit by bit, each time with the guard held.
+
+    Args:
+        piece: whose elements they are.
+        leaving: called when the frame begins to leave.
+    """
+
+    def __init__(self, piece: LentPiece, leaving: Callable[[], object] = nothing) -> None:
+        piece.count(1)
+        self.piece = piece
+        self._leaving = leaving
+
+    def __call__(self) -> Sequence[torch.Tensor]:
+        self._leaving()
+        return (self.piece.tensor,)
+
+    def __del__(self) -> None:  # it has been sent, or its lane is gone
+        self.piece.count(-1)
+
+
+Place = Callable[[int, int, int, int], torch.Tensor | None]
+"""Gives the memory for a frame of this kind, group, offset and number of elements, once its header is here; None: it
+has no place of its own."""
+Payload = Callable[[], Sequence[torch.Tensor | bytes]]
+"""Pieces, or a message as bytes."""
 
 
 class SendingLane(Protocol):
@@ -67,25 +131,44 @@ class ReceivingLane(Protocol):
         """Ends the lane; whoever waits on it gets ``PeerUnavailableError`` with the reason."""
 
 
-class Lane(SendingLane, ReceivingLane, Protocol):
-    """Both directions."""
+class Corkable(Protocol):
+    """What a :class:`Corked` needs of a lane."""
+
+    def cork(self) -> None:
+        """Frames may wait from now on."""
+
+    def uncork(self) -> None:
+        """What waits leaves. Raises nothing: whoever waits for an answer hears that the lane is broken."""
+
+
+class Corked:
+    """See :meth:`Lane.corked`. A class, because it is entered several times a step."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, lane: Corkable) -> None:
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        self._lane.cork()
+
+    def __exit__(self, *_: object) -> None:
+        self._lane.uncork()
+
+
+class Lane(SendingLane, ReceivingLane, Corkable, Protocol):
+    """Both directions, of what a worker and a ps say to each other: messages too."""
+
+    def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
+        """See :class:`SendingLane`."""
+
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
+        """See :class:`ReceivingLane`."""
 
     @property
     def readable(self) -> bool:
         """Whether something came that nobody has received, or nothing comes any more. Callable in any thread."""
 
-    def corked(self) -> contextlib.AbstractContextManager[None]:
+    def corked(self) -> Corked:
         """Inside, frames may wait for those behind them, and leave together in one write at the end. Whoever receives
         meanwhile has sent them first."""
-
-
-def nothing() -> None:
-    """What a read that waits does now and then, unless it is told otherwise."""
-
-
-class BytesMeter:
-    """Bytes that went over lanes, both directions."""
-
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-        self.received_bytes = 0

@@ -1,6 +1,6 @@
 """Where sockets of the tcp and shm lanes come in: negotiated over gRPC, opened by a token that works once.
 
-A peer asks over gRPC for a ticket in and gets a token that is bound to it, to its process life and to one purpose. It
+A peer asks over gRPC for a ticket in and gets a token that is bound to it, to its incarnation and to one purpose. It
 connects and shows the token as the first bytes; whoever shows none, or a wrong one, is dropped.
 """
 
@@ -31,7 +31,7 @@ TOKEN_BYTES = 32
 TOKEN_TIMEOUT_S = 5.0
 """Seconds a peer may take for the TLS handshake and its token, both together."""
 MAX_PENDING_PEERS = 64
-"""Visitors being looked at, each by a thread. When one more comes, the one that has taken longest is sent away: an
+"""Pending peers, each by a thread. When one more comes, the one that has taken longest is sent away: an
 honest peer is done within milliseconds."""
 MAX_LANES_PER_PEER = 128
 _MAX_TOKENS = 4096
@@ -97,10 +97,7 @@ class LaneListener:
         with self._changed:
             if self._closed.is_set():
                 raise PeerUnavailableError("this task opens no further lanes")
-            self._tokens = {known: pending for known, pending in self._tokens.items() if pending.who != who}
-            stale = self._arrived.pop(who, None)
-            if stale is not None:
-                stale[1].close()
+            self._withdraw(who)
             self._check_room(task)
             listener = self._listeners.get(kind) or self._listen(kind)
             self._tokens[token] = _PendingPeer(who, task)
@@ -125,9 +122,11 @@ class LaneListener:
     def forget(self, who: Hashable) -> None:
         """Does not let ``who`` in any more."""
         with self._changed:
-            self._tokens = {known: pending for known, pending in self._tokens.items() if pending.who != who}
-            stale = self._arrived.pop(who, None)
-        if stale is not None:
+            self._withdraw(who)
+
+    def _withdraw(self, who: Hashable) -> None:
+        self._tokens = {known: pending for known, pending in self._tokens.items() if pending.who != who}
+        if (stale := self._arrived.pop(who, None)) is not None:
             stale[1].close()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ In a plain script nobody may have configured logging, and a person should see wh
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import os
@@ -12,6 +13,10 @@ import sys
 from typing import Literal
 
 PACKAGE = logging.getLogger("stratagem")
+MAX_LINES_AT_ONCE, MAX_CHARACTERS = 30, 500
+"""That a task tells the chief at once, and of one line."""
+LogLine = tuple[float, str, str]
+"""Seconds since 1970, level, text."""
 _NOBODYS_LEVEL = logging.INFO - 1
 """Of the package as long as nobody has chosen one."""
 
@@ -56,7 +61,7 @@ class _UntilConfigured(logging.Handler):
             for handler in others if record.levelno >= _chosen_level(record.name) else ():
                 if record.levelno >= handler.level:
                     handler.handle(record)
-        elif PACKAGE.handlers == [self]:
+        elif all(handler is self or isinstance(handler, LogTail) for handler in PACKAGE.handlers):
             print(self.format(record), file=sys.stderr, flush=True)
 
 
@@ -66,6 +71,33 @@ def _chosen_level(name: str) -> int:
     while logger is not None and (not logger.level or (logger is PACKAGE and logger.level == _NOBODYS_LEVEL)):
         logger = logger.parent
     return logging.NOTSET if logger is None else logger.level
+
+
+class LogTail(logging.Handler):
+    """The package's newest lines, for whoever takes them: of INFO and above, cut at :data:`MAX_CHARACTERS`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._lines: collections.deque[LogLine] = collections.deque(maxlen=MAX_LINES_AT_ONCE)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps it, and forgets the oldest where nobody takes them."""
+        self._lines.append((record.created, record.levelname, record.getMessage()[:MAX_CHARACTERS]))
+
+    def take(self) -> list[LogLine]:
+        """Those since the last time, oldest first."""
+        found: list[LogLine] = []
+        while self._lines:
+            found.append(self._lines.popleft())
+        return found
+
+    def attach(self) -> None:
+        """Begins."""
+        PACKAGE.addHandler(self)
+
+    def detach(self) -> None:
+        """Ends."""
+        PACKAGE.removeHandler(self)
 
 
 def show_until_configured(task: str = "stratagem") -> None:

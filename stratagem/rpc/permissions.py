@@ -9,6 +9,7 @@ from stratagem.errors import ForbiddenError, IdentityError
 
 _CHIEF: frozenset[Role] = frozenset({"chief"})
 _WORKER: frozenset[Role] = frozenset({"worker"})
+_FOLLOWER: frozenset[Role] = frozenset({"worker", "ps"})
 _MEMBER: frozenset[Role] = frozenset({"worker", "ps", "evaluator"})
 _LOOKS: frozenset[Role] = frozenset({"worker", "evaluator", "operator"})
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
@@ -23,13 +24,15 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "GetMetricStates": _WORKER,
         "RecordLogs": _WORKER,
         "Agree": _WORKER,
+        "TakeIn": _WORKER,
+        "Scale": _OPERATOR,
         "SaveCheckpoint": _WORKER,
         "GetStatus": _LOOKS,
     },
     "stratagem.ParameterServer": {
-        "Hello": _WORKER,
-        "Transfer": _WORKER,
-        "OpenLane": _WORKER,
+        "Hello": _FOLLOWER,
+        "Transfer": _FOLLOWER,
+        "OpenLane": _FOLLOWER,
         "CreateVariables": _WORKER,
         "AssignValues": _WORKER,
         "PrepareUpdate": _WORKER,
@@ -45,15 +48,16 @@ _BY_SERVICE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "ReleaseCommits": _CHIEF,
         "RestoreShards": _CHIEF,
         "MarkLost": _CHIEF,
+        "TakeOver": _CHIEF,
     },
     "stratagem.Worker": {
-        "GetStack": _OPERATOR,
         "Meet": _WORKER,
         "OpenLane": _WORKER,
         "Exchange": _WORKER,
         "Abort": _WORKER,
         "GetPosition": _WORKER,
     },
+    "stratagem.Observer": {"GetStack": _OPERATOR, "StartTrace": _OPERATOR, "StopTrace": _OPERATOR},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _KNOWN},
 }
 

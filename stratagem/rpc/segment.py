@@ -120,13 +120,20 @@ class Segment:
 
 def receive_descriptor(link: socket.socket, num_message_bytes: int) -> tuple[bytes, int | None]:
     """Takes what :meth:`Segment.send_to` sent: the message, and the descriptor if one came with it."""
+    message = bytearray(num_message_bytes)
+    count, descriptor = receive_descriptor_into(link, memoryview(message))
+    return bytes(message[:count]), descriptor
+
+
+def receive_descriptor_into(link: socket.socket, view: memoryview) -> tuple[int, int | None]:
+    """Reads bytes, and a descriptor if one came with them; how many bytes."""
     # Not socket.recv_fds: it drops its flags, and a child that this process starts would inherit the descriptor.
     room = socket.CMSG_LEN(_DESCRIPTOR.size)
-    message, ancillary, _, _ = link.recvmsg(num_message_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    count, ancillary, _, _ = link.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= _DESCRIPTOR.size:
-            return message, int(_DESCRIPTOR.unpack_from(data)[0])
-    return message, None
+            return count, int(_DESCRIPTOR.unpack_from(data)[0])
+    return count, None
 
 
 def free_bytes() -> int | None:

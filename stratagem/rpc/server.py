@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -25,7 +26,6 @@ from stratagem.rpc.security import OPEN, Security, server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
 
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Until a new connection has to speak TLS and HTTP/2."""
@@ -78,6 +78,14 @@ class RunningAioServer:
         """As :meth:`RunningServer.stop`."""
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+        # Calls that it has broken off end in turns of the loop to come; one without them prints what it cuts short.
+        calls = {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == _OF_A_CALL}
+        if calls:
+            await asyncio.wait(calls, timeout=grace_s)
+
+
+_OF_A_CALL = "_schedule_rpc_coro"
+"""grpc.aio's name of what runs a call."""
 
 
 def serve(
@@ -114,11 +122,9 @@ def serve(
     )
     register(server)
     servicer = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = _listen(server, bind, security)
+    address = _listen(server, servicer, bind, services, security)
     server.start()
-    running = RunningServer(server, _with_port(bind, port), servicer, services, pool)
+    running = RunningServer(server, address, servicer, services, pool)
     running.set_serving(False)
     return running
 
@@ -142,25 +148,30 @@ async def serve_aio(
     )
     register(server)
     servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    port = _listen(server, bind, security)
+    address = _listen(server, servicer, bind, services, security)
     await server.start()
-    running = RunningAioServer(server, _with_port(bind, port), servicer, services)
+    running = RunningAioServer(server, address, servicer, services)
     await running.set_serving(False)
     return running
 
 
-def _listen(server: grpc.Server | grpc.aio.Server, bind: str, security: Security) -> int:
-    """The port really bound."""
+def _listen(
+    server: grpc.Server | grpc.aio.Server, servicer: Any, bind: str, services: Sequence[str], security: Security
+) -> str:
+    """Adds health (``servicer``) and reflection, and binds; returns the address really bound."""
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     credentials = server_credentials(security.tls) if security.tls is not None else None
     try:
         port = server.add_insecure_port(bind) if credentials is None else server.add_secure_port(bind, credentials)
     except RuntimeError:
-        raise _port_taken(bind) from None
+        port = 0
     if not port:
-        raise _port_taken(bind)
-    return port
+        raise ConfigurationError(
+            f"cannot listen on {bind}: the port is in use or the address is not of this machine. "
+            "Stop the other process, choose another port, or take port 0 for a free one."
+        )
+    return f"{bind.rpartition(':')[0]}:{port}"
 
 
 def _server_options(limits: ServerLimits) -> list[tuple[str, int | str]]:
@@ -176,17 +187,6 @@ def _server_options(limits: ServerLimits) -> list[tuple[str, int | str]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
-
-
-def _port_taken(bind: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"cannot listen on {bind}: the port is in use or the address is not of this machine. "
-        "Stop the other process, choose another port, or take port 0 for a free one."
-    )
-
-
-def _with_port(bind: str, port: int) -> str:
-    return f"{bind.rpartition(':')[0]}:{port}"
 
 
 def add_servicer(service: ServiceDescriptor, servicer: object, server: grpc.Server) -> None:

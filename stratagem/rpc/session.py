@@ -9,12 +9,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from stratagem.cluster.identity import CHIEF
+from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.units import Lease
 from stratagem.errors import (
     ClusterTimeoutError,
     FencedError,
@@ -25,16 +27,24 @@ from stratagem.errors import (
     StratagemError,
 )
 from stratagem.rpc import channels
+from stratagem.rpc.chief_address import ChiefAddress
 from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.fields import from_message
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.handshake import explain_refusal
+from stratagem.rpc.logs import LogTail
 from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.units import lease_to_proto
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_PAUSE_S = 0.2
+MEASURES_S = 0.95
+"""Seconds between heartbeats that say what was measured: every second one, as heartbeats come."""
 LOOK_S = 10.0
 """Seconds without a chief after which a task looks for a reason."""
+ABSENT_S = 2.0
+"""Seconds that a task which is to end waits for a chief that is away."""
 SILENCE_S = 1.0
 """Seconds after which a task that waits for its chief says so."""
 PREEMPTED = 143
@@ -45,10 +55,11 @@ class SessionClient:
     """Joins the cluster and stays in it.
 
     Args:
-        chief_address: host:port of the chief.
+        chief_address: where the chief is, as :class:`ChiefAddress` takes it.
         task: task id of the caller.
         address: host:port where the caller serves its peers; empty if it serves nobody.
-        progress: asked at every heartbeat.
+        progress: fields of ``Progress``; asked at every heartbeat.
+        measures: fields of ``Measures``; asked about once a second, for what the task has measured.
         held: leases the task holds; asked when it joins a restarted chief.
         store_epoch: epoch of the caller's store (ps); asked when it joins.
         chief_timeout_s: seconds the chief may be away before the task gives up.
@@ -61,8 +72,9 @@ class SessionClient:
         task: str,
         address: str,
         *,
-        progress: Callable[[], chief_pb2.Progress] = chief_pb2.Progress,
-        held: Callable[[], Sequence[chief_pb2.Lease]] = list,
+        progress: Callable[[], Mapping[str, Any]] = dict,
+        measures: Callable[[], Mapping[str, Any]] | None = None,
+        held: Callable[[], Sequence[Lease]] = list,
         store_epoch: Callable[[], int] = lambda: 0,
         chief_timeout_s: float = 60.0,
         security: Security = OPEN,
@@ -71,37 +83,36 @@ class SessionClient:
         self.task = task
         self.address = address
         self.incarnation = 0
-        self.membership = chief_pb2.Membership()
+        self.membership = Membership()
         self.job_started = False
+        self.ps_replicas = 1
         self._progress = progress
+        self._measures = measures
+        self._measured_at = float("-inf")
+        self._log = LogTail()
         self._held = held
         self._store_epoch = store_epoch
         self._chief_timeout_s = chief_timeout_s
         self._heartbeat_interval_s = 0.5
         self._goodbye: chief_pb2.SessionRequest | None = None
-        self._leaving = threading.Event()
-        """Set when there is a goodbye to say, and when the session is closed."""
+        self._hurry = threading.Event()
+        """Set when there is something to say at once, a goodbye too, and when the session is closed."""
+        self._connected = False
         self._changed = threading.Condition()
         self._welcomed = False
-        self._stopped: StratagemError | None = None
+        self.stopped: StratagemError | None = None
+        """Why the session is over; None while it lives."""
         self._closing = False
-        self._callbacks: list[Callable[[chief_pb2.Membership], None]] = []
+        self._callbacks: list[Callable[[Membership], None]] = []
         self._stop_callbacks: list[Callable[[JobStoppedError], None]] = []
         self.security = security
         self._certificates = security.certificates()
-        self._channel = channels.connect(chief_address, CHIEF, security)
+        self._where = ChiefAddress(chief_address)
+        self._tried = self._where.current
+        self.channel = channels.connect(self._tried, CHIEF, security)
+        """The control connection to the chief; another one where it serves elsewhere, or our certificate is new."""
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
-
-    @property
-    def channel(self) -> grpc.Channel:
-        """The control connection to the chief; another one after this task's certificate was renewed."""
-        return self._channel
-
-    @property
-    def stopped(self) -> StratagemError | None:
-        """Why the session is over; None while it lives."""
-        return self._stopped
 
     def start(self, timeout_s: float = 60.0, look: Callable[[], StratagemError | None] = lambda: None) -> int:
         """Joins; returns the incarnation.
@@ -124,8 +135,8 @@ class SessionClient:
                     break
                 if (error := look()) is not None:
                     raise error
-            if self._stopped is not None:
-                raise self._stopped
+            if self.stopped is not None:
+                raise self.stopped
             if not self._welcomed:
                 raise PeerUnavailableError(
                     f"{self.task} found no chief at {self.chief_address} within {timeout_s:.0f} s. "
@@ -133,7 +144,7 @@ class SessionClient:
                 )
         return self.incarnation
 
-    def wait_ready(self, timeout_s: float) -> chief_pb2.Membership:
+    def wait_ready(self, timeout_s: float) -> Membership:
         """Waits until every task of the cluster has joined.
 
         Raises:
@@ -145,11 +156,11 @@ class SessionClient:
         while True:
             with self._changed:
                 self._changed.wait_for(self._ready_or_stopped, max(0.0, min(1.0, deadline - time.monotonic())))
-                if self._stopped is not None:
-                    raise self._stopped
+                if self.stopped is not None:
+                    raise self.stopped
                 if self.membership.ready:
                     return self.membership
-                missing = ", ".join(info.task for info in self.membership.tasks if not info.live)
+                missing = ", ".join(member.task for member in self.membership.members if not member.live)
             if missing != last:
                 logger.info("Waiting for the cluster: %s", missing)
                 last = missing
@@ -160,12 +171,12 @@ class SessionClient:
                 )
 
     def _joined_or_stopped(self) -> bool:
-        return self._welcomed or self._stopped is not None
+        return self._welcomed or self.stopped is not None
 
     def _ready_or_stopped(self) -> bool:
-        return self.membership.ready or self._stopped is not None
+        return self.membership.ready or self.stopped is not None
 
-    def on_membership(self, callback: Callable[[chief_pb2.Membership], None]) -> None:
+    def on_membership(self, callback: Callable[[Membership], None]) -> None:
         """Calls ``callback`` (in the session's thread) at every change of the cluster."""
         self._callbacks.append(callback)
 
@@ -173,55 +184,90 @@ class SessionClient:
         """Calls ``callback`` (in the session's thread) when the chief says that the job is over."""
         self._stop_callbacks.append(callback)
 
-    def wait_membership(self, accept: Callable[[chief_pb2.Membership], bool], timeout_s: float) -> bool:
+    def wait_membership(self, accept: Callable[[Membership], bool], timeout_s: float) -> bool:
         """Waits until ``accept(membership)`` holds; False when it does not within ``timeout_s`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: accept(self.membership) or self._stopped is not None, timeout_s)
+            self._changed.wait_for(lambda: accept(self.membership) or self.stopped is not None, timeout_s)
             return accept(self.membership)
 
     def raise_if_stopped(self) -> None:
         """Raises the reason when the session is over."""
-        if self._stopped is not None:
-            raise self._stopped
+        if self.stopped is not None:
+            raise self.stopped
 
     def wait_stopped(self, timeout_s: float | None) -> StratagemError | None:
         """Waits for the end of the session; None when it goes on after ``timeout_s`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped is not None, timeout_s)
-            return self._stopped
+            self._changed.wait_for(lambda: self.stopped is not None, timeout_s)
+            return self.stopped
+
+    def wait_to_leave(self, timeout_s: float) -> StratagemError | None:
+        """Says at once what there is to say about progress, and waits for the end of the session, at most ``timeout_s``
+        seconds, and :data:`ABSENT_S` while no chief is there; None when it goes on."""
+        self._hurry.set()
+        deadline = until = time.monotonic() + timeout_s
+        with self._changed:
+            while self.stopped is None and (now := time.monotonic()) < until:
+                until = deadline if self._connected else min(until, now + ABSENT_S)
+                self._changed.wait(until - now)
+            return self.stopped
+
+    def end(self, reason: str) -> None:
+        """The job goes on without this task: to it, that is the end of the job."""
+        with self._changed:
+            self.stopped = self.stopped or JobStoppedError(reason, 0)
+            self._changed.notify_all()
 
     def goodbye(self, exit_code: int, message: str = "", timeout_s: float = 5.0) -> None:
         """Ends the session by the task's own will, and closes the connection.
 
         Who has finished (exit code 0) waits longer for a chief that is away: it would take the task for lost and wait
-        for it.
+        for it. A chief that has done so already hears it too.
         """
         self._goodbye = chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=exit_code, message=message))
-        self._leaving.set()
+        self._hurry.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-            if exit_code == 0 and self._welcomed and self._stopped is None and self._thread.is_alive():
+            if exit_code == 0 and self._welcomed and self.stopped is None and self._thread.is_alive():
                 logger.info("Finished; the chief at %s is away and has to hear of it", self.chief_address)
                 self._thread.join(self._chief_timeout_s)
+        if exit_code == 0 and isinstance(self.stopped, FencedError):
+            self._insist()
         self.close()
+
+    def _insist(self) -> None:
+        """Tells a chief that took this task for lost that it has finished."""
+        deadline = time.monotonic() + self._chief_timeout_s
+        while not self._closing and time.monotonic() < deadline:
+            try:
+                self._renew_channel()
+                for _ in chief_pb2_grpc.ChiefStub(self.channel).Session(iter([self._join()])):
+                    pass
+                return
+            except grpc.RpcError as error:
+                if not isinstance(error_from_rpc(error, "chief"), PeerUnavailableError):
+                    return  # another process has come in its place
+            self._where.turn()
+            time.sleep(RECONNECT_PAUSE_S)
 
     def close(self) -> None:
         """Drops the connection; to the chief this looks like a crash unless :meth:`goodbye` came first."""
         self._closing = True
-        self._leaving.set()
+        self._log.detach()
+        self._hurry.set()
         if self._call is not None:
             self._call.cancel()
-        self._channel.close()
+        self.channel.close()
         if self._thread.ident is not None:
             self._thread.join(5.0)
-            self._channel.close()  # the thread may have made another one meanwhile
+            self.channel.close()  # the thread may have made another one meanwhile
 
     def _run(self) -> None:
         lost_since = time.monotonic()
-        while not self._closing and self._stopped is None:
+        while not self._closing and self.stopped is None:
             try:
                 self._renew_channel()
-                call = chief_pb2_grpc.ChiefStub(self._channel).Session(self._requests())
+                call = chief_pb2_grpc.ChiefStub(self.channel).Session(self._requests())
                 self._call = call
                 for event in call:
                     lost_since = time.monotonic()
@@ -233,41 +279,62 @@ class SessionClient:
             else:
                 if self._goodbye is not None:
                     break
-                if not self._closing and self._stopped is None:
+                if not self._closing and self.stopped is None:
                     self._handle_loss(
                         PeerUnavailableError("the chief ended the session"), time.monotonic() - lost_since
                     )
-            if not self._closing and self._stopped is None:
+            self._where.turn()
+            with self._changed:
+                self._connected = False
+                self._changed.notify_all()
+            if not self._closing and self.stopped is None:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, RECONNECT_PAUSE_S)
 
     def _renew_channel(self) -> None:
-        """A channel keeps the certificate it was made with: when that was renewed, the next one has the new one."""
-        if (found := self.security.certificates()) != self._certificates:
-            old = self._channel
-            self._channel, self._certificates = channels.connect(self.chief_address, CHIEF, self.security), found
+        """A channel keeps the address and the certificate it was made with: the next one has what holds now."""
+        wanted = (self._where.current, self.security.certificates())
+        if wanted != (self._tried, self._certificates):
+            old = self.channel
+            self._tried, self._certificates = wanted
+            self.channel = channels.connect(self._tried, CHIEF, self.security)
             old.close()
 
-    def _requests(self) -> Iterator[chief_pb2.SessionRequest]:
-        yield chief_pb2.SessionRequest(
+    def _heartbeat(self) -> chief_pb2.Heartbeat:
+        heartbeat = chief_pb2.Heartbeat(progress=chief_pb2.Progress(**self._progress()))
+        now = time.monotonic()
+        if self._measures is not None and (self._goodbye is not None or now >= self._measured_at + MEASURES_S):
+            self._measured_at = now
+            heartbeat.measures.CopyFrom(chief_pb2.Measures(**self._measures()))
+        for at, level, text in self._log.take():
+            heartbeat.lines.add(at=at, level=level, text=text)
+        return heartbeat
+
+    def _join(self) -> chief_pb2.SessionRequest:
+        return chief_pb2.SessionRequest(
             join=chief_pb2.Join(
                 task=self.task,
                 address=self.address,
                 pid=os.getpid(),
                 resume_incarnation=self.incarnation,
-                held=self._held() if self.incarnation else (),
+                held=map(lease_to_proto, self._held() if self.incarnation else ()),
                 store_epoch=self._store_epoch(),
+                finished=self._goodbye is not None and self._goodbye.goodbye.exit_code == 0,
             )
         )
+
+    def _requests(self) -> Iterator[chief_pb2.SessionRequest]:
+        yield self._join()
         while True:
-            self._leaving.wait(self._heartbeat_interval_s)
-            yield chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat(progress=self._progress()))
+            if self._hurry.wait(self._heartbeat_interval_s) and self._goodbye is None and not self._closing:
+                self._hurry.clear()
+            yield chief_pb2.SessionRequest(heartbeat=self._heartbeat())
             if self._goodbye is not None:
                 yield self._goodbye
                 return
             # After a stop the task still says goodbye: without it, it would count as lost.
-            is_told = isinstance(self._stopped, JobStoppedError)
-            if self._closing or (self._stopped is not None and not is_told):
+            is_told = isinstance(self.stopped, JobStoppedError)
+            if self._closing or (self.stopped is not None and not is_told):
                 return
 
     def _handle(self, event: chief_pb2.SessionEvent) -> None:
@@ -275,22 +342,24 @@ class SessionClient:
         with self._changed:
             if kind == "welcome":
                 if self.incarnation and self.incarnation != event.welcome.incarnation:
-                    self._stopped = FencedError(f"{self.task} came back too late: its units have been given to others")
+                    self.stopped = FencedError(f"{self.task} came back too late: its units have been given to others")
                 self.incarnation = event.welcome.incarnation
                 self._heartbeat_interval_s = event.welcome.heartbeat_interval_s
                 self.job_started = event.welcome.job_started
-                self._welcomed = True
+                self.ps_replicas = event.welcome.ps_replicas
+                (self._log.attach if event.welcome.wants_log else self._log.detach)()
+                self._welcomed = self._connected = True
             elif kind == "membership":
-                self.membership = event.membership
+                self.membership = _membership(event.membership)
             elif kind == "fenced":
-                self._stopped = FencedError(event.fenced.reason)
+                self.stopped = FencedError(event.fenced.reason)
             elif kind == "stop":
-                self._stopped = JobStoppedError(event.stop.reason, event.stop.exit_code)
+                self.stopped = JobStoppedError(event.stop.reason, event.stop.exit_code)
             self._changed.notify_all()
-        stopped = self._stopped
+        stopped = self.stopped
         if kind == "membership" and not (isinstance(stopped, JobStoppedError) and stopped.exit_code == PREEMPTED):
             for callback in self._callbacks:
-                callback(event.membership)
+                callback(self.membership)
         elif kind == "stop" and isinstance(stopped, JobStoppedError):
             for tell in self._stop_callbacks:
                 tell(stopped)
@@ -299,21 +368,25 @@ class SessionClient:
         """Before the first welcome: what lies behind a chief that seems not to be there, if it is TLS."""
         if self._welcomed or not isinstance(error, PeerUnavailableError):
             return error
-        reason = explain_refusal(self.chief_address, CHIEF, self.security)
+        reason = explain_refusal(self._tried, CHIEF, self.security)
         return IdentityError(f"{self.task} cannot join: {reason}") if reason else error
 
     def _handle_loss(self, error: StratagemError, lost_s: float) -> None:
         with self._changed:
-            if self._closing or self._stopped is not None:
+            if self._closing or self.stopped is not None:
                 return
             if not isinstance(error, PeerUnavailableError):
                 if self.incarnation and not isinstance(error, ProtocolError | FencedError):
                     error = PeerUnavailableError(str(error))
                 else:
-                    self._stopped = error
+                    self.stopped = error
             elif self._welcomed and lost_s > self._chief_timeout_s:
-                self._stopped = PeerUnavailableError(
+                self.stopped = PeerUnavailableError(
                     f"{self.task} lost the chief at {self.chief_address} {lost_s:.0f} s ago and it did not come back: "
                     f"{error}"
                 )
             self._changed.notify_all()
+
+
+def _membership(said: chief_pb2.Membership) -> Membership:
+    return from_message(Membership, said, members=tuple(from_message(Member, info) for info in said.tasks))

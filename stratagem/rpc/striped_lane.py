@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.lane import Pieces, ReceivingLane, SendingLane
 
+L = TypeVar("L", bound=SendingLane | ReceivingLane)
 
-class StripedSender:
-    """Implements :class:`stratagem.rpc.lane.SendingLane`: frame i goes over lane i mod n."""
 
-    def __init__(self, lanes: Sequence[SendingLane]) -> None:
+class _Striped(Generic[L]):
+    """Frame i goes over lane i mod n."""
+
+    def __init__(self, lanes: Sequence[L]) -> None:
         self.name = lanes[0].name
         self._lanes = lanes
-        self._next = 0
+        self._turns = itertools.cycle(lanes)
+
+    def close(self, reason: str) -> None:
+        for lane in self._lanes:
+            lane.close(reason)
+
+
+class StripedSender(_Striped[SendingLane]):
+    """Implements :class:`stratagem.rpc.lane.SendingLane`."""
 
     @property
     def alive(self) -> bool:
         return all(lane.alive for lane in self._lanes)
 
     def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
-        lane = self._lanes[self._next]
-        self._next = (self._next + 1) % len(self._lanes)
-        lane.send(kind, transfer, group, offset, pieces, num_elements)
+        next(self._turns).send(kind, transfer, group, offset, pieces, num_elements)
 
     def flush(self, deadline: float) -> None:
         for lane in self._lanes:
             lane.flush(deadline)
 
-    def close(self, reason: str) -> None:
-        for lane in self._lanes:
-            lane.close(reason)
 
-
-class StripedReceiver:
+class StripedReceiver(_Striped[ReceivingLane]):
     """Implements :class:`stratagem.rpc.lane.ReceivingLane` for what a :class:`StripedSender` sends."""
 
-    def __init__(self, lanes: Sequence[ReceivingLane]) -> None:
-        self.name = lanes[0].name
-        self._lanes = lanes
-        self._next = 0
-
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
-        lane = self._lanes[self._next]
-        self._next = (self._next + 1) % len(self._lanes)
-        return lane.receive(transfer, deadline, into)
+        return next(self._turns).receive(transfer, deadline, into)
 
     def forget(self, transfer: int) -> None:
         for lane in self._lanes:
             lane.forget(transfer)
-
-    def close(self, reason: str) -> None:
-        for lane in self._lanes:
-            lane.close(reason)

@@ -14,15 +14,19 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
-from stratagem.rpc.codec import Frame, byte_view, from_wire_dtype, to_wire_dtype
+from stratagem.rpc.codec import Frame, byte_view, dtype_of, frame_of, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
+from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
-from stratagem.rpc.lane import BytesMeter, Pieces, nothing
+from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Payload, Place, nothing
+from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.socket_lane import POLL_S, SocketReceiver, TwoSocketLane, wake_reads
+from stratagem.rpc.spin import Spin
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
 _MAGIC = b"SGF1"
@@ -33,8 +37,8 @@ INLINE_BYTES = 1 << 20
 """What is written together inside :meth:`TcpSender.corked`."""
 MAX_FRAME_BYTES = 256 << 20
 """Larger frames are refused before any memory is set aside for them."""
-POLL_S = 0.5  # how often a waiting read looks at its deadline
-_Outgoing = tuple[int, int, int, int, Pieces, int] | list[memoryview]
+_Unread = tuple[int, int, int, int, Payload, int]
+_Outgoing = _Unread | list[memoryview]
 """A frame to build, or the rest of one."""
 
 
@@ -45,16 +49,6 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def is_readable(sock: socket.socket) -> bool:
-    """Whether a read would not wait."""
-    poll = select.poll()
-    try:
-        poll.register(sock, select.POLLIN)
-    except ValueError:  # it is closed
-        return True
-    return bool(poll.poll(0))
 
 
 class TcpSender:
@@ -74,11 +68,12 @@ class TcpSender:
         self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
         self._peer = peer
-        self._meter = meter
+        self._meter = meter.lane(peer, self.name, sock)
         self._outbox: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._sent = threading.Condition()
         self._num_waiting = 0
         self._cork: list[memoryview] | None = None
+        self._corked_bytes = 0
         self.waiting_bytes = 0
         """Of frames that are read from their tensors and not sent."""
         self._error: StratagemError | None = None
@@ -89,50 +84,60 @@ class TcpSender:
     def alive(self) -> bool:
         return self._error is None
 
-    def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Pieces, num_elements: int) -> None:
+    def send(self, kind: int, transfer: int, group: int, offset: int, pieces: Payload, num_elements: int) -> None:
         if self._error is not None:
             raise self._error
-        item: _Outgoing = (kind, transfer, group, offset, pieces, num_elements)
+        self._meter.sent_frames += 1
+        item = kind, transfer, group, offset, pieces, num_elements
         if self._cork is not None and num_elements <= INLINE_BYTES:
-            self._cork += _encode(item)
-            if sum(view.nbytes for view in self._cork) > INLINE_BYTES:
-                views, self._cork = self._cork, []
-                self._queue(views)
+            views, num_bytes = _encode(item)
+            self._cork += views
+            self._corked_bytes += num_bytes
+            if self._corked_bytes > INLINE_BYTES:
+                views, num_bytes, self._cork, self._corked_bytes = self._cork, self._corked_bytes, [], 0
+                self._write_or_queue(views, num_bytes)
         elif num_elements <= INLINE_ELEMENTS and not self._num_waiting and not self._secure:
-            self._queue(_encode(item))
+            self._write_or_queue(*_encode(item))
         else:
             if self._cork is not None:
                 self.uncork()
-            self._queue(item)
+            self._queue(item, 0)
 
-    @contextlib.contextmanager
-    def corked(self) -> Iterator[None]:
+    def corked(self) -> Corked:
         """See :class:`stratagem.rpc.lane.Lane`."""
-        self._cork = []
-        try:
-            yield
-        finally:
-            with contextlib.suppress(PeerUnavailableError):  # whoever waits for an answer hears of it
-                self.uncork()
+        return Corked(self)
+
+    def cork(self) -> None:
+        """See :class:`stratagem.rpc.lane.Corkable`."""
+        self._cork, self._corked_bytes = [], 0
 
     def uncork(self) -> None:
-        """Sends what waits; nothing waits from now on."""
+        """See :class:`stratagem.rpc.lane.Corkable`."""
         views, self._cork = self._cork, None
         if views:
-            self._queue(views)
-
-    def _queue(self, item: _Outgoing) -> None:
-        """Sends at once what is ready, as far as the socket takes it; leaves the rest to the thread."""
-        if isinstance(item, list) and not self._num_waiting and not self._secure:
-            item = self._send_now(item)
-            if not item:
+            try:
+                self._write_or_queue(views, self._corked_bytes)
+            except PeerUnavailableError:
                 return
+
+    def _write_or_queue(self, views: list[memoryview], num_bytes: int) -> None:
+        """Sends at once what the socket takes; leaves the rest to the thread."""
+        if not self._num_waiting and not self._secure:
+            num_sent = self._send_now(views)
+            if num_sent == num_bytes:
+                return
+            views, num_bytes = _after(views, num_sent), num_bytes - num_sent
+        self._queue(views, num_bytes)
+
+    def _queue(self, item: _Outgoing, num_bytes: int) -> None:
         with self._sent:
             self._num_waiting += 1
-            self.waiting_bytes += _num_bytes(item)
+            self.waiting_bytes += num_bytes
         self._outbox.put(item)
 
     def flush(self, deadline: float) -> None:
+        if not self._num_waiting:
+            return
         with self._sent:
             while self._num_waiting:
                 if self._error is not None:
@@ -147,23 +152,23 @@ class TcpSender:
         if threading.current_thread() is not self._writer:
             self._writer.join(5.0)
 
-    def _send_now(self, views: list[memoryview]) -> list[memoryview]:
-        """Hands the kernel what it takes at once; returns the rest."""
+    def _send_now(self, views: list[memoryview]) -> int:
+        """Hands the kernel what it takes at once; returns the number of bytes."""
         try:
             num_sent = self._sock.sendmsg(views, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return views
+            return 0
         except OSError as error:
             self._fail(PeerUnavailableError(f"the lane to {self._peer} broke: {error}"))
             raise self._error or error from None
         self._meter.sent_bytes += num_sent
-        return _after(views, num_sent)
+        return num_sent
 
     def _write(self) -> None:
         try:
             while (item := self._outbox.get()) is not None:
-                num_bytes = _num_bytes(item)
-                self._send_all(item if isinstance(item, list) else _encode(item))
+                num_bytes = sum([view.nbytes for view in item]) if isinstance(item, list) else 0
+                self._send(item)
                 del item
                 with self._sent:
                     self._num_waiting -= 1
@@ -173,6 +178,15 @@ class TcpSender:
             self._fail(PeerUnavailableError(f"the lane to {self._peer} broke: {error}"))
         finally:
             self._sock.close()
+            with contextlib.suppress(queue.Empty):  # what nobody will send holds no memory
+                while True:
+                    self._outbox.get_nowait()
+
+    def _send(self, item: _Outgoing) -> None:
+        if not isinstance(item, list) and isinstance(item[4], LentPieces):
+            self._send_lent(item, item[4].piece)
+        else:
+            self._send_all(item if isinstance(item, list) else _encode(item)[0])
 
     def _send_all(self, views: Sequence[memoryview]) -> None:
         self._meter.sent_bytes += sum(view.nbytes for view in views)
@@ -184,6 +198,25 @@ class TcpSender:
         while left:
             left = _after(left, self._sock.sendmsg(left))
 
+    def _send_lent(self, item: _Unread, piece: LentPiece) -> None:
+        """Waits for the peer without the guard, and looks each time where the elements are now."""
+        (header, elements), _ = _encode(item)
+        if self._secure:  # which encrypts all of it, wants the same memory again, and may wait for the peer
+            with piece.guard:
+                tensor = piece.tensor.clone()
+            self._send_all([header, byte_view(tensor)])
+            return
+        self._sock.sendall(header, socket.MSG_MORE)
+        num_sent, num_bytes = 0, elements.nbytes
+        writable = select.poll()
+        writable.register(self._sock, select.POLLOUT)
+        while num_sent < num_bytes:
+            with piece.guard, contextlib.suppress(BlockingIOError):
+                num_sent += self._sock.send(byte_view(piece.tensor)[num_sent:], socket.MSG_DONTWAIT)
+            if num_sent < num_bytes:
+                writable.poll()
+        self._meter.sent_bytes += header.nbytes + num_bytes
+
     def _fail(self, error: StratagemError) -> None:
         with self._sent:
             if self._error is None:
@@ -192,10 +225,6 @@ class TcpSender:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes a write that the peer does not take
         self._outbox.put(None)
-
-
-def _num_bytes(item: _Outgoing) -> int:
-    return sum(view.nbytes for view in item) if isinstance(item, list) else 0
 
 
 def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
@@ -207,24 +236,27 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
-def _encode(item: _Outgoing) -> list[memoryview]:
-    assert not isinstance(item, list)
+def _encode(item: _Unread) -> tuple[list[memoryview], int]:
+    """A frame as it goes over the socket, and its number of bytes."""
     kind, transfer, group, offset, pieces, num_elements = item
-    tensors = pieces() if num_elements else ()
-    dtype = tensors[0].dtype if tensors else torch.uint8
+    parts = pieces() if num_elements else ()
+    dtype = dtype_of(parts[0]) if parts else torch.uint8
     header = _HEADER.pack(_MAGIC, kind, to_wire_dtype(dtype), group, transfer, offset, num_elements)
-    return [memoryview(header), *(byte_view(tensor) for tensor in tensors)]
+    if parts and isinstance(parts[0], bytes) and len(parts) == 1:
+        return [memoryview(header + parts[0])], _HEADER.size + num_elements
+    views = [memoryview(header)]
+    views += map(byte_view, parts)
+    return views, _HEADER.size + num_elements * dtype.itemsize
 
 
-class TcpReceiver:
-    """Implements :class:`stratagem.rpc.lane.ReceivingLane`; reads in the caller's thread, straight into ``into``.
+class TcpReceiver(SocketReceiver):
+    """Reads straight into ``into``.
 
     Args:
-        sock: connected; the lane owns it.
-        peer: task id at the other end, for messages.
-        meter: counts bytes.
+        sock, peer, meter, on_wait: see :class:`stratagem.rpc.socket_lane.SocketReceiver`.
         max_inbox_bytes: frames that came before they were asked for may not take more.
-        on_wait: called now and then while a read waits; what it raises ends the wait.
+        memory: where frames lie that are received into nothing else; None: malloc's.
+        spins: looks for a moment before a wait for a frame sleeps; see :mod:`stratagem.rpc.spin`.
     """
 
     name = "tcp"
@@ -236,101 +268,86 @@ class TcpReceiver:
         meter: BytesMeter,
         max_inbox_bytes: int = INBOX_BYTES,
         on_wait: Callable[[], None] = nothing,
+        *,
+        memory: FrameMemory | None = None,
+        spins: bool = False,
     ) -> None:
-        close_in_children(sock)
+        super().__init__(sock, peer, meter, on_wait)
+        self._take = _fresh if memory is None else memory.take
         self._max_inbox_bytes = max_inbox_bytes
-        self._on_wait = on_wait
-        self._sock = sock
         self._secure = isinstance(sock, ssl.SSLSocket)
         if self._secure:
             sock.settimeout(POLL_S)
         else:
-            sock.settimeout(None)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(POLL_S * 1e6)))
-        self._peer = peer
-        self._meter = meter
-        self._header = bytearray(_HEADER.size)
-        self._header_view = memoryview(self._header)
-        self._early: list[Frame] = []
-        self._forgotten = 0
-        self._error: StratagemError | None = None
-        self._reading = threading.Lock()
+            wake_reads(sock)
+        self._spin = Spin() if spins and not self._secure else None
+        self._watch = select.poll()
+        self._watch.register(sock, select.POLLIN)
 
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
-        for index, frame in enumerate(self._early):
-            if transfer in (0, frame.transfer):
-                return self._early.pop(index)
-        with self._reading:
-            while True:
-                frame = self._next(transfer, deadline, into)
-                if transfer in (0, frame.transfer):
-                    return frame
-                if frame.transfer > self._forgotten:
-                    self._early.append(frame)
-                    check_inbox(self._peer, sum(each.tensor.nbytes for each in self._early), self._max_inbox_bytes)
+    def _keep(self, frame: Frame) -> None:
+        super()._keep(frame)
+        check_inbox(self._peer, sum(each.num_bytes for each in self._early), self._max_inbox_bytes)
 
-    def forget(self, transfer: int) -> None:
-        self._forgotten = max(self._forgotten, transfer)
-        self._early = [frame for frame in self._early if frame.transfer > self._forgotten]
-
-    @property
-    def readable(self) -> bool:
-        """See :class:`stratagem.rpc.lane.Lane`."""
-        return bool(self._early) or is_readable(self._sock)
-
-    def close(self, reason: str) -> None:
-        if self._error is None:
-            self._error = PeerUnavailableError(reason)
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a read that waits
-        with self._reading:
-            self._sock.close()
-
-    def _next(self, transfer: int, deadline: float, into: torch.Tensor | None) -> Frame:
-        self._fill(self._header_view, transfer, deadline)
-        magic, kind, wire, group, number, offset, num_elements = _HEADER.unpack(self._header)
+    def _next(self, transfer: int, deadline: float, into: torch.Tensor | Place | None) -> Frame:
+        magic, kind, wire, group, number, offset, num_elements = self._ahead.unpack(_HEADER, transfer, deadline)
         dtype = from_wire_dtype(wire)
-        if magic != _MAGIC or num_elements * dtype.itemsize > MAX_FRAME_BYTES:
+        num_bytes = num_elements * dtype.itemsize
+        if magic != _MAGIC or num_bytes > MAX_FRAME_BYTES:
             raise FrameError(
                 f"{self._peer} sent no frame: expected {_MAGIC!r} and at most {MAX_FRAME_BYTES:,} bytes, got {magic!r} "
                 f"and {num_elements:,} elements of {dtype}"
             )
-        if into is None or (transfer and number != transfer):
-            tensor = torch.empty(num_elements, dtype=dtype)
+        if transfer and number != transfer:
+            into = None
+        elif into is not None and not isinstance(into, torch.Tensor):
+            into = into(kind, group, offset, num_elements)
+        if into is None:
+            if num_elements and (here := self._ahead.take(num_bytes)) is not None:
+                self._count(num_bytes)
+                return frame_of(kind, number, group, offset, dtype, here)
+            tensor = self._take(num_elements, dtype)
         elif into.dtype != dtype and num_elements:
             raise FrameError(f"expected {into.dtype} from {self._peer}, got {dtype}")
-        elif num_elements > into.numel():
-            raise FrameError(f"expected at most {into.numel():,} elements from {self._peer}, got {num_elements:,}")
-        else:
+        elif (room := into.numel()) != num_elements:
+            if num_elements > room:
+                raise FrameError(f"expected at most {room:,} elements from {self._peer}, got {num_elements:,}")
             tensor = into[:num_elements]
+        else:
+            tensor = into
         if num_elements:
-            self._fill(byte_view(tensor), transfer, deadline)
-        self._meter.received_bytes += _HEADER.size + num_elements * dtype.itemsize
+            self._ahead.fill(byte_view(tensor), transfer, deadline)
+        self._count(num_bytes)
         return Frame(kind, number, group, offset, tensor)
 
-    def _fill(self, view: memoryview, transfer: int, deadline: float) -> None:
-        """Fills ``view`` from the socket."""
-        flags = 0 if self._secure else socket.MSG_WAITALL
-        num_read, num_bytes = 0, view.nbytes
-        while num_read < num_bytes:
+    def _count(self, num_bytes: int) -> None:
+        self._meter.received_frames += 1
+        self._meter.received_bytes += _HEADER.size + num_bytes
+
+    def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
+        """See :data:`stratagem.rpc.read_ahead.Receive`."""
+        flags = socket.MSG_WAITALL if whole and not self._secure else 0
+        if not whole and self._spin is not None:
+            self._spin.poll(self._watch)
+        while True:
             if self._error is not None:
                 raise self._error
             try:
-                count = self._sock.recv_into(view[num_read:] if num_read else view, 0, flags)
+                count = self._sock.recv_into(view, 0, flags)
             except (BlockingIOError, TimeoutError):
-                if time.monotonic() > deadline:  # a frame may be half read: nothing after it can be understood
-                    self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
-                    raise self._error from None
-                self._on_wait()
+                self._waited(transfer, deadline)
                 continue
             except OSError as error:
-                raise self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}") from None
+                raise self._broken(error) from None
             if not count:
-                raise self._error or PeerUnavailableError(f"{self._peer} closed the lane")
-            num_read += count
+                raise self._closed()
+            return count
 
 
-class TcpLane(TcpSender):
+def _fresh(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(num_elements, dtype=dtype)
+
+
+class TcpLane(TcpSender, TwoSocketLane):
     """Implements :class:`stratagem.rpc.lane.Lane` with a socket for each direction."""
 
     def __init__(
@@ -344,21 +361,6 @@ class TcpLane(TcpSender):
     ) -> None:
         super().__init__(outward, peer, meter)
         self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes, on_wait)
-
-    def receive(self, transfer: int, deadline: float, into: torch.Tensor | None = None) -> Frame:
-        """See :class:`stratagem.rpc.lane.ReceivingLane`."""
-        if self._cork is not None:
-            self.uncork()
-        return self._receiver.receive(transfer, deadline, into)
-
-    @property
-    def readable(self) -> bool:
-        """See :class:`stratagem.rpc.lane.Lane`."""
-        return self._receiver.readable
-
-    def forget(self, transfer: int) -> None:
-        """See :class:`stratagem.rpc.lane.ReceivingLane`."""
-        self._receiver.forget(transfer)
 
     def close(self, reason: str) -> None:
         self._receiver.close(reason)

@@ -223,7 +223,7 @@ class Strategy:
         Raises:
             ConfigurationError: the source cannot be shared out; says why, and what can be done.
         """
-        raise NotImplementedError
+        raise ConfigurationError("distribute_dataset needs a strategy: build one, or enter its scope")
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
@@ -235,7 +235,7 @@ class Strategy:
                 ``input_pipeline_id`` itself.
             options: how batches get to the devices.
         """
-        raise NotImplementedError
+        raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A :class:`PerReplica` of what ``value_fn`` returns, called once for each local replica."""
@@ -261,6 +261,23 @@ class Strategy:
     def interrupted(self) -> Iterator[None]:
         """Around what runs outside of replicas in the middle of :meth:`run` (``merge_call`` sees to it)."""
         yield
+
+    def load_once(self, load: Callable[[], object]) -> None:
+        """Gives the job other weights after :meth:`prepare`; every worker calls it, at the same place of the script.
+
+        Under parameter servers the lead's ``load`` counts: what it loads into models and optimizers, or changes in
+        place, goes to the ps, and nobody trains before they have it. Elsewhere every worker simply calls ``load``.
+
+        Args:
+            load: for example ``lambda: model.load_state_dict(torch.load(path))``.
+
+        Raises:
+            ClusterTimeoutError: the lead does not come.
+        """
+        if self.servers is None:
+            load()
+        else:
+            self.servers.load_once(load)
 
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces a value over all replicas in sync; with ``axis=0`` over the batch as well. Every worker must call it.
@@ -337,6 +354,12 @@ class Strategy:
 
     def close(self) -> None:
         """Ends the threads of local replicas; nothing can be run after that. A script that ends need not call it."""
+
+    def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
+        """Calls ``callback(before, now)`` when ``num_replicas_in_sync`` has changed, because a ring has lost a worker
+        or taken one in (``--min-workers``): on all before one step, the first with the new number, for example to scale
+        the learning rate. The global batch stays as large as it was.
+        """
 
     def report(self, **metrics: float) -> None:
         """Named numbers for the progress display and ``--summary``."""

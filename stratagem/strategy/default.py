@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.errors import ConfigurationError
+from stratagem.arguments import check_call
 from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy, pass_through, set_strategy
-from stratagem.strategy.guard import guard
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.replicas.context import run_alone
+from stratagem.worker.gradient_guard import guard
 from stratagem.worker.job_script import awaits_strategy
 from stratagem.worker.runtime import active_runtime
 
@@ -39,21 +35,8 @@ class DefaultStrategy(Strategy):
         return metric
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        check_call(fn, args, kwargs)
         return run_alone(self, fn, args, kwargs)
-
-    def distribute_dataset(
-        self,
-        source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
-        *,
-        batch_size: int | None = None,
-        options: DistributeOptions | None = None,
-    ) -> Any:
-        raise ConfigurationError("distribute_dataset needs a strategy: build one, or enter its scope")
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
-    ) -> Any:
-        raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
 
 
 pass_through(DefaultStrategy())
@@ -72,12 +55,6 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Whether a scope is open, or there is a default; see :func:`get_strategy`."""
     return has_current_strategy() or not isinstance(get_strategy(), DefaultStrategy)
-
-
-def is_evaluator() -> bool:
-    """Whether this process is the evaluator of a cluster, by TF_CONFIG."""
-    placement = placement_from_environment(os.environ)
-    return placement is not None and placement.task is not None and placement.task.type == "evaluator"
 
 
 def is_lead() -> bool:

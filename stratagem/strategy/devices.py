@@ -18,6 +18,8 @@ def parse_device(device: str | torch.device) -> torch.device:
     """
     if isinstance(device, torch.device):
         return device
+    if not isinstance(device, str):
+        raise ConfigurationError(f"expected a device like 'cpu', 'cuda:0' or '/gpu:0', got {device!r}")
     name = device.lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda")
     try:
         parsed = torch.device(name)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 
+from stratagem.arguments import check_kind
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
@@ -19,7 +21,8 @@ from stratagem.strategy import roles
 from stratagem.strategy.devices import named_devices, parse_devices
 from stratagem.strategy.evaluating import EvaluatorStrategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
-from stratagem.strategy.synchronous import BUCKET_BYTES, SynchronousStrategy
+from stratagem.strategy.synchronous import SynchronousStrategy
+from stratagem.worker.reduction.buckets import BUCKET_BYTES
 from stratagem.worker.reduction.compression import GradientCompression, compression_named
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.runtime import WorkerRuntime
@@ -77,6 +80,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
             )
         own = parse_devices(devices or named_devices(config.devices))
+        check_kind(communication_options, CommunicationOptions, NoneType)
         self.options = communication_options or options_from(config)
         if communication is not None:
             self.options = dataclasses.replace(self.options, implementation=CommunicationImplementation(communication))
@@ -84,14 +88,19 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         self._runtime = None if cluster is None else WorkerRuntime(config, cluster)
         if self._runtime is not None:
             roles.say_goodbye_at_exit(self._runtime)
+        workers = self._runtime.ring.form(self.options, own[0], config.start_timeout_s) if self._runtime else None
+        if workers is not None and workers.healing is not None:
+            refuse_what_does_not_heal(own, chosen, workers.group.name)
         super().__init__(
             own,
             StepMeter() if self._runtime is None else self._runtime.meter,
-            workers=self._runtime.ring.form(self.options, own[0], config.start_timeout_s) if self._runtime else None,
+            workers=workers,
             ops=cross_device_ops,
             bucket_bytes=self.options.bytes_per_pack or BUCKET_BYTES,
             compression=compression_named(chosen) if isinstance(chosen, str) and chosen else chosen or None,
         )
+
+        self._meter.in_step = True
 
     @property
     def is_lead(self) -> bool:
@@ -111,18 +120,42 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         return str(self.task) if len(self.local_devices) == 1 else f"{self.task}, {super()._label(replica)}"
 
     def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
-        return 0 if plan is None or self._runtime is None else self._runtime.chief.open_dataset(ordinal, plan)
+        if plan is None or self._runtime is None or (self._newcomers is not None and self._newcomers.is_new):
+            return 0  # a newcomer gets it from the others
+        return self._runtime.chief.open_dataset(ordinal, plan)
 
     def _report(self, ordinal: int, dataset: SplitDataset) -> Callable[[int, Sequence[int]], None] | None:
-        plan = dataset.plan
-        if plan is None or self._runtime is None or self.communicator.rank:
+        if dataset.plan is None or self._runtime is None:
             return None
         chief = self._runtime.chief
 
         def report(epoch: int, steps: Sequence[int]) -> None:
-            chief.report_units(ordinal, epoch, [unit for step in steps for unit in plan.units_of(step)])
+            plan = dataset.plan
+            if not self.communicator.rank and plan is not None:  # who is first may change
+                planned = [step for step in steps if step < plan.num_batches]  # not what comes again after a loss
+                chief.report_units(ordinal, epoch, [unit for step in planned for unit in plan.units_of(step)])
 
         return report
+
+
+def refuse_what_does_not_heal(
+    devices: Sequence[torch.device], compression: str | GradientCompression | None, group: str
+) -> None:
+    """Raises for what a ring cannot do that goes on without lost workers (``--min-workers``)."""
+    has = (
+        f"{len(devices)} devices in a worker"
+        if len(devices) > 1
+        else f"compression={compression!r}"
+        if compression
+        else "NCCL"
+        if group == "nccl"
+        else None
+    )
+    if has is not None:
+        raise ConfigurationError(
+            f"a ring that goes on without lost workers (--min-workers) cannot have {has}: leave that out, or "
+            "--min-workers; give each device a worker of its own, and take --transport auto, tcp or grpc between GPUs"
+        )
 
 
 def options_from(config: WorkerConfig) -> CommunicationOptions:

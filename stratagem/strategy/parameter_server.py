@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from stratagem.arguments import check_call
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
@@ -22,6 +23,7 @@ from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
+from stratagem.measuring import measures
 from stratagem.strategy import roles
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.devices import default_device, parse_device
@@ -30,6 +32,7 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
+from stratagem.strategy.ps.prepared_objects import check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, UnitListener, own_batches
@@ -37,10 +40,10 @@ from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.strategy.replicas.context import run_alone
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.watching import watch_torch
-from stratagem.worker.close_reports import CloseReports
-from stratagem.worker.gradient_push import GradientPush, PushPolicy, RolledBack, StepSlice
 from stratagem.worker.leases import LeaseClient
-from stratagem.worker.remote_table import RemoteTable
+from stratagem.worker.push.close_reports import CloseReports
+from stratagem.worker.push.gradient_push import GradientPush, RolledBack, StepSlice
+from stratagem.worker.reduction.backward import BackwardWatch
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.unit_tracker import UnitTracker
 
@@ -98,8 +101,10 @@ class ParameterServerStrategy(Strategy):
         self._meter = self._runtime.meter
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
-        self._closes = CloseReports(self._runtime.clients)
         self._groups = VariableGroups(self._runtime, variable_partitioner)
+        self._closes = CloseReports(self._runtime.clients, self._groups.recover)
+        self._groups.on_reroute.append(self._closes.rerouted)
+        self._runtime.meter.in_step = self.staleness == 0
         self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)
         self._pushes: list[GradientPush] = []
         watch_torch()
@@ -149,26 +154,17 @@ class ParameterServerStrategy(Strategy):
         return self._runtime.task
 
     def _prepare(self, objects: Sequence[Any], preparation: Preparation) -> Sequence[Any]:
-        for item in objects:
-            if isinstance(item, torch.amp.GradScaler):
-                raise ConfigurationError(
-                    "a GradScaler cannot be used with parameter servers: gradients leave during backward, still "
-                    "scaled. Use bfloat16 autocast, which needs no scaling"
-                )
-        if preparation.sync_batchnorm:
-            raise ConfigurationError(
-                "sync_batchnorm=True needs workers that run in step and talk to each other: use "
-                "MultiWorkerMirroredStrategy (--strategy ring)"
-            )
-        policy = PushPolicy(preparation.gradients, preparation.clip_norm, preparation.nan)
+        check_prepared(objects, preparation)
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for model in models:
-            _refuse_sparse(model)
             move_original(model, self.device, optimizers)
         preparation.compile(models)
 
+        watch = BackwardWatch(self._runtime.meter)
+
         def on_backward() -> None:
+            watch()
             refuse_divided(preparation)
             self._tracker.backward()
 
@@ -178,16 +174,17 @@ class ParameterServerStrategy(Strategy):
                 member.parameters,
                 member.variables,
                 member.staging,
-                policy,
+                preparation,
                 self._closes,
                 self._runtime.meter,
                 member.tables,
                 self._groups.recover,
             )
             self._pushes.append(push)
+            self._groups.on_reroute.append(push.rerouted)
             parameters = [*member.parameters, *(table.handle for table in member.tables)]
             self.prepared.add_optimizer(member.optimizer, parameters, fixed=True)
-            self._attach(push, parameters)
+            self._attach(push)
         self.prepared.add(parameter for model in models for parameter in model.parameters())
         for item in objects:
             if isinstance(item, LRScheduler):
@@ -218,28 +215,23 @@ class ParameterServerStrategy(Strategy):
         else:
             self._missed.append(keep_up(scheduler, pushes[0], is_in_loop, lambda: self._newest[0]))
 
-    def _attach(self, push: GradientPush, parameters: Sequence[torch.nn.Parameter]) -> None:
-        stash: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    def _attach(self, push: GradientPush) -> None:
+        """The ps step in the stead of the optimizer, which goes on with a copy of itself that has no parameters."""
+        idle = object.__new__(type(push.optimizer))
+        idle.__dict__.update(push.optimizer.__dict__, param_groups=[])
 
-        def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # The hook's args begin with the optimizer itself.
             if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
                 raise ConfigurationError(
                     "optimizer.step(closure) cannot run on parameter servers: the closure would have to run there"
                 )
+            self._runtime.meter.computes(measures.OPTIMIZER)
             self._commit(push)
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    stash.append((parameter, parameter.grad))
-                    parameter.grad = None
-
-        def after(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for parameter, gradient in stash:
-                parameter.grad = gradient
-            stash.clear()
+            self._runtime.meter.computes(measures.SCRIPT, after=measures.OPTIMIZER)
+            return (idle, *args[1:]), kwargs
 
         push.optimizer.register_step_pre_hook(before)
-        push.optimizer.register_step_post_hook(after)
 
     def _commit(self, push: GradientPush) -> None:
         try:
@@ -270,10 +262,12 @@ class ParameterServerStrategy(Strategy):
 
     def _begin(self, lease: Lease | None, batch: Any) -> None:
         self._weight = None
-        open_units = set(self._tracker.open_units)
-        self._leases = [old for old in self._leases if old.unit in open_units]
-        known = open_units | self._tracker.left_early
-        self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
+        open_units = self._tracker.open_units
+        if self._leases:
+            self._leases = [old for old in self._leases if old.unit in open_units]
+        if self._batches:
+            known = {*open_units, *self._tracker.left_early}
+            self._batches = {key: old for key, old in self._batches.items() if old[1] in known}
         if lease is not None:
             for missed in self._missed if self._newest[1] else ():
                 missed(max(0, lease.step - self._newest[1] - 1))
@@ -284,6 +278,7 @@ class ParameterServerStrategy(Strategy):
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Calls ``fn`` once. A batch of a distributed dataset among the arguments says which unit the steps belong to,
         also when the script took further batches since."""
+        check_call(fn, args, kwargs)
         for argument in (*args, *(kwargs or {}).values()):
             batch, unit = self._batches.get(id(argument), (None, None))
             if unit is not None and batch is argument:
@@ -323,8 +318,7 @@ class ParameterServerStrategy(Strategy):
             ConfigurationError: a source whose batches cannot be leased: an iterable, or a sampler of one's own.
         """
         loader = leasable(source, batch_size, options or DistributeOptions())
-        num_slices = self._runtime.cluster.num_workers if self.staleness == 0 else 1
-        plan = plan_of(loader, num_slices, self.staleness)
+        plan = plan_of(loader, self.num_replicas_in_sync, self.staleness)
         self._num_datasets += 1
         seed = self._runtime.chief.open_dataset(self._num_datasets, plan)
         plan = dataclasses.replace(plan, seed=seed)
@@ -342,6 +336,7 @@ class ParameterServerStrategy(Strategy):
             self._groups.pull,
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
+            self._runtime.dismissal,
         )
         self._units.append(source_of_units)
         return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)
@@ -362,7 +357,8 @@ class ParameterServerStrategy(Strategy):
                 "or train asynchronously (staleness=math.inf)"
             )
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
-        return own_batches(lambda _: dataset_fn(context), self.device, options, self._runtime.meter)
+        runtime = self._runtime
+        return own_batches(lambda _: dataset_fn(context), self.device, options, runtime.meter, runtime.dismissal)
 
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""
@@ -385,14 +381,3 @@ class ParameterServerStrategy(Strategy):
     def no_sync(self) -> Iterator[None]:
         with self._groups.paused():
             yield
-
-
-def _refuse_sparse(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        remote = isinstance(getattr(module, "remote_table", None), RemoteTable)
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse and not remote:
-            raise ConfigurationError(
-                f"gradients of an nn.Embedding travel dense to parameter servers: give {name or 'the embedding'} "
-                "sparse=False, or make it an sg.nn.Embedding (or EmbeddingBag) inside `with strategy.scope():`, whose "
-                "rows live on the parameter servers"
-            )

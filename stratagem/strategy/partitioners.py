@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from stratagem.arguments import whole_number, whole_numbers
 from stratagem.errors import ConfigurationError
+from stratagem.worker.ring.schedule import cut
 
 Partitioner = Callable[[Sequence[int], torch.dtype], list[int]]
 """``(shape, dtype) -> shards per axis``, for example ``[6, 1]``."""
@@ -21,9 +23,7 @@ class FixedShardsPartitioner:
     """``min(num_shards, rows)`` shards."""
 
     def __init__(self, num_shards: int) -> None:
-        if num_shards < 1:
-            raise ConfigurationError(f"expected num_shards of at least 1, got {num_shards}")
-        self._num_shards = num_shards
+        self._num_shards = whole_number("num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
         return _per_axis(shape, min(self._num_shards, shape[0]))
@@ -33,12 +33,8 @@ class MinSizePartitioner:
     """As many shards as keep each at ``min_shard_bytes`` or more, at most ``max_shards`` and one a row."""
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1) -> None:
-        if min_shard_bytes < 1 or max_shards < 1:
-            raise ConfigurationError(
-                f"expected min_shard_bytes and max_shards of at least 1, got {min_shard_bytes} and {max_shards}"
-            )
-        self._min_shard_bytes = min_shard_bytes
-        self._max_shards = max_shards
+        self._min_shard_bytes = whole_number("min_shard_bytes", min_shard_bytes)
+        self._max_shards = whole_number("max_shards", max_shards)
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -49,11 +45,8 @@ class MaxSizePartitioner:
     """As few shards as keep each at ``max_shard_bytes`` or less (a row is never cut), at most ``max_shards``."""
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None) -> None:
-        if max_shard_bytes < 1 or (max_shards is not None and max_shards < 1):
-            raise ConfigurationError(
-                f"expected max_shard_bytes and max_shards of at least 1, got {max_shard_bytes} and {max_shards}"
-            )
-        self._max_shard_bytes = max_shard_bytes
+        whole_numbers(max_shards=max_shards)
+        self._max_shard_bytes = whole_number("max_shard_bytes", max_shard_bytes)
         self._max_shards = max_shards
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
@@ -61,13 +54,6 @@ class MaxSizePartitioner:
         rows_per_shard = max(1, self._max_shard_bytes // row_bytes)
         shards = math.ceil(shape[0] / rows_per_shard)
         return _per_axis(shape, shards if self._max_shards is None else min(self._max_shards, shards))
-
-
-def shard_rows(rows: int, num_shards: int) -> list[tuple[int, int]]:
-    """``(first_row, num_rows)`` of each shard; the first shards take the remainder: 13 rows / 5 → 3, 3, 3, 2, 2."""
-    small, more = divmod(rows, num_shards)
-    sizes = [small + 1] * more + [small] * (num_shards - more)
-    return [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
 
 
 def place(
@@ -106,8 +92,8 @@ def place(
             shards = counts[0]
         row_bytes = sizes[index] // max(1, rows)
         by_load = sorted(range(len(load_bytes)), key=lambda ps: (load_bytes[ps], ps))
-        for number, (first_row, num_rows) in enumerate(shard_rows(rows, shards)):
+        for number, (start, stop) in enumerate(cut(rows, shards)):
             ps = by_load[number % len(by_load)]
-            placed[index].append((ps, first_row, num_rows))
-            load_bytes[ps] += num_rows * row_bytes
+            placed[index].append((ps, start, stop - start))
+            load_bytes[ps] += (stop - start) * row_bytes
     return placed

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.gradient_guard import GradientPolicy
 
 _NUM_DIMENSIONS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 @dataclasses.dataclass(frozen=True)
-class Preparation:
+class Preparation(GradientPolicy):
     """What a script asked of ``prepare``; ``Strategy.prepare`` explains each."""
 
-    gradients: Literal["mean", "sum"] = "mean"
-    clip_norm: float | None = None
-    nan: Literal["error", "skip"] = "error"
     sync_batchnorm: bool = False
     torch_compile: bool | str | Mapping[str, Any] | None = None
     memory_format: torch.memory_format | None = None
 
     def __post_init__(self) -> None:
-        if self.gradients not in ("mean", "sum"):
-            raise ConfigurationError(f"expected gradients='mean' or 'sum', got {self.gradients!r}")
-        if self.nan not in ("error", "skip"):
-            raise ConfigurationError(f"expected nan='error' or 'skip', got {self.nan!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigurationError(f"expected clip_norm above 0 or None, got {self.clip_norm!r}")
+        super().__post_init__()
         if not isinstance(self.torch_compile, bool | str | Mapping | None):
             raise ConfigurationError(f"expected torch_compile=True, a mode or options, got {self.torch_compile!r}")
         if self.memory_format is not None and self.memory_format not in _NUM_DIMENSIONS:

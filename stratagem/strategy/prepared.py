@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -32,7 +31,8 @@ class Prepared:
         self._created: list[tuple[weakref.ref[nn.Module], str]] = []
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
-        self._is_running = False
+        self.is_running = False
+        """Whether :meth:`Strategy.run` runs."""
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters whose gradients the strategy sees to."""
@@ -54,9 +54,13 @@ class Prepared:
         self._optimized |= numbers
         self._optimizers[id(optimizer)] = optimizer, numbers if fixed else self._parameters
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> PreparedRunning:
         """Around :meth:`Strategy.run`."""
+        if self._created:
+            self._watch_created()
+        return PreparedRunning(self)
+
+    def _watch_created(self) -> None:
         waiting = []
         for reference, name in self._created:
             module = reference()
@@ -67,11 +71,7 @@ class Prepared:
                 parameter.register_post_accumulate_grad_hook(self._check_gradient)
             else:
                 waiting.append((reference, name))
-        self._created, self._is_running = waiting, True
-        try:
-            yield
-        finally:
-            self._is_running = False
+        self._created = waiting
 
     def created(self, module: nn.Module, name: str) -> None:
         """A parameter was given to a module in the scope."""
@@ -100,13 +100,28 @@ class Prepared:
             )
 
     def _check_gradient(self, parameter: torch.Tensor) -> None:
-        if self._is_running and id(parameter) not in self._parameters:
+        if self.is_running and id(parameter) not in self._parameters:
             parameter.grad = None
             raise ConfigurationError(
                 f"a parameter of shape {list(parameter.shape)}, built inside strategy.scope(), got a gradient inside "
                 f"strategy.run, and its model was not prepared: each replica would train by itself. One that is not to "
                 f"be trained needs requires_grad_(False). Else {_LINE}"
             )
+
+
+class PreparedRunning:
+    """See :meth:`Prepared.running`. A class, because it is entered in every step."""
+
+    __slots__ = ("_prepared",)
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def __enter__(self) -> None:
+        self._prepared.is_running = True
+
+    def __exit__(self, *_: object) -> None:
+        self._prepared.is_running = False
 
 
 _LINE = (

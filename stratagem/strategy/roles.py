@@ -49,8 +49,8 @@ def join_or_alone(resolver: ClusterResolver | None) -> tuple[WorkerConfig, Clust
     return cast(WorkerConfig, gather("worker", os.environ)[0].config), None
 
 
-def is_evaluator(resolver: ClusterResolver | None) -> bool:
-    """Whether this process is the evaluator of a cluster."""
+def is_evaluator(resolver: ClusterResolver | None = None) -> bool:
+    """Whether this process is the evaluator of a cluster, by the resolver; None: by TF_CONFIG."""
     task, _ = _told(resolver)
     return task is not None and task.type == "evaluator"
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from stratagem.data.placement import Listener, StepShare
-from stratagem.errors import StratagemError
+from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.strategy.step_shares import StepShares
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
 REPORT_S = 1.0
 """Seconds between two reports of finished steps."""
+REPORT_SHARE = 0.1
+"""Of the time a step listener spends at most with reports that are not answered."""
+
+
+class Joining(Protocol):
+    """How newcomers come into a ring that trains."""
+
+    def arrive(self) -> None:
+        """The script comes to its data: a newcomer joins the others."""
+
+    def between_steps(self) -> None:
+        """No step is under way: the others may take newcomers in."""
 
 
 class StepListener(Listener):
@@ -25,6 +36,7 @@ class StepListener(Listener):
         meter: counts steps and examples.
         communicators: whose collectives belong to steps.
         placed: called with each batch, which is where the step will use it; None: nothing is left to do.
+        joining: lets newcomers in between steps, and takes this one to the others; None: nobody comes.
     """
 
     def __init__(
@@ -33,16 +45,28 @@ class StepListener(Listener):
         meter: StepMeter,
         communicators: Sequence[Communicator],
         placed: Callable[[Any], None] | None = None,
+        joining: Joining | None = None,
     ) -> None:
+        self._joining = joining
         self._placed = placed
         self.report: Callable[[int, Sequence[int]], None] | None = None
-        """Tells who keeps books of an epoch's finished steps; None: nobody does."""
+        """Tells who keeps books of an epoch's finished steps; None: nobody does. Raises ``PeerUnavailableError`` where
+        that cannot be had now, after a second or so."""
         self._shares = shares
         self._meter = meter
         self._communicators = communicators
         self._epoch = 0
-        self._finished: list[int] = []
-        self._reported_at = 0.0
+        self._finished: dict[int, list[int]] = {}
+        """Steps of each epoch that nobody has been told of."""
+        self._report_at = 0.0
+
+    def arrive(self) -> None:
+        if self._joining is not None:
+            self._joining.arrive()
+
+    def between_steps(self) -> None:
+        if self._joining is not None:
+            self._joining.between_steps()
 
     def start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -50,26 +74,38 @@ class StepListener(Listener):
         self._meter.start_clock()
 
     def begin(self, share: StepShare, batch: Any) -> None:
+        for communicator in self._communicators:
+            communicator.step += 1
         if self._placed is not None:
             self._placed(batch)
         self._shares.begin(share, batch)
-        for communicator in self._communicators:
-            communicator.step += 1
+        self._meter.got_data()
 
     def done(self, share: StepShare) -> None:
         self._meter.step_done(sum(share.num_examples))
-        self._finished.append(share.step)
-        if time.monotonic() - self._reported_at > REPORT_S:
-            self._tell()
+        self._meter.wants_data()
+        if self.report is not None:
+            self._finished.setdefault(self._epoch, []).append(share.step)
+            if time.monotonic() > self._report_at:
+                self._tell(self.report)
 
     def end_epoch(self, complete: bool) -> None:
+        self._meter.stop_clock()
         if complete:
             self._shares.end()
-        self._tell()
+        if self.report is not None:
+            self._tell(self.report)
 
-    def _tell(self) -> None:
-        if self.report is not None and self._finished:
-            with contextlib.suppress(StratagemError):  # the chief keeps books; training goes on without them
-                self.report(self._epoch, self._finished)
-        self._finished = []
-        self._reported_at = time.monotonic()
+    def _tell(self, report: Callable[[int, Sequence[int]], None]) -> None:
+        """The chief keeps books; training goes on without it, and tells it later."""
+        began = time.monotonic()
+        for epoch, steps in list(self._finished.items()):
+            try:
+                report(epoch, steps)
+            except PeerUnavailableError:
+                break
+            except StratagemError:
+                pass  # it does not want them, or the job is over
+            del self._finished[epoch]
+        now = time.monotonic()
+        self._report_at = now + max(REPORT_S, (now - began) / REPORT_SHARE)

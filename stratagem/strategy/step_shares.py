@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,10 +18,11 @@ class StepShares:
 
     Args:
         num_local: local replicas.
-        num_replicas: of all workers: without a batch of a distributed dataset, each counts as much as the others.
+        num_replicas: of all workers in this step: without a batch of a distributed dataset, each counts as much as the
+            others.
     """
 
-    def __init__(self, num_local: int, num_replicas: int) -> None:
+    def __init__(self, num_local: int, num_replicas: Callable[[], int]) -> None:
         self._num_local = num_local
         self._num_replicas = num_replicas
         self._shares: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -59,6 +60,11 @@ class StepShares:
         return self._now is not None and not self._now.num_examples[replica]
 
     @property
+    def is_newest(self) -> bool:
+        """Whether the newest step was run on the newest batch: the script takes none ahead."""
+        return self._now is self._newest
+
+    @property
     def are_told(self) -> bool:
         """Whether the step is run on a batch of a distributed dataset."""
         return self._now is not None
@@ -70,7 +76,8 @@ class StepShares:
             return Weight(told, told)
         if gradients == "sum":
             return Weight(1.0)
-        return Weight(1 / self._num_replicas if self._now is None else self._now.weights[replica])
+        scale = 1 / self._num_replicas() if self._now is None else self._now.weights[replica]
+        return Weight(scale, is_share=True)
 
     @property
     def of_result(self) -> tuple[float, ...]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from stratagem.arguments import check_call
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.cross_replica import CrossReplica
-from stratagem.strategy.guard import guard
 from stratagem.strategy.loss_scaling import refuse_divided
+from stratagem.strategy.model_parts import copies_of_buffers, parameters_of, restore_buffers, sparse_embeddings
+from stratagem.strategy.newcomers import Counts, Newcomers
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
@@ -25,8 +28,10 @@ from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
 from stratagem.strategy.watching import watch_torch
-from stratagem.worker.reduction.backward import BackwardReducer
-from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
+from stratagem.worker.gradient_guard import guard
+from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch
+from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
+from stratagem.worker.reduction.buckets import BUCKET_BYTES
 from stratagem.worker.reduction.compress_interface import GradientCompression
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.reducer import GradientReducer
@@ -36,8 +41,6 @@ from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
-
-BUCKET_BYTES = 25 << 20
 
 
 class SynchronousStrategy(SynchronousInput):
@@ -71,25 +74,41 @@ class SynchronousStrategy(SynchronousInput):
         self._ops = cross_device_ops_of(ops, devices)
         self._local: LocalReplicas = self._make_replicas(tuple(devices))
         self._is_running = self._has_stepped = False
-        self._shares = StepShares(len(devices), self.num_replicas_in_sync)
+        self._shares = StepShares(len(devices), self._num_sharing)
+        self._membership_callbacks, self._num_told = [], self.num_replicas_in_sync
+        self._newcomers = self._make_newcomers(workers)
         self._cross_replica = CrossReplica(len(devices), self._ops, workers)
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._known: dict[int, Any] = {}
         """What has been prepared, by identity."""
         self._seen_before: dict[int, Sequence[int]] = {}
-        """By identity of a model: examples that each local replica was given before it was prepared."""
+        """By model: examples that each local replica was given before it was prepared."""
         self._attached: list[set[int]] = [set() for _ in devices]
         """Of each replica: the parameters that have a reducer."""
         self._reducers: list[list[BackwardReducer[Any]]] = [[] for _ in devices]
         self._num_datasets, self._seed = 0, seed
-        names = ", ".join(map(str, names_of(devices)))
-        logger.info("%s on %s", type(self).__name__, names)
+        logger.info("%s on %s", type(self).__name__, ", ".join(map(str, names_of(devices))))
 
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if len(devices) == 1:
             return OneReplica(self, devices[0], self.communicator, self._meter)
         return SeveralReplicas(self, devices, self._ops, self.communicator, self._meter)
+
+    def _make_newcomers(self, workers: Communicator | None) -> Newcomers | None:
+        if workers is None or workers.healing is None:
+            return None
+        return Newcomers(
+            workers,
+            workers.healing,
+            lambda: [*self._known.values(), *self.variables()],
+            lambda: Counts(self._num_told, self._meter.steps),
+            self._take_counts,
+            lambda: self._shares.is_newest and not any(each.has_pending for own in self._reducers for each in own),
+        )
+
+    def _take_counts(self, counts: Counts) -> None:
+        self._num_told, self._meter.steps = counts
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -112,7 +131,7 @@ class SynchronousStrategy(SynchronousInput):
         if self.communicator is not None:
             agree(self.communicator, models, optimizers)
         prepared = self._local.add(objects)
-        self._remember(models, optimizers, [_parameters_of(optimizer) for optimizer in optimizers])
+        self._remember(models, optimizers, [parameters_of(optimizer) for optimizer in optimizers])
         self._known.update((id(item), item) for item in fresh)
         self._seen_before.update((id(model), self._shares.num_seen) for model in models)
         replicas = range(len(self._local.devices))
@@ -160,6 +179,11 @@ class SynchronousStrategy(SynchronousInput):
                     convert_batch_norm(model, self._local.communicators[replica], weight)
             reducer = self._make_reducer(replica, models, groups, weight, early=not preparation.sync_batchnorm)
             self._reducers[replica].append(reducer)
+        else:
+            watch = BackwardWatch(self._meter)
+            for parameter in self._fresh_parameters(replica, models, groups):
+                if parameter.requires_grad and not is_lazy(parameter):
+                    parameter.register_post_accumulate_grad_hook(watch)
         if preparation.torch_compile:
             for model in models:
                 drop_checks(model)
@@ -168,10 +192,9 @@ class SynchronousStrategy(SynchronousInput):
             own = self._local.stepping(optimizer, replica)
             if own is None:
                 continue
-            guard(own, preparation, functools.partial(self._skipped, replica))
+            guard(own, preparation, functools.partial(self._skipped, replica), self._local.meter)
             if reducer is not None:
-                own.register_step_pre_hook(functools.partial(_refuse_local_gradients, reducer))
-                own.register_step_post_hook(functools.partial(_committed, reducer, group))
+                reducer.follow(own, group)
             if not replica:
                 own.register_step_post_hook(self._stepped)
 
@@ -189,6 +212,7 @@ class SynchronousStrategy(SynchronousInput):
         labels = [names.get(id(part), f"parameter {index}") for index, part in enumerate(parameters)]
         # The other replicas of this worker take over the settings that its first one has.
         settings = functools.partial(self._optimizers, {id(part) for part in parameters} if not replica else set())
+        tables = [table.weight for _, table in sparse_embeddings(models)]
         same_bits = SameBits(parameters, labels, self._label(replica), settings)
         return GradientReducer(
             parameters,
@@ -197,7 +221,8 @@ class SynchronousStrategy(SynchronousInput):
             weight=weight,
             bucket_bytes=self._bucket_bytes,
             compression=self._compression,
-            sparse=_sparse_tables(models),
+            keep_sources=self._local.communicators[replica].healing is not None,
+            sparse=[weight for weight in tables if isinstance(weight, nn.Parameter)],
             groups=groups,
             early=early,
             same_bits=same_bits,
@@ -230,11 +255,18 @@ class SynchronousStrategy(SynchronousInput):
         if here is not None and here != replica:
             raise foreign("called backward() on a loss", here, replica)
         refuse_divided(preparation)
+        if self._newcomers is not None and self._newcomers.is_new:
+            raise ConfigurationError(
+                "this worker came to a ring that trains, and joins it at the first batch of a distributed dataset: "
+                "backward() before that would train for nobody. Take batches from distribute_dataset"
+            )
         return self._shares.weight(replica, preparation.gradients)
 
     def _stepped(self, *_: Any) -> None:
         """An optimizer has made a step; inside of :meth:`run` the replicas are still on their way."""
         self._has_stepped = True
+        if self._newcomers is not None:
+            self._newcomers.has_stepped = True
         if not self._is_running:
             self._count_step()
 
@@ -244,6 +276,7 @@ class SynchronousStrategy(SynchronousInput):
             self._meter.step_done(0)
             for communicator in self._communicators():
                 communicator.step += 1
+            self._look_at_members()
         self._has_stepped = False
 
     def _skipped(self, replica: int) -> None:
@@ -259,6 +292,7 @@ class SynchronousStrategy(SynchronousInput):
             ConfigurationError: ``fn`` cannot take a batch of size 0, or trains what was not prepared.
             CollectiveError: the replicas do not make the same calls.
         """
+        check_call(fn, args, kwargs)
         self._shares.start_run(args, kwargs or {})
         replicas = range(len(self._local.devices))
         work = [functools.partial(self._step, replica, fn, args, kwargs or {}) for replica in replicas]
@@ -292,16 +326,13 @@ class SynchronousStrategy(SynchronousInput):
     @contextlib.contextmanager
     def _buffers_kept(self, replica: int) -> Iterator[None]:
         # Statistics that all replicas form together must be the same on all, whatever a replica's own share.
-        modules = [part for model in self._models(replica) for part in model.modules()]
-        kept = _copies_of_buffers(part for part in modules if not isinstance(part, SyncBatchNorm))
+        models = self._everywhere(item for item in self._known.values() if isinstance(item, nn.Module))[replica]
+        modules = [part for model in models for part in model.modules()]
+        kept = copies_of_buffers(part for part in modules if not isinstance(part, SyncBatchNorm))
         try:
             yield
         finally:
-            _restore(kept)
-
-    def _models(self, replica: int) -> list[nn.Module]:
-        models = [item for item in self._known.values() if isinstance(item, nn.Module)]
-        return [self._local.on_replica(model, replica) for model in models]
+            restore_buffers(kept)
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -329,22 +360,17 @@ class SynchronousStrategy(SynchronousInput):
         if not self._local.communicators or not models:
             yield
             return
-        originals = [original(model) for model in models]
-        kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        everywhere = [[self._local.on_replica(model, r) for model in originals] for r in range(len(self.local_devices))]
-        for own in everywhere:
-            kept.append(_copies_of_buffers(part for model in own for part in model.modules()))
+        everywhere = self._everywhere(models)
+        kept = [copies_of_buffers(part for model in own for part in model.modules()) for own in everywhere]
         start = [0] * len(self.local_devices)
-        before = [self._seen_before.get(id(model), start) for model in originals]
+        before = [self._seen_before.get(id(original(model)), start) for model in models]
         seen = [[now - then[replica] for then in before] for replica, now in enumerate(self._shares.num_seen)]
-        together = []
-        for replica, communicator in enumerate(self._local.communicators):
-            together.append(functools.partial(_average, everywhere[replica], seen[replica], communicator))
-        self._local.together(together)
+        parts = zip(everywhere, seen, self._local.communicators, strict=True)
+        self._local.together([functools.partial(average_by_examples, *part) for part in parts])
         try:
             yield
         finally:
-            self._local.together([functools.partial(_restore, buffers) for buffers in kept])
+            self._local.together([functools.partial(restore_buffers, buffers) for buffers in kept])
 
     def random_states(self) -> dict[str, torch.Tensor]:
         return self._local.random_states()
@@ -357,49 +383,12 @@ class SynchronousStrategy(SynchronousInput):
 
     def replicas_agree(self, *modules: nn.Module) -> bool:
         """Whether all replicas of all workers have the same bits in every parameter; every worker must call it."""
-        originals = [original(module) for module in modules]
-        everywhere = [[self._local.on_replica(one, r) for one in originals] for r in range(len(self.local_devices))]
-        communicators = self._local.communicators
-        if not communicators:
+        if not self._local.communicators:
             return True
-        pairs = zip(communicators, everywhere, strict=True)
+        pairs = zip(self._local.communicators, self._everywhere(modules), strict=True)
         return all(self._local.together([functools.partial(same_everywhere, *pair) for pair in pairs]))
 
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _average(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:
-    # Before the first batch nobody has seen any, and all have the same.
-    everybody = communicator.all_reduce(torch.tensor(seen))
-    for model, count, total in zip(models, seen, everybody.tolist(), strict=True):
-        average_buffers([model], float(count) if total else 1.0, communicator)
-
-
-def _copies_of_buffers(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-
-
-@torch.no_grad()
-def _restore(kept: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, old in kept:
-        buffer.copy_(old)
-
-
-def _refuse_local_gradients(reducer: BackwardReducer[Any], *_: Any) -> None:
-    if reducer.has_pending:
-        raise ConfigurationError(
-            "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and the "
-            "replicas would part. Make the last backward() before a step outside of no_sync()"
-        )
-
-
-def _committed(reducer: BackwardReducer[Any], parameters: Sequence[nn.Parameter], *_: Any) -> None:
-    reducer.committed(parameters)
-
-
-def _sparse_tables(models: Sequence[nn.Module]) -> list[nn.Parameter]:
-    tables = [module for model in models for module in model.modules()]
-    weights = [table.weight for table in tables if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse]
-    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
+    def _everywhere(self, modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
+        """Each local replica's own of them."""
+        originals = [original(module) for module in modules]
+        return [[self._local.on_replica(one, r) for one in originals] for r in range(len(self.local_devices))]

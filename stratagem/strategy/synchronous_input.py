@@ -14,6 +14,7 @@ from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.newcomers import DatasetJoining, Newcomers
 from stratagem.strategy.replicas.local_replicas import LocalReplicas
 from stratagem.strategy.step_listener import StepListener
 from stratagem.strategy.step_shares import StepShares
@@ -29,6 +30,27 @@ class SynchronousInput(Strategy):
     _num_datasets: int
     _seed: int
     _shares: StepShares
+    _membership_callbacks: list[Callable[[int, int], None]]
+    _num_told: int
+    """What ``num_replicas_in_sync`` was when the callbacks were made, or called."""
+    _newcomers: Newcomers | None = None
+    """How others come into a ring that heals; None: nobody does."""
+
+    def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
+        self._membership_callbacks.append(callback)
+
+    def _look_at_members(self) -> None:
+        """A step begins, of a number that all workers know."""
+        before, self._num_told = self._num_told, self._num_sharing()
+        if self._num_told != before:
+            for callback in self._membership_callbacks:
+                callback(before, self._num_told)
+
+    def _num_sharing(self) -> int:
+        """Replicas that have a share of the step that is run: after a loss more than are left, to its end."""
+        if self.communicator is None or self.communicator.healing is None:
+            return self.num_replicas_in_sync
+        return len(self._local.devices) * len(self.communicator.healing.placement(self.communicator.step).members)
 
     def distribute_dataset(
         self,
@@ -48,6 +70,8 @@ class SynchronousInput(Strategy):
             listener=listener,
         )
         listener.report = self._report(self._num_datasets, dataset)
+        if self._newcomers is not None:
+            self._newcomers.datasets[self._num_datasets] = dataset
         return dataset
 
     def distribute_datasets_from_function(
@@ -69,12 +93,19 @@ class SynchronousInput(Strategy):
         return InputPlacement(self._local.devices, size, rank, self.communicator, seed)
 
     def _listener(self, ordinal: int) -> StepListener:
-        return StepListener(self._shares, self._meter, self._communicators(), self._placed)
+        joining = None if self._newcomers is None else DatasetJoining(self._newcomers, ordinal)
+        return StepListener(self._shares, self._meter, self._communicators(), self._begin_step, joining)
 
     def _communicators(self) -> list[Communicator]:
         """Those of the local replicas, and that with the other workers, each once."""
         every = [*self._local.communicators, *([] if self.communicator is None else [self.communicator])]
         return list({id(each): each for each in every}.values())
+
+    def _begin_step(self, batch: Any) -> None:
+        if self._newcomers is not None:
+            self._newcomers.has_stepped = False
+        self._look_at_members()
+        self._placed(batch)
 
     def _placed(self, batch: Any) -> None:
         """Sees each batch of a dataset once it is on the devices."""

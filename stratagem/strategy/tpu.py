@@ -10,6 +10,7 @@ from torch import nn
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.data.nested import tensors
 from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.strategy.xla_group import XlaGroup, check_torch_xla
 from stratagem.strategy.xla_reducer import XlaReducer
@@ -75,8 +76,8 @@ class TPUStrategy(SynchronousStrategy):
             self._group.shard(tensor)
 
     def _before_placing(self, models: Sequence[nn.Module]) -> None:
-        for model in models:
-            _refuse_sparse(model)
+        for name, _ in sparse_embeddings(models):
+            raise ConfigurationError(f"XLA has no sparse gradients: give {name} sparse=False")
 
     def _make_reducer(
         self,
@@ -87,7 +88,7 @@ class TPUStrategy(SynchronousStrategy):
         early: bool,
     ) -> XlaReducer:
         parameters = self._fresh_parameters(replica, models, groups)
-        return XlaReducer(parameters, self._group, self.communicator, weight)
+        return XlaReducer(parameters, self._group, self.communicator, weight, self._meter)
 
 
 def _check_hosts(resolver: ClusterResolver | None, num_replicas: int) -> None:
@@ -107,9 +108,3 @@ def _check_hosts(resolver: ClusterResolver | None, num_replicas: int) -> None:
 
 def _explain(error: CollectiveError, position: Position) -> CollectiveError:
     return CollectiveError(f"{error} (this replica is at {position})", error.rank)
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigurationError(f"XLA has no sparse gradients: give {name or 'the embedding'} sparse=False")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +55,8 @@ class XlaGroup:
     """
 
     name = "torch_xla"
+    timeout_s = math.inf
+    """XLA waits as long as it likes."""
 
     def __init__(self) -> None:
         self._xla = importlib.import_module("torch_xla")
@@ -97,9 +100,9 @@ class XlaGroup:
 
     # -- Group --------------------------------------------------------------------------------------------------
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         self._compare(tag)
-        return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
+        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         self._compare(tag)

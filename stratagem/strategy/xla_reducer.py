@@ -14,9 +14,10 @@ from stratagem.strategy.xla_group import XlaGroup
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.reduction.backward import Backward, BackwardReducer
 from stratagem.worker.reduction.backward_status import BackwardStatus
-from stratagem.worker.reduction.gradient_slot import ParameterGradient
+from stratagem.worker.reduction.gradient_slot import OwnSlot
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.step_meter import StepMeter
 
 
 class XlaReducer(BackwardReducer[Backward]):
@@ -27,6 +28,7 @@ class XlaReducer(BackwardReducer[Backward]):
         group: sums on the device.
         communicator: over the same group, for what replicas tell each other first.
         weight: how much this replica counts; asked once in each backward.
+        meter: hears of each backward.
     """
 
     def __init__(
@@ -35,8 +37,9 @@ class XlaReducer(BackwardReducer[Backward]):
         group: XlaGroup,
         communicator: Communicator,
         weight: Callable[[], Weight],
+        meter: StepMeter,
     ) -> None:
-        super().__init__(weight, Backward)
+        super().__init__(weight, meter, Backward)
         self._group = group
         self._communicator = communicator
         self._slots: list[_LazySlot] = [_LazySlot(parameter, index) for index, parameter in enumerate(parameters)]
@@ -52,8 +55,8 @@ class XlaReducer(BackwardReducer[Backward]):
         self._group.run_graph()
 
     def _synchronise(self, backward: Backward) -> None:
-        tail, total = self._exchange(backward)
-        merged = tail.decode(total, self._group.size)
+        status, total = self._exchange(backward)
+        merged = status.decode(total, self._group.size)
         if merged.wants_end:
             preemption.hear()
         present = [slot for slot in self._slots if merged.present[slot.index]]
@@ -71,23 +74,15 @@ class XlaReducer(BackwardReducer[Backward]):
         self._exchange(backward, failed=True)
 
     def _exchange(self, backward: Backward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
-        tail = BackwardStatus(self._present(), backward.weights, 0, 1, self._num_reduced, failed, preemption.requested)
+        status = BackwardStatus(
+            self._present(), backward.weights, 0, 1, self._num_reduced, failed, preemption.requested
+        )
         self._num_reduced += 1
-        return tail, self._communicator.all_reduce(tail.encode(self._group.rank, self._group.size))
+        return status, self._communicator.all_reduce(status.encode(self._group.rank, self._group.size))
 
 
-class _LazySlot(ParameterGradient):
-    """The gradient is a tensor of its own."""
-
-    _own: torch.Tensor | None = None
-    _version = 0  # of _own, when it was last shown as p.grad
-
-    @torch.no_grad()
-    def add(self, delta: torch.Tensor, weight: Weight) -> None:
-        """Takes in ``weight`` times this backward's own gradient."""
-        own = delta.detach() * weight.scale if weight.scale else torch.zeros_like(delta)
-        self._own = self._own + own if self._own is not None and (self.pending or self.fired) else own
-        self._count(weight)
+class _LazySlot(OwnSlot):
+    """The gradient is lazy."""
 
     def contribution(self) -> torch.Tensor:
         """What is summed in place: zeros where this replica has no gradient."""
@@ -95,17 +90,3 @@ class _LazySlot(ParameterGradient):
         if self._own is None or not (self.fired or self.pending):
             return torch.zeros_like(self.parameter.detach())
         return self._own if self.fired else self._own.clone()
-
-    def _adopt(self, grad: torch.Tensor) -> bool:
-        changed = grad is not self._own or grad._version != self._version
-        self._own = grad.detach()
-        return changed and not bool(grad.any())
-
-    def _local(self) -> torch.Tensor:
-        assert self._own is not None
-        self._version = self._own._version
-        return self._own
-
-    def _joined(self, reduced: torch.Tensor) -> torch.Tensor:
-        self._own = None
-        return reduced if self.stash is None else reduced.add_(self.stash.detach())

@@ -83,6 +83,8 @@ class Loss:
     def __init__(self, given: str | LossFunction, class_weight: Mapping[int, float] | None = None) -> None:
         if isinstance(given, str) and given not in _NAMED:
             raise ConfigurationError(f"expected a loss of {', '.join(sorted(_NAMED))} or a callable, got {given!r}")
+        if isinstance(given, type):
+            raise ConfigurationError(f"expected a loss, got the class {given.__name__}: give {given.__name__}()")
         if not isinstance(given, str) and not callable(given):
             raise ConfigurationError(f"expected the name of a loss or a callable, got {type(given).__name__}")
         if getattr(given, "reduction", "mean") not in ("mean", "none"):
@@ -192,6 +194,12 @@ class Loss:
         if self._given in _OF_CLASSES:
             if targets.shape == outputs.shape and outputs.dim() > 1:  # one-hot rows, of whole numbers perhaps
                 return targets.to(outputs.dtype)
+            if targets.is_floating_point():
+                raise ConfigurationError(
+                    f"expected targets that are whole class numbers, or rows like the outputs {list(outputs.shape)}, "
+                    f"got {targets.dtype} {list(targets.shape)}; y.astype('int64') or tensor.long() makes them whole"
+                )
+            targets = targets.long()
             return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
         if targets.shape != outputs.shape:
             if targets.numel() != outputs.numel():

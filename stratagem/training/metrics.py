@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,7 +15,8 @@ from stratagem.strategy.metric_states import States
 from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Metrics = Sequence[str | torchmetrics.Metric | torchmetrics.MetricCollection] | Mapping[str, str | torchmetrics.Metric]
+OneMetric = str | torchmetrics.Metric | torchmetrics.MetricCollection
+Metrics = OneMetric | Sequence[OneMetric] | Mapping[str, str | torchmetrics.Metric]
 
 
 class Metric(Protocol):
@@ -35,7 +36,7 @@ class Metric(Protocol):
 
 
 class Mean:
-    """The mean of a function of outputs and targets over all that it gives a value for.
+    """Implements :class:`Metric`: the mean of a function of outputs and targets over all that it gives a value for.
 
     Args:
         function: of a batch's outputs and targets; any shape.
@@ -49,30 +50,26 @@ class Mean:
         self._count = 0
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """See :class:`Metric`."""
         values = self._function(outputs, targets)
         total = values.sum(dtype=torch.float64)
         self._total = total if self._total is None else self._total.add_(total)
         self._count += values.numel()
 
     def reset(self) -> None:
-        """See :class:`Metric`."""
         self._total, self._count = None, 0
 
     def states(self) -> States:
-        """See :class:`Metric`."""
         total = torch.zeros((), dtype=torch.float64) if self._total is None else self._total
         return {"total": total, "count": torch.tensor(self._count)}
 
     def compute(self, parts: Sequence[States]) -> dict[str, float]:
-        """See :class:`Metric`."""
         count = sum(int(cast(torch.Tensor, part["count"])) for part in parts)
         total = sum(float(cast(torch.Tensor, part["total"])) for part in parts)
         return {"": self._finish(total / count) if count else float("nan")}
 
 
 class OfTorchmetrics:
-    """A metric of torchmetrics, merged by its own reductions, wherever its states are (wrappers, compositions).
+    """Implements :class:`Metric` by one of torchmetrics, merged by its own reductions, wherever its states are.
 
     Args:
         metric: the user's; it is copied.
@@ -83,19 +80,15 @@ class OfTorchmetrics:
         self._metric = empty_copy(metric, device)
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """See :class:`Metric`."""
         self._metric.update(outputs, targets)
 
     def reset(self) -> None:
-        """See :class:`Metric`."""
         self._metric.reset()
 
     def states(self) -> States:
-        """See :class:`Metric`."""
         return states_of(self._metric)
 
     def compute(self, parts: Sequence[States]) -> dict[str, float]:
-        """See :class:`Metric`."""
         twin = merged(self._metric, parts)
         if not twin._update_count:
             return {"": float("nan")}
@@ -122,7 +115,7 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
     Raises:
         ConfigurationError: an unknown name, two metrics of one name, or what is no metric.
     """
-    pairs = given.items() if isinstance(given, Mapping) else [(None, item) for item in given or ()]
+    pairs = given.items() if isinstance(given, Mapping) else [(None, item) for item in _listed(given)]
     found: dict[str, Metric] = {}
     for key, item in pairs:
         for name, metric in _made(key, item, device, takes_probabilities):
@@ -132,6 +125,10 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
                 )
             found[name] = metric
     return found
+
+
+def _listed(given: Metrics | None) -> Iterable[Any]:
+    return [given] if isinstance(given, OneMetric) else given or ()
 
 
 def _made(key: str | None, item: Any, device: torch.device, takes_probabilities: bool) -> Iterator[tuple[str, Metric]]:

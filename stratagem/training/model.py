@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from stratagem.arguments import whole_number, whole_numbers
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import current_strategy
 from stratagem.strategy.default import get_strategy
 from stratagem.training.callbacks.base import Callback
-from stratagem.training.callbacks.call_list import CallbackList
+from stratagem.training.callbacks.call_list import CallbackList, listed
 from stratagem.training.callbacks.history import History
 from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
 from stratagem.training.compiled import Compiled
@@ -24,6 +27,7 @@ from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep,
 from stratagem.training.fit.batches import sample_of, unpack
 from stratagem.training.fit.evaluation import Evaluation
 from stratagem.training.fit.position import FitPosition
+from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import (
     Arrays,
     Heard,
@@ -32,10 +36,10 @@ from stratagem.training.fit.sources import (
     for_prediction,
     for_training,
     source_of,
+    steps_in,
     validation_source,
 )
 from stratagem.training.fit.steps import FitSteps
-from stratagem.training.fit.tally import Tally
 from stratagem.training.layer_table import layer_table
 from stratagem.training.losses import Loss, LossFunction
 from stratagem.training.metrics import Metrics, metrics_of
@@ -117,8 +121,7 @@ class Model(SingleBatches):
         """
         if mixed_precision not in (None, "bf16"):
             raise ConfigurationError(f"expected mixed_precision None or 'bf16', got {mixed_precision!r}")
-        if accumulate_steps < 1:
-            raise ConfigurationError(f"expected accumulate_steps of at least 1, got {accumulate_steps}")
+        whole_number("accumulate_steps", accumulate_steps)
         if not self.strategy.places_models and awaits_strategy():
             self.strategy = get_strategy()
         if optimizer is not None and not self.strategy.places_models and active_runtime() is not None:
@@ -158,7 +161,7 @@ class Model(SingleBatches):
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: Verbose = "auto",
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] | None = (),
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -202,6 +205,11 @@ class Model(SingleBatches):
         """
         if self.optimizer is None or self._loss is None:
             raise ConfigurationError("fit needs compile(optimizer=..., loss=...)")
+        whole_numbers(0, epochs=epochs, initial_epoch=initial_epoch)
+        whole_numbers(steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
+        if not isinstance(shuffle, bool):
+            raise ConfigurationError(f"expected shuffle to be True or False, got {shuffle!r}")
+        callbacks = listed(callbacks)
         held_out: list[Arrays] = []
 
         def keep(arrays: Arrays) -> Arrays:
@@ -227,25 +235,22 @@ class Model(SingleBatches):
         with self._scope(), self._fitting():
             dataset = for_training(self.strategy, source, self.module, self._device)
             check_groups(self.strategy.servers, dataset, self._accumulate_steps)
-            tally = self._new_tally(self._loss)
+            running = self._new_running_metrics(self._loss)
             steps = self._steps(self._loss.weighted(class_weight))
             history, pace = History(), Pace()
-            params = {
-                "epochs": epochs,
-                "steps": self._steps_in(dataset, steps_per_epoch),
-                "verbose": verbose,
-            }
             last = [callback for callback in callbacks if getattr(callback, "runs_last", False)]
             first = [callback for callback in callbacks if callback not in last]
             every = [*first, history, pace, *display(verbose, self.strategy.is_lead, pace), *last]
-            called = CallbackList(every, self, params)
-            self._tally = tally
-            self._position = FitPosition(dataset, tally, [*first, history], initial_epoch)
+            # Of parameter servers the workers take as many as they can.
+            num_steps = None if self.has_servers else steps_in(dataset, steps_per_epoch)
+            called = self._called(every, verbose, num_steps, epochs)
+            self._running = running
+            self._position = FitPosition(dataset, running, [*first, history], initial_epoch)
             validate = None if validation is None else self._evaluation(validation, called, validation_steps).run
             self.history = history
             passes = Passes(self._sampled(dataset), steps_per_epoch)
             agreement = self._agreement()
-            training = fit_loop.Training(self, steps, tally, self._position, called, passes, validate, agreement)
+            training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             with ended_by_nan(callbacks, self.has_servers):
                 training.run(epochs)
         return history
@@ -261,7 +266,7 @@ class Model(SingleBatches):
         verbose: Verbose = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] | None = (),
         return_dict: bool = False,
     ) -> Any:
         """The loss and the metrics, each example counted once, whatever the number of workers and replicas.
@@ -282,9 +287,10 @@ class Model(SingleBatches):
         """
         if self._loss is None:
             raise ConfigurationError("evaluate needs compile(loss=...)")
+        whole_numbers(steps=steps)
         source = source_of(x, y, sample_weight, batch_size=batch_size)
         with self._scope():
-            called = CallbackList(callbacks, self, {"epochs": 1, "steps": steps, "verbose": verbose})
+            called = self._called(listed(callbacks), verbose, steps)
             logs = self._evaluation(source, called, steps).run()
         if verbose and self.strategy.is_lead:
             print(f"evaluation  {numbers(logs)}", file=sys.stderr, flush=True)
@@ -295,24 +301,31 @@ class Model(SingleBatches):
         x: Any,
         *,
         batch_size: int | None = None,
+        verbose: Verbose = 0,
         steps: int | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] | None = (),
     ) -> Any:
         """The module's outputs for all of ``x``, in its order, on the CPU. Not collective: each worker asks for itself.
 
         Args:
             x: as of :meth:`fit`, but no distributed dataset; targets in its batches are left out.
             batch_size: examples at a time, with arrays and Datasets; None: 32.
+            verbose: 0: nothing; else a line.
             steps: batches at most.
             callbacks: see :class:`Callback`.
         """
-        source = source_of(x, batch_size=batch_size)
+        whole_numbers(steps=steps)
+        source, began = source_of(x, batch_size=batch_size), time.monotonic()
         with self._scope():
             if not self._is_prepared:
                 self.module, self._is_prepared = self.strategy.prepare(self._original), True
             dataset = for_prediction(self.strategy, source, self._device)
-            called = CallbackList(callbacks, self, {"epochs": 1, "steps": steps, "verbose": 0})
-            return fit_loop.predict(self._steps(None), self._sampled(dataset), called, steps)
+            called = self._called(listed(callbacks), verbose, steps)
+            outputs = fit_loop.predict(self._steps(None), self._sampled(dataset), called, steps)
+        if verbose:
+            seconds = time.monotonic() - began
+            print(f"prediction  {num_examples(outputs):,} examples in {seconds:.1f} s", file=sys.stderr, flush=True)
+        return outputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -347,40 +360,29 @@ class Model(SingleBatches):
             keeps_outputs=bool(self._metrics),
         )
 
+    def _called(
+        self, callbacks: Sequence[Callback], verbose: Verbose, steps: int | None, epochs: int = 1
+    ) -> CallbackList:
+        return CallbackList(callbacks, self, {"epochs": epochs, "steps": steps, "verbose": verbose})
+
     def _evaluation(self, source: Any, callbacks: CallbackList, num_steps: int | None) -> Evaluation:
         assert self._loss is not None
         loss = self._loss
-        return Evaluation(
-            self._steps(loss),
-            lambda: self._new_tally(loss),
-            source,
-            self._device,
-            callbacks,
-            num_steps,
-            self._sampled,
-        )
+        steps, device = self._steps(loss), self._device
+        new_running = functools.partial(self._new_running_metrics, loss)
+        return Evaluation(steps, new_running, source, device, callbacks, num_steps, self._sampled)
 
     def _agreement(self) -> FitAgreement:
         assert self._loss is not None
         if self.strategy.servers is not None:
-            return FitOnServers(self.strategy.servers, self._new_tally(self._loss))
+            return FitOnServers(self.strategy.servers, self._new_running_metrics(self._loss))
         return InStep(self.strategy)
 
-    def _new_tally(self, loss: Loss) -> Tally:
+    def _new_running_metrics(self, loss: Loss) -> RunningMetrics:
         probabilities = loss.takes_probabilities
         devices = devices_of(self.strategy, self._device)
         sets = [metrics_of(self._metrics, device, takes_probabilities=probabilities) for device in devices]
-        return Tally(self.strategy, sets)
-
-    def _steps_in(self, dataset: Any, steps_per_epoch: int | None) -> int | None:
-        if self.has_servers:
-            return None  # the workers take as many as they can
-        if steps_per_epoch is not None:
-            return steps_per_epoch
-        try:
-            return len(dataset)
-        except TypeError:
-            return None
+        return RunningMetrics(self.strategy, sets)
 
     def _sampled(self, dataset: Any) -> Heard:
         return Heard(dataset, self._keep_example)

@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
-from stratagem.training.fit.tally import Tally
+from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.checkpoint import Checkpoint
 
 
@@ -41,7 +41,7 @@ class ModelState:
         self._original = module
         self._example: Any = None
         self._position: FitPosition | None = None
-        self._tally: Tally | None = None
+        self._running: RunningMetrics | None = None
         self._num_steps = 0
         self._is_fitting = False
 
@@ -77,13 +77,13 @@ class ModelState:
     @property
     def step_in_epoch(self) -> int:
         """Steps that the epoch has had."""
-        return 0 if self._tally is None else self._tally.num_steps
+        return 0 if self._running is None else self._running.num_steps
 
     @property
     def examples_in_epoch(self) -> int:
         """Examples that the epoch has had; of several workers that run in step, as if each had as many."""
         workers = self.strategy.communicator
-        return 0 if self._tally is None else self._tally.num_examples * (1 if workers is None else workers.size)
+        return 0 if self._running is None else self._running.num_examples * (1 if workers is None else workers.size)
 
     @property
     def is_fitting(self) -> bool:
@@ -174,8 +174,8 @@ class ModelState:
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The module's."""
-        self.module.load_state_dict(state)
+        """The module's; every worker calls it, see :meth:`Strategy.load_once`."""
+        self.strategy.load_once(lambda: self.module.load_state_dict(state))
 
     def _as_arguments(self, inputs: Any) -> Any:
         """As ``export_model`` takes them."""

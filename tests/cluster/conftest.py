@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import forks
+
 SCRIPTS = Path(__file__).parent / "scripts"
 DEADLINE_S = 110.0
 
@@ -73,9 +75,7 @@ class Cluster:
         command += [*flags, str(SCRIPTS / script), *arguments]
         self._out = (folder / "stdout").open("w")
         self._err = (folder / "stderr").open("w")
-        self.process = subprocess.Popen(
-            command, stdout=self._out, stderr=self._err, env=environment, start_new_session=True
-        )
+        self.process = forks.Popen(command, stdout=self._out, stderr=self._err, env=environment, start_new_session=True)
 
     @property
     def stderr(self) -> str:
@@ -126,6 +126,11 @@ class Cluster:
         self.process.wait(10)
         self._out.close()
         self._err.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_fork(preloaded: None) -> None:
+    """What these tests start with :mod:`tests.forks`."""
 
 
 @pytest.fixture

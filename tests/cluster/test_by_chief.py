@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from stratagem.launch.status import fetch_status
+from tests import forks
+from tests.cluster.test_by_hand import free_addresses
 from tests.cluster.test_exactly_once import check_counts
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -25,7 +30,7 @@ def start() -> Iterator[Start]:
     def run(*arguments: object) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2]), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "stratagem.cli", *map(str, arguments)]
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        started.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
         return started[-1]
 
     yield run
@@ -34,6 +39,29 @@ def start() -> Iterator[Start]:
         process.wait()
         if process.stderr is not None:
             process.stderr.close()
+
+
+class Logs:
+    """Reads what processes log, for as long as they do."""
+
+    def __init__(self, *processes: subprocess.Popen[str]) -> None:
+        self._processes = processes
+        self.texts = [""] * len(processes)
+        self._threads = [threading.Thread(target=self._read, args=(index,)) for index in range(len(processes))]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, index: int) -> None:
+        self.texts[index] = self._processes[index].communicate()[1]
+
+    def finish(self) -> list[int | None]:
+        """The exit codes of all."""
+        for thread in self._threads:
+            thread.join(100)
+        return [process.returncode for process in self._processes]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.texts)
 
 
 def line_with(process: subprocess.Popen[str], words: str) -> str:
@@ -55,13 +83,8 @@ def test_a_worker_learns_the_cluster_from_its_chief(start: Start, tmp_path: Path
     second = start("worker", "--task", "worker:1", "--chief", address, *script)
     line_with(chief, "worker:1 (incarnation")  # before the other: it must have a part in the work
     first = start("worker", "--task", "worker:0", "--chief", address, *script)
-    everybody = (chief, ps, first, second)
-    readers = [threading.Thread(target=process.communicate) for process in everybody]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(100)
-    assert [process.returncode for process in everybody] == [0, 0, 0, 0]
+    logs = Logs(chief, ps, first, second)
+    assert logs.finish() == [0, 0, 0, 0], logs
     check_counts(tmp_path / "out.pt", 2)
 
 
@@ -72,3 +95,88 @@ def test_a_worker_beyond_the_greatest_number_is_refused(start: Start) -> None:
     _, errors = third.communicate(timeout=100)
     assert third.returncode == 2
     assert "'worker:2' is not a task of this cluster" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("in_file", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_a_chief_that_stands_by_takes_over(start: Start, tmp_path: Path, in_file: bool) -> None:
+    first_address, second_address = free_addresses(2)
+    state = ("--state-dir", tmp_path, "--num-workers", 2, "--num-ps", 1)
+    chief = start("chief", *state, "--bind", first_address)
+    line_with(chief, "listening on")
+    standby = start("chief", *state, "--bind", second_address, "--standby")
+    assert f"Standing by: the chief is process {chief.pid} on" in line_with(standby, "Standing by")
+    where = f"file:{tmp_path}/chief.address" if in_file else f"{first_address},{second_address}"
+    ps = start("ps", "--task", "ps:0", "--chief", where)
+    script = (SCRIPTS / "count_examples.py", "--out", tmp_path / "out.pt", "--epochs", 3, "--pause-s", 0.05)
+    workers = [start("worker", "--task", f"worker:{i}", "--chief", where, *script) for i in (0, 1)]
+    deadline = time.monotonic() + 100
+    while max(task.step for task in fetch_status(where, 60.0).tasks) < 5:
+        assert time.monotonic() < deadline
+    chief.kill()
+    logs = Logs(standby, ps, *workers)
+    assert logs.finish() == [0, 0, 0, 0], logs
+    assert "goes on from the journal" in logs.texts[0], logs
+    check_counts(tmp_path / "out.pt", 3)
+
+
+def test_a_chief_that_stands_by_ends_with_the_job(start: Start, tmp_path: Path) -> None:
+    (address,) = free_addresses(1)
+    state = ("--state-dir", tmp_path, "--num-workers", 1, "--num-ps", 1)
+    chief = start("chief", *state, "--bind", address)
+    line_with(chief, "listening on")
+    standby = start("chief", *state, "--standby")
+    line_with(standby, "Standing by")
+    second = start("chief", *state)
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 2 and "start it with --standby" in errors and "Traceback" not in errors, errors
+    ps = start("ps", "--task", "ps:0", "--chief", address)
+    worker = start("worker", "--task", "worker:0", "--chief", address, SCRIPTS / "count_examples.py")
+    logs = Logs(chief, standby, ps, worker)
+    assert logs.finish() == [0, 0, 0, 0], logs
+    assert "is over, with exit code 0" in logs.texts[1], logs
+
+
+def test_ps_come_and_go_by_themselves(start: Start, tmp_path: Path) -> None:
+    out, stop, saved = tmp_path / "out.pt", tmp_path / "stop", ("--checkpoint-dir", tmp_path / "checkpoints")
+    numbers = ("--num-workers", 2, "--num-ps", 1, "--max-ps", 3)
+    chief = start("chief", *numbers, *saved, "--state-dir", tmp_path / "state")
+    address = line_with(chief, "listening on").split()[-1]
+
+    def start_ps(index: int) -> subprocess.Popen[str]:
+        return start("ps", "--task", f"ps:{index}", "--chief", address, *saved)
+
+    script = (SCRIPTS / "count_examples.py", "--examples", 200, "--pause-s", 0.01, "--until", stop, "--out", out)
+    workers = [start("worker", "--task", f"worker:{i}", "--chief", address, *script) for i in (0, 1)]
+    ps = {index: start_ps(index) for index in (0, 1, 2)}
+    logs = [Logs(chief, *workers)]
+
+    def wait_for(num_ps: int) -> None:
+        """So many, and steps with them."""
+        deadline, steps = time.monotonic() + 100, -1
+        while True:
+            assert time.monotonic() < deadline and chief.poll() is None, logs
+            status = fetch_status(address, 60.0)
+            newest = sum(task.step for task in status.workers)
+            steps = steps if steps >= 0 or status.num_ps != num_ps else newest
+            if status.num_ps == num_ps and newest > steps + 20 and not status.scaling:
+                return
+            time.sleep(0.05)
+
+    wait_for(3)
+    for index in (2, 1):  # at once, and so as one change or two
+        ps[index].terminate()
+    logs += [Logs(ps[index]) for index in (2, 1)]
+    wait_for(1)
+    ps[1] = start_ps(1)
+    wait_for(2)
+    ps[0].terminate()  # not the last one: the others wait for it
+    logs.append(Logs(ps[0]))
+    assert [log.finish() for log in logs[1:]] == [[143]] * 3, logs
+    ps[0] = start_ps(0)
+    wait_for(2)
+    stop.touch()
+    logs.append(Logs(ps[0], ps[1]))
+    assert (logs[0].finish(), logs[-1].finish()) == ([0, 0, 0], [0, 0]), logs
+    epochs = -int(next(iter(torch.load(out).values())).flatten()[0])
+    check_counts(out, epochs)
+    assert ": 0 updates lost" in logs[0].texts[0], "of ps:0"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.rpc.binding import listening
+from tests import forks
 from tests.cluster.test_exactly_once import check_counts
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -34,7 +35,7 @@ def start(cluster: dict[str, list[str]], task_type: str, index: int, *arguments:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(SCRIPTS / "count_examples.py"), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    return forks.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("with_chief", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -84,7 +85,7 @@ def test_an_evaluator_that_the_cluster_does_not_name(
         "PYTHONPATH": str(SCRIPTS.parents[2]),
     }
     command = [sys.executable, "-c", "import stratagem as sg; print([new.step for new in sg.new_checkpoints()])"]
-    tasks.append(subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    tasks.append(forks.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     monkeypatch.setenv("STRATAGEM_CHECKPOINT_ROOTS", str(tmp_path))
     tasks.extend(start(cluster, role, 0, "--pause-s", 0.1, "--save", tmp_path / "step") for role in ("ps", "worker"))
     results = [task.communicate(timeout=100) for task in tasks]

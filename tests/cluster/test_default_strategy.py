@@ -7,13 +7,14 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 SCRIPT = Path(__file__).parent / "scripts" / "fit_without_strategy.py"
 PLAIN = """
@@ -39,7 +40,9 @@ def alone() -> dict[str, Any]:
     ("workers", "ps", "flags", "strategy"),
     [
         (2, 0, (), "MultiWorkerMirroredStrategy"),
-        (1, 0, ("--strategy", "mirrored", "--devices", "cpu:0,cpu:1"), "MirroredStrategy"),
+        pytest.param(
+            1, 0, ("--strategy", "mirrored", "--devices", "cpu:0,cpu:1"), "MirroredStrategy", marks=pytest.mark.thorough
+        ),
         pytest.param(2, 1, ("--staleness", "0"), "ParameterServerStrategy", marks=pytest.mark.thorough),
     ],
 )
@@ -69,7 +72,7 @@ def test_a_plain_script_trains_no_model_in_each_worker(cluster: Callable[..., An
     [
         ("cpu:0,cpu:1", PLAIN, 2, "this job has 2 replicas, but its script has made no strategy and trains"),
         ("cpu:0,cpu:1", "print('only this')", 2, "has made no strategy and has ended"),
-        ("cpu", PLAIN, 0, "trained"),
+        pytest.param("cpu", PLAIN, 0, "trained", marks=pytest.mark.thorough),
     ],
 )
 def test_several_replicas_of_one_process(tmp_path: Path, devices: str, text: str, code: int, words: str) -> None:
@@ -77,5 +80,5 @@ def test_several_replicas_of_one_process(tmp_path: Path, devices: str, text: str
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAGEM_")}
     flags = ["--strategy", "mirrored", "--devices", devices]
     command = [sys.executable, "-m", "stratagem.cli", "worker", *flags, str(tmp_path / "plain.py")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    done = forks.run(command, env=environ, timeout=100)
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr

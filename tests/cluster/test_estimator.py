@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from tests import forks
 from tests.cluster.scripts.estimate import BATCH_SIZE, NUM_EXAMPLES
 
 Start = Callable[..., Any]
@@ -34,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, str(SCRIPTS / "estimate.py"), "--strategy", "one"]
     command += ["--model-dir", str(folder), "--max-steps", str(MAX_STEPS)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
-    subprocess.run(command, check=True, timeout=100, env=environment)
+    forks.run(command, check=True, timeout=100, env=environment)
     return folder
 
 
@@ -133,7 +133,7 @@ def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
     check_alike(folder, alone)
 
 
-@pytest.mark.parametrize("num_ps", [0, 2], ids=["ring", "ps"])
+@pytest.mark.parametrize("num_ps", [pytest.param(0, marks=pytest.mark.thorough), 2], ids=["ring", "ps"])
 def test_the_walk_through(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     arguments = ["--no-download", "--data-dir", tmp_path, "--model-dir", tmp_path / "model", "--epochs", 2]
     done = cluster(2, num_ps, EXAMPLES / "mnist_estimator.py", *arguments, flags=["--evaluator"]).finish()

@@ -53,10 +53,14 @@ def test_worker_killed_in_mid_epoch(cluster: Start, ahead: int) -> None:
         0.01,
         "--ahead",
         ahead,
-        faults=[{"task": "worker:1", "step": 5, "action": "kill"}],
+        # The other one would otherwise be through alone before a slow machine has let this one make five steps.
+        faults=[
+            {"task": "worker:1", "step": 5, "action": "kill"},
+            {"task": "worker:0", "step": 50, "action": "wait", "for": 0},
+        ],
     )
     done = job.finish()
-    assert done.faults == ["fault-0"]
+    assert done.faults == ["fault-0", "fault-1"]
     assert done.code == 0, done.stderr
     assert done.summary["restarts"] == 1
     # The last checkpoint, not the lead's copies: a worker may work on what it holds after the lead has ended.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from tests import forks
 
 Start = Callable[..., Any]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     out = tmp_path_factory.mktemp("alone") / "one"
     command = [sys.executable, str(SCRIPTS / "fit.py"), "--strategy", "one", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
-    subprocess.run(command, check=True, timeout=100, env=environment)
+    forks.run(command, check=True, timeout=100, env=environment)
     return news(out, 0), torch.load(f"{out}.pt", weights_only=True)
 
 

@@ -74,7 +74,8 @@ def test_workers_killed_in_training_and_in_evaluation(cluster: Start, tmp_path: 
     check(out, num_epochs=3)
 
 
-@pytest.mark.parametrize("killed", [pytest.param("chief:0", marks=pytest.mark.thorough), "ps:1"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("killed", ["chief:0", "ps:1"])
 def test_chief_or_ps_killed_in_an_evaluation(cluster: Start, tmp_path: Path, killed: str) -> None:
     out = tmp_path / "out"
     faults = [{"task": "worker:1 evaluates", "step": 5, "action": "kill", "target": killed}]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 Start = Callable[..., Any]
 SCRIPT = Path(__file__).parent / "scripts" / "fit_often.py"
@@ -26,7 +27,7 @@ def alone(out: Path, *arguments: object) -> dict[str, Any]:
     """What one process makes of it."""
     command = [sys.executable, str(SCRIPT), "--out", str(out), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3]), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, timeout=300, env=environment, stdout=subprocess.DEVNULL)
+    forks.run(command, check=True, timeout=300, env=environment)
     return read(out, 0)
 
 
@@ -65,7 +66,7 @@ def check_job(start: Start, folder: Path, fits: int, num_ps: int, staleness: str
             assert history["val_number"] == [40] * 4
 
 
-@pytest.mark.parametrize("staleness", ["0", "inf"])
+@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.thorough), "inf"])
 def test_a_few_calls(cluster: Start, tmp_path: Path, staleness: str) -> None:
     check_job(cluster, tmp_path, 8, 2, staleness)
 

@@ -30,7 +30,7 @@ def run(cluster: Start, kind: str, script: str, folder: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize("kind", NUM_PS)
+@pytest.mark.parametrize("kind", [pytest.param("ring", marks=pytest.mark.thorough), "ps"])
 def test_fit_restore_evaluate_export_reload(cluster: Start, tmp_path: Path, kind: str) -> None:
     output = run(cluster, kind, "mnist.py", tmp_path)
     losses = losses_in(output)

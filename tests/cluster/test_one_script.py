@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WIDTH = 16
@@ -40,7 +41,7 @@ def weights(command: Sequence[str], script: str, arguments: Sequence[str], folde
     out = folder / f"{script}.pt"
     every = [*command, str(EXAMPLES / f"{script}.py"), *SCRIPTS[script].split(), "--export", str(out), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(every, env=environment, capture_output=True, text=True, timeout=110)
+    done = forks.run(every, env=environment, timeout=110)
     assert done.returncode == 0, done.stderr
     read: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     if script == "charlm":

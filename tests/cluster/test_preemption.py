@@ -42,15 +42,16 @@ def test_a_ring_interrupted_three_times_ends_with_the_weights_of_one_that_was_no
     schedule = [
         at(2, "terminate", "worker:1", "worker:1"),
         at(9, "terminate", "chief:0"),
+        at(17, "kill", "chief:0"),
         at(17, "terminate", "launcher"),
     ]
     first = train(cluster, tmp_path / "parts", "hand", faults=schedule)
     assert first.code == 143, first.stderr
-    assert first.faults == ["fault-0", "fault-1", "fault-2"], first.stderr
+    assert first.faults == ["fault-0", "fault-1", "fault-2", "fault-3"], first.stderr
     assert first.stderr.count("starting the job again") == 1, first.stderr
-    assert first.summary["tasks"]["chief:0"]["exit_codes"][:2] == [143, 143], "with its ring, then alone"
+    assert first.summary["tasks"]["chief:0"]["exit_codes"][:3] == [143, 143, -9], "with its ring, then alone"
     for worker in range(2):
-        assert first.summary["tasks"][f"worker:{worker}"]["exit_codes"] == [143, 143]
+        assert first.summary["tasks"][f"worker:{worker}"]["exit_codes"] == [143, 143], first.stderr
     assert not (tmp_path / "parts.pt").exists()
     second = train(cluster, tmp_path / "parts", "hand")
     assert second.code == 0 and "Going on after" in second.stderr, second.stderr

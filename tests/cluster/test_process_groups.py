@@ -1,4 +1,4 @@
-"""``torch.distributed`` with our backend, started by torchrun: scripts that know nothing of Stratagem but its name."""
+"""``torch.distributed`` with our backend: scripts that know nothing of Stratagem but its name."""
 
 from __future__ import annotations
 
@@ -10,22 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 SCRIPTS = Path(__file__).parent / "scripts"
 JOB_S = 100.0
 
 
-def torchrun(num_ranks: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script on so many ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run(
-        [*command, str(SCRIPTS / script), *arguments], capture_output=True, text=True, timeout=JOB_S, check=False
-    )
+# torchrun imports all of torch in each rank; test_frameworks.py has it in every run.
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 
 
-def test_what_trains_over_torch_distributed_ends_as_in_one_process() -> None:
-    job = torchrun(4, "process_groups.py")
+@pytest.mark.parametrize(
+    "launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.thorough)], ids=["forks", "torchrun"]
+)
+def test_what_trains_over_torch_distributed_ends_as_in_one_process(launcher: list[str]) -> None:
+    job = forks.run([sys.executable, *launcher, str(SCRIPTS / "process_groups.py")], timeout=JOB_S)
     assert job.returncode == 0, job.stderr[-5000:]
-    names = ["ddp", "fsdp2", "hsdp", "tensor_parallel", "pipeline", "checkpoint", "objects_and_batches"]
+    names = [
+        "ddp",
+        "fsdp2",
+        "hsdp",
+        "tensor_parallel",
+        "pipeline",
+        "checkpoint",
+        "objects_and_batches",
+        "groups_by_other_names",
+    ]
     assert [line.removeprefix("ok ") for line in job.stdout.splitlines() if line.startswith("ok ")] == names
 
 
@@ -39,9 +49,7 @@ def test_a_script_of_torch_distributed_runs_unported_under_stratagem_run(backend
 
 def run_unported(backend: str) -> None:
     command = ["run", "--workers", "2", "--strategy", "ring", str(SCRIPTS / "ddp.py"), backend]
-    job = subprocess.run(
-        [sys.executable, "-m", "stratagem.cli", *command], capture_output=True, text=True, timeout=JOB_S, check=False
-    )
+    job = forks.run([sys.executable, "-m", "stratagem.cli", *command], timeout=JOB_S)
     assert job.returncode == 0, job.stderr[-5000:]
     assert job.stdout.splitlines() == [f"agreed {backend}"]
 
@@ -52,12 +60,11 @@ def test_a_rank_that_fails_ends_and_the_other_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         environment["MASTER_PORT"] = str(free.getsockname()[1])
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPTS / "leaves_early.py")],
+        forks.Popen(
+            [sys.executable, str(SCRIPTS / "leaves_early.py"), "stratagem"],
             env={**os.environ, **environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
@@ -66,3 +73,11 @@ def test_a_rank_that_fails_ends_and_the_other_is_told() -> None:
     assert "ValueError: rank 1 has had enough" in said[1][1]
     told = [line for line in said[0][0].splitlines() if line.startswith("rank 0 was told: ")]
     assert len(told) == 2 and all("rank 1" in line or "worker:1" in line for line in told), said[0]
+
+
+def test_a_rank_that_fails_over_gloo_ends_its_job() -> None:
+    """Though gloo would wait half an hour for the barrier that the rank has begun, and the other rank for its end."""
+    command = ["run", "--workers", "2", "--strategy", "ring", str(SCRIPTS / "leaves_early.py"), "gloo"]
+    job = forks.run([sys.executable, "-m", "stratagem.cli", *command], timeout=JOB_S)
+    assert job.returncode == 1, job.stderr[-5000:]
+    assert "worker:1: ValueError: rank 1 has had enough" in job.stderr

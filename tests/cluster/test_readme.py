@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from stratagem.cluster.tf_config import parse_tf_config
+from tests import forks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -54,8 +55,9 @@ BIN = Path(sys.executable).parent
 
 def run(command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    arguments = shlex.split(command)
-    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    program, *arguments = shlex.split(command)
+    program = sys.executable if program == "python" else program
+    return forks.run([program, *arguments], cwd=ROOT, env=environment, timeout=110)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +85,7 @@ def test_blocks_of_python(tmp_path: Path) -> None:
     assert {page for page, _ in found} > {"README.md", "docs/start/first_job.md", "docs/guides/checkpoints.md"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STRATAGEM_JOB_ID": "here", "STRATAGEM_JOB_TARGET": "local"}
     command = [sys.executable, "-c", BLOCKS_OF_PYTHON]
-    done = subprocess.run(
-        command, input=json.dumps(found), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110
-    )
+    done = forks.run(command, input=json.dumps(found), cwd=tmp_path, env=environment, timeout=110)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) >= {page for page, _ in found}
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forks
 from tests.cluster.test_by_hand import free_addresses
 from tests.cluster.test_synchronous import check_equal, one_process
 
@@ -33,7 +34,7 @@ def lane(name: str, *more: object) -> list[str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("alone") / "one.pt"
     command = [sys.executable, str(SCRIPTS / "train_examples.py"), "--strategy", "one", "--out", str(out)]
-    subprocess.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
+    forks.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
     news: dict[str, Any] = torch.load(out, weights_only=True)
     return news
 
@@ -110,7 +111,7 @@ def start_ring(
             "STRATAGEM_COLLECTIVE_TIMEOUT_S": str(timeout_s),
         }
         command = [sys.executable, str(SCRIPTS / "collectives.py"), *map(str, arguments)]
-        tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        tasks.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
 
 
 @pytest.mark.parametrize(

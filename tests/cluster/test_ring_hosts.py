@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import Host, shaped_hosts, why_unavailable
+from tests import forks
 from tests.cluster.test_synchronous import check_equal, one_process
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -42,7 +43,7 @@ def start(
             "STRATAGEM_INSECURE": "true",
         }
         command = host.command(sys.executable, str(SCRIPTS / script), *map(str, arguments))
-        tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        tasks.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stratagem.cluster.resolvers import SlurmClusterResolver
 from stratagem.cluster.spec import split_address
+from tests import forks
 from tests.cluster.test_exactly_once import check_counts
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -47,7 +48,7 @@ def test_a_step_of_two_workers_and_a_ps(tasks: list[subprocess.Popen[str]], tmp_
     command = [sys.executable, str(SCRIPTS / "count_examples.py"), "--out", str(out)]
     for rank in range(3):
         environment = {**os.environ, **step(rank, job), "PYTHONPATH": str(SCRIPTS.parents[2]), "OMP_NUM_THREADS": "1"}
-        tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        tasks.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
     errors = [task.communicate(timeout=100)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0, 0], "\n".join(errors)
     assert "the cluster names no chief: started one" in errors[0]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.notebooks import EXECUTE, notebook_of
 
 DEADLINE_S = 100.0
@@ -60,9 +61,7 @@ class Desk:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Runs a command in the project."""
-        return subprocess.run(
-            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        return forks.run(command, cwd=self.folder, env=self.environ, timeout=DEADLINE_S)
 
     def write(self, name: str, text: str) -> None:
         """Writes a file of the project."""

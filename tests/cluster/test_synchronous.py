@@ -6,7 +6,6 @@ Tolerance: 2e-6 relative and absolute after 15 updates in float32; sums of slice
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests import forks
 
 Start = Callable[..., Any]
 TOLERANCE = 2e-6
@@ -23,7 +24,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def one_process(folder: Path, *arguments: object, script: str = "train_small.py") -> dict[str, torch.Tensor]:
     out = folder / "one.pt"
     command = [sys.executable, str(SCRIPTS / script), "--strategy", "one", "--out", str(out), *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
+    forks.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
     state: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return state
 

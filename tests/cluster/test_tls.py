@@ -21,6 +21,7 @@ from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.session import SessionClient
+from tests import forks
 from tests.cluster.test_by_hand import free_addresses
 from tests.cluster.test_synchronous import check_equal, one_process
 from tests.contract.rpc.securities import TOKEN, make_certificates, with_tls, with_token
@@ -75,7 +76,7 @@ class Running:
 
 def status(address: str, *flags: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stratagem.cli", "status", "--chief", address, "--json", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return forks.run(command, timeout=60)
 
 
 def test_strangers_and_stolen_certificates_get_nothing_from_a_running_job(cluster: Start, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_by_hand_and_without_a_chief_of_its_own(tasks: list[subprocess.Popen[str
             "STRATAGEM_TLS": str(folder),
         }
         command = [sys.executable, str(SCRIPTS / "train_until.py"), "--until", str(tmp_path / "until")]
-        tasks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        tasks.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
     errors = [task.communicate(timeout=100)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], "\n".join(errors)
     assert "chief:0 listening on" in errors[0] and "with TLS" in errors[0] and "with TLS" in errors[1]
@@ -171,6 +172,6 @@ def test_by_hand_and_without_a_chief_of_its_own(tasks: list[subprocess.Popen[str
 def test_a_task_without_its_certificate_ends_with_the_way_out(tmp_path: Path) -> None:
     folder = make_certificates(tmp_path / "certificates", "worker:1")
     command = [sys.executable, "-m", "stratagem.cli", "ps", "--task", "ps:0", "--chief", "127.0.0.1:9"]
-    done = subprocess.run([*command, "--tls", str(folder)], capture_output=True, text=True, timeout=60)
+    done = forks.run([*command, "--tls", str(folder)], timeout=60)
     assert done.returncode == 2
     assert "no TLS for ps:0" in done.stderr and "`stratagem certs issue ps:0`" in done.stderr

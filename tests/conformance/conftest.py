@@ -44,7 +44,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> Launches:
     """Real processes; the folder is that of all pytest processes of the session."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if hasattr(request.config, "workerinput") else base

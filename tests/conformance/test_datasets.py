@@ -171,6 +171,7 @@ def test_shuffled(column: Column, results: list[dict[str, Any]]) -> None:
     for _ in range(results[0]["ordinal"]):
         dataset = alone.distribute_dataset(numbers(14, 4, shuffle=True))
     expected = [Reader(alone).epoch(dataset), Reader(alone).epoch(dataset)]
+    assert [one["counted"] for one in results] == [2] * column.num_workers
     for number, want in enumerate(expected):
         assert sorted(flat(want)) == list(range(14)) != flat(want)
         epochs = [one["epochs"][number] for one in results]

@@ -19,7 +19,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.partitioners import place, shard_rows
+from stratagem.strategy.partitioners import place
 from stratagem.worker.ring.lane_plan import RankInfo, plan_lanes
 from stratagem.worker.ring.schedule import ChunkAction, all_reduce_schedule
 from tests.cluster.conftest import Cluster
@@ -187,9 +187,10 @@ def test_placement(column: Column) -> None:
 
 @law("PS: axis 0 only, contiguous; 13 rows / 5 → 3,3,3,2,2; 10 / 4 → offsets 0,3,6,8,10; rank 0 never", without=SERVERS)
 def test_shards(column: Column) -> None:
-    assert [rows for _, rows in shard_rows(13, 5)] == [3, 3, 3, 2, 2]
-    cut = shard_rows(10, 4)
-    assert [first for first, _ in cut] + [sum(cut[-1])] == [0, 3, 6, 8, 10]
+    (thirteen,) = place([([13], F32)], sg.FixedShardsPartitioner(5), [0])
+    assert [rows for _, _, rows in thirteen] == [3, 3, 3, 2, 2]
+    (ten,) = place([([10], F32)], sg.FixedShardsPartitioner(4), [0])
+    assert [first for _, first, _ in ten] + [sum(ten[-1][1:])] == [0, 3, 6, 8, 10]
     assert place([([], F32)], sg.FixedShardsPartitioner(4), [0, 0]) == [[(0, 0, 1)]]
     with pytest.raises(ConfigurationError, match="axis 0"):
         place([([4, 4], F32)], lambda shape, dtype: [1, 2], [0])

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stratagem.chief.journal.history import JobHistory
 from stratagem.launch.manifests import kubernetes
 from stratagem.launch.manifests.pod import JOB_FOLDER, Object
 from stratagem.launch.manifests.workload import Workload
@@ -170,10 +171,11 @@ def _on_the_volume(space: Namespace) -> tuple[int, int]:
     (claim,) = space.find("persistentvolumeclaims")
     volume = json.loads(run(["kubectl", "get", "pv", claim["spec"]["volumeName"], "--output=json"]).stdout)
     folder = Path(volume["spec"]["hostPath"]["path"])
-    records = [json.loads(line) for line in (folder / "chief" / "journal.jsonl").read_text().splitlines()]
-    lost = sum(int(record["updates"]) for record in records if record["kind"] == "lost")
+    history = JobHistory()
+    for line in (folder / "chief" / "journal.jsonl").read_text().splitlines():
+        history.apply(json.loads(line))
     steps = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
-    return lost, steps
+    return history.updates_lost, steps
 
 
 def table(rows: Sequence[tuple[Fault, Outcome]]) -> str:

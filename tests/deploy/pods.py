@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.hosts import Host, shaped_hosts
 from stratagem.launch.manifests.pod import JOB_FOLDER, TLS_FOLDER, Object
+from tests import forks
 
 REPOSITORY = Path(__file__).parents[2]
 RATE_MBIT = 1000
@@ -44,9 +45,10 @@ class Pod:
         self.host = host
         self.log = folder / f"{spec['hostname']}.log"
         self.exit_codes: list[int] = []
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[str] | None = None
         own = {each["name"]: each["value"] for each in self.container["env"] if "value" in each}
-        inherited = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+        inherited = {name: value for name, value in os.environ.items() if name.startswith(forks.READ_AT_START)}
+        inherited |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
         self._places = {JOB_FOLDER: str(folder), TLS_FOLDER: str(folder / spec["hostname"] / "tls")}
         for secret in (each["secret"] for each in spec["volumes"] if each["name"] == "tls"):
             own_files = folder / spec["hostname"] / "tls"
@@ -59,7 +61,7 @@ class Pod:
         """Starts the container, for the first time or again."""
         with self.log.open("ab") as log:
             command = self.host.command(*map(self._here, self.container["command"]))
-            self.process = subprocess.Popen(
+            self.process = forks.Popen(
                 command, env=self._environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
             )
 
@@ -83,9 +85,7 @@ class Pod:
 
     def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Another process inside the pod, as of `kubectl exec`."""
-        return subprocess.run(
-            self.host.command(*command), env=self._environment, capture_output=True, text=True, check=False, timeout=60
-        )
+        return forks.run(self.host.command(*command), env=self._environment, timeout=60)
 
     def text(self) -> str:
         """What it has written so far."""

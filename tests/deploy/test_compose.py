@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from tests.deploy.containers import ROOT, Project, need_engine, run, wait_for
 pytestmark = pytest.mark.timeout(1500)
 
 Make = Callable[..., Project]
-OVERLAYS = [(), ("tls",), ("gpu",), ("metrics",), ("tls", "gpu", "metrics")]
+OVERLAYS = [(), ("tls",), ("gpu",), ("metrics",), ("web",), ("tls", "gpu", "metrics", "web")]
 
 
 @pytest.mark.parametrize("overlays", OVERLAYS, ids="+".join)
@@ -83,12 +84,28 @@ def test_a_killed_worker_and_a_restarted_ps_change_nothing(project: Make) -> Non
     job.wait_for("worker:1 (incarnation")
     wait_for(lambda: job.container("worker", 2)["RestartCount"] == 1, "a restart of the worker", lambda: job.output)
     run(["docker", "restart", f"{job.name}-ps-1"])
-    job.wait_for("ps:0 was ended by a signal")
+    job.wait_for("is lost: it was told to end, and has handed over what it held")
+    job.wait_for(": 0 updates lost")
     wait_for(lambda: "healthy" in (health(job, "worker", n) for n in (1, 3)), "healthy workers", lambda: job.output)
     check_result(job)
     show_curves(job)
     assert "worker:2 (incarnation" in job.output, "the third worker did not join"
     assert job.container("worker", 3)["State"]["ExitCode"] == 0
+
+
+def test_ps_come_and_go_while_the_job_runs(project: Make) -> None:
+    job = project(SCRIPT="examples/digits.py --epochs 5000")
+    job.up()
+    job.wait_for("  loss ")
+    for num_ps in (3, 1, 2):
+        job.compose("up", "--detach", "--no-recreate", "--scale", f"ps={num_ps}", "ps")
+        job.wait_for(f"There are {num_ps} ps now")
+    status = ["exec", "-T", "chief", "stratagem", "status", "--chief", "chief:2222", "--json"]
+    assert json.loads(job.compose(*status))["updates_lost"] == 0
+    assert [job.container("worker", number)["RestartCount"] for number in (1, 2)] == [0, 0]
+    job.compose("stop")
+    assert [job.container("ps", number)["State"]["ExitCode"] for number in (1, 2)] == [143, 143], job.output
+    assert job.output.count("Told to end") == 4 and "may be lost" not in job.output, job.output
 
 
 def test_with_certificates_and_a_token(project: Make, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ COMMANDS = (
     f"{TLS} run --rm certificates",
     f"{TLS} up",
     f"{METRICS} up",
+    "docker compose -f docker-compose.yml -f deploy/compose/web.yml up",
+    "docker compose up --detach --no-recreate --scale ps=3 ps",  # run by test_compose.py
     "docker compose --profile '*' down --volumes",
 )
 TRAINED = re.compile(r"held-out accuracy ([\d.]+)% on 360")
@@ -86,7 +88,7 @@ class Shell:
 @pytest.fixture(scope="module")
 def shell(clone: Path, image: str) -> Iterator[Shell]:
     environ = {"COMPOSE_PROJECT_NAME": f"stratagem-readme-{os.getpid()}", "IMAGE": image, "BUILD_NETWORK": "host"}
-    ports = dict.fromkeys(("TENSORBOARD_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT"), "0")
+    ports = dict.fromkeys(("TENSORBOARD_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT", "WEB_PORT"), "0")
     # `up` says no word about a secret's folder that is not there; here it is one of this test.
     one = Shell(clone, {**environ, **ports, "SECRETS": str(clone / "secrets")})
     (clone / "secrets").mkdir()
@@ -126,6 +128,13 @@ def test_encrypted(shell: Shell) -> None:
     shell.run(COMMANDS[-1])
     shell.run(COMMANDS[4])
     shell.train(COMMANDS[5])
+
+
+def test_the_page_is_published_on_loopback(shell: Shell) -> None:
+    shell.run(COMMANDS[-1])
+    with shell.started(COMMANDS[7]) as printed:
+        wait_for(lambda: "sentence" in text_at(shell.address("chief", 8080) + "/api/why"), "the page", printed)
+        assert shell.address("chief", 8080).startswith("127.0.0.1:")
 
 
 OWN = """

@@ -5,13 +5,17 @@ The short ones; `python -m tests.deploy.kubernetes_faults` has the others, and t
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+from typing import Any
 
 import pytest
 
 from tests.deploy.cluster import namespace, need_cluster
 from tests.deploy.desk import Desk
 from tests.deploy.kubernetes_faults import Fault, outcome_of
+from tests.deploy.kubernetes_tools import CHART, unpacked
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -53,6 +57,36 @@ def test_a_job_completes_without_a_pod_that_goes(fault: Fault, image: str) -> No
     came = outcome_of(fault, image)
     assert came.waiting == ""
     assert came.updates_lost == 0 and came.steps == 900
+
+
+@pytest.mark.thorough
+def test_helm_upgrade_gives_a_running_job_another_number_of_ps(image: str) -> None:
+    need_cluster()
+    values = {"image": image, "volume": {"accessMode": "ReadWriteOnce"}, "args": ["--epochs", "5000"]}
+    with namespace(f"scale-{os.getpid()}") as space, unpacked() as tools:
+
+        def release(verb: str, num_ps: int) -> None:
+            given = {**values, "ps": {"count": num_ps}}
+            options = ("--namespace", space.name, "--server-side=false")  # Kubernetes 1.20 knows no defaults there
+            tools.helm(verb, "digits", str(CHART), *options, values=given)
+
+        def status() -> Any:
+            ask = ["stratagem", "status", "--chief", "127.0.0.1:2222", "--json"]
+            return json.loads(space.kubectl("exec", "job/digits-chief-0", "--", *ask, code=None) or "{}")
+
+        def trains(num_ps: int) -> bool:
+            told = status()
+            return bool(told and told["num_ps"] == num_ps and told["examples"] > trained)
+
+        trained = 0
+        release("install", 2)
+        for num_ps in (2, 3, 1, 2):
+            release("upgrade", num_ps)
+            space.until(functools.partial(trains, num_ps), f"training with {num_ps} ps", 400.0)
+            trained = status()["examples"]
+        assert status()["updates_lost"] == 0
+        pods = space.find("pods", "app.kubernetes.io/component=worker")
+        assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in pods] == [0, 0]
 
 
 @pytest.mark.thorough

@@ -20,7 +20,14 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 Objects = list[dict[str, Any]]
 VERSIONS = ("1.25", "1.31", "1.37")
 """The oldest that kubernetes-validate knows, one between, the newest."""
-OVERLAYS = ("overlays/gpu", "overlays/kubernetes-1.26", "overlays/one-node", "overlays/spot", "overlays/tls")
+OVERLAYS = (
+    "overlays/gpu",
+    "overlays/kubernetes-1.26",
+    "overlays/one-node",
+    "overlays/spot",
+    "overlays/tls",
+    "overlays/web",
+)
 DIGITS = Workload(
     "digits",
     "stratagem:latest",
@@ -69,6 +76,31 @@ def test_tls(tools: Tools) -> None:
     assert by_name(tools.kustomize("overlays/tls")) == rendered
     assert by_name(tools.template("digits", tlsSecret="digits-tls")) == rendered
     assert "STRATAGEM_INSECURE" not in rendered["ConfigMap/digits"]["data"]
+
+
+@pytest.mark.parametrize("secret", ["", "digits-tls"])
+def test_the_page_stays_in_the_pod_where_it_is_not_encrypted(tools: Tools, secret: str) -> None:
+    workload = dataclasses.replace(DIGITS, web=8080, tls_secret=secret, token_secret="t")
+    rendered = by_name(kubernetes.render(workload))
+    assert by_name(tools.template("digits", web=8080, tlsSecret=secret, tokenSecret="t")) == rendered
+    settings = rendered["ConfigMap/digits"]["data"]
+    assert settings["STRATAGEM_WEB"] == ("0.0.0.0:8080" if secret else "127.0.0.1:8080")
+    assert settings["STRATAGEM_TOKEN_FILE"] and ("STRATAGEM_TLS" in settings) == bool(secret)
+    ports = {
+        name: [port["name"] for port in each["spec"]["template"]["spec"]["containers"][0]["ports"]]
+        for name, each in rendered.items()
+        if each["kind"] == "Job"
+    }
+    assert ports.pop("Job/digits-chief-0") == (["grpc", "web"] if secret else ["grpc"])
+    assert set(map(tuple, ports.values())) == {("grpc",)}
+    rules = rendered["NetworkPolicy/digits"]["spec"]["ingress"]
+    assert rules[1:] == ([{"ports": [{"port": "web"}]}] if secret else [])
+    for version in VERSIONS:
+        validate([*rendered.values()], version)
+
+
+def test_the_page_of_the_base(tools: Tools) -> None:
+    assert by_name(tools.kustomize("overlays/web")) == by_name(kubernetes.render(dataclasses.replace(DIGITS, web=8080)))
 
 
 def test_gpus(tools: Tools) -> None:
@@ -208,6 +240,9 @@ def test_lint(tools: Tools) -> None:
         ("digits", {"strategy": "fast"}, "strategy"),
         ("digits", {"staleness": -1}, "staleness"),
         ("digits", {"imge": "x"}, "imge"),
+        ("digits", {"web": 70_000}, "web"),
+        ("digits", {"web": 2222}, "a port for the page other than 2222"),
+        ("digits", {"web": 8080, "ps": {"count": 0}, "worker": {"count": 1}}, "the page is the chief's"),
         ("digits", {"strategy": "ring"}, "the strategy ring trains without parameter servers"),
         ("digits", {"strategy": "ps", "ps": {"count": 0}}, "the strategy ps needs ps.count of at least 1"),
         ("digits", {"strategy": "one", "ps": {"count": 0}}, "the strategy one trains in one process"),

@@ -18,6 +18,7 @@ from stratagem.launch.tls import make_throw_away
 from tests.deploy.pods import Pods, pods_of
 
 pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
     pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
     pytest.mark.timeout(300),
 ]
@@ -79,6 +80,7 @@ def test_a_job_lives_through_a_drain_one_more_worker_and_the_death_of_its_chief(
     assert not (tmp_path / "worker-0" / "tls" / "ps-0.key").exists()
 
 
+@pytest.mark.thorough
 def test_a_drained_worker_of_a_ring_takes_the_job_to_a_checkpoint_and_on(tmp_path: Path) -> None:
     ring = Workload(
         "ring",

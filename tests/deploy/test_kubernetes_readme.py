@@ -57,8 +57,9 @@ def test_helm_takes_these_values(tools: Tools) -> None:
         kept += [flag for flag in flags if flag != "--reuse-values"]
         text = tools.helm("template", release, str(REPOSITORY / chart), *kept)
         jobs = jobs_in([each for each in yaml.safe_load_all(text) if each])
-        count = [int(flag.removeprefix("worker.count=")) for flag in kept if flag.startswith("worker.count=")][-1]
-        assert len([name for name in jobs if "-worker-" in name]) == count
+        for role in ("worker", "ps"):
+            count = [int(flag.removeprefix(f"{role}.count=")) for flag in kept if flag.startswith(f"{role}.count=")][-1]
+            assert len([name for name in jobs if f"-{role}-" in name]) == count
 
 
 @pytest.mark.parametrize("command", commands("stratagem render"))

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.session import SessionClient
 
 METRICS = Path(__file__).parents[2] / "deploy" / "compose" / "metrics"
@@ -57,9 +56,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def worker_progress() -> chief_pb2.Progress:
+def worker_progress() -> dict[str, Any]:
     seconds = time.monotonic()
-    return chief_pb2.Progress(
+    return dict(
         step=int(seconds * 10),
         examples=int(seconds * 320),
         loss=0.5,

@@ -9,7 +9,7 @@ import torch
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
 
-from stratagem.rpc.codec import encode_frame
+from stratagem.rpc.codec import encode_frame, encode_together
 from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2, worker_pb2
 
 NUM_WORKERS = 8
@@ -50,9 +50,11 @@ def request_of(method: MethodDescriptor, attacker: str) -> Any:
 def session_requests() -> list[bytes]:
     """What a task says in its session."""
     join = chief_pb2.Join(task=FENCED, address="127.0.0.1:1", pid=1, resume_incarnation=3)
+    line = chief_pb2.LogLine(at=1.0, level="INFO", text="x")
     return [
         chief_pb2.SessionRequest(join=join).SerializeToString(),
         chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat()).SerializeToString(),
+        chief_pb2.SessionRequest(heartbeat=chief_pb2.Heartbeat(lines=[line])).SerializeToString(),
         chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=1, message="x")).SerializeToString(),
     ]
 
@@ -62,6 +64,7 @@ def frames() -> Iterator[bytes]:
     for kind in (frame_pb2.GRADIENT, frame_pb2.VALUES):
         for offset, num_elements in ((0, 4), (2, 2), (0, 0), (3, 100)):
             yield encode_frame(kind, 1, 1, offset, torch.ones(num_elements))
+    yield encode_together([[encode_frame(frame_pb2.GRADIENT, 1, 1, offset, torch.ones(2))] for offset in (0, 2)])
 
 
 def _fill(message: Any, descriptor: Descriptor, levels: int) -> None:

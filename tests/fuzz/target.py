@@ -15,14 +15,15 @@ from stratagem.chief.job import ChiefJob
 from stratagem.chief.servicer import SERVICE as CHIEF
 from stratagem.chief.servicer import ChiefServicer
 from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.membership import Member, Membership
 from stratagem.ps.servicer import SERVICE as PS
 from stratagem.ps.servicer import ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.confinement import AllowedFolders
-from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.generated import chief_pb2_grpc
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.server import add_servicer, serve, serve_aio
@@ -36,13 +37,11 @@ LIMITS = ServerLimits(max_message_bytes=1 << 20, max_calls=256)
 STORE_LIMITS = Limits(max_variables=64, max_store_bytes=1 << 20, max_peer_bytes=1 << 20, max_peers=64)
 
 
-def membership() -> chief_pb2.Membership:
+def membership() -> Membership:
     """The attackers are workers of this cluster."""
-    tasks = [
-        common_pb2.TaskInfo(task=task, address="127.0.0.1:1", incarnation=incarnation, live=True)
-        for task, incarnation in (("worker:0", 1), *ATTACKERS.items())
-    ]
-    return chief_pb2.Membership(ready=True, tasks=tasks, lead="worker:0")
+    tasks = (("worker:0", 1), *ATTACKERS.items())
+    members = (Member(task, "127.0.0.1:1", incarnation, True) for task, incarnation in tasks)
+    return Membership(True, tuple(members), "worker:0")
 
 
 async def chief(addresses: dict[str, str], ready: threading.Event, over: threading.Event) -> None:
@@ -63,6 +62,7 @@ async def chief(addresses: dict[str, str], ready: threading.Event, over: threadi
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(0)
+    job.close()
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
         store = Store(limits=STORE_LIMITS, frames_timeout_s=0.2, folders=AllowedFolders([folder]))
         lanes = SocketLanes(store, "127.0.0.1")
         ps_servicer = ParameterServerServicer(store, lanes, LIMITS.max_message_bytes)
-        entrance = RingService("127.0.0.1", membership, BytesMeter())
+        ring_service = RingService("127.0.0.1", membership, BytesMeter())
         servers = [
             serve(
                 "127.0.0.1:0",
@@ -84,7 +84,7 @@ def main() -> None:
                 limits=LIMITS,
                 insecure=False,
             )
-            for service, servicer in ((PS, ps_servicer), (WORKER, WorkerServicer(entrance)))
+            for service, servicer in ((PS, ps_servicer), (WORKER, WorkerServicer(ring_service)))
         ]
         addresses["ps"], addresses["worker"] = (server.address for server in servers)
         ready.wait()
@@ -99,7 +99,7 @@ def main() -> None:
         for server in servers:
             server.stop(0)
         lanes.close()
-        entrance.close()
+        ring_service.close()
         thread.join()
     print("ended in order", flush=True)
 

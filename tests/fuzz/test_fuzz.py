@@ -12,7 +12,7 @@ from tests.fuzz.__main__ import fuzz
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
 
-NUM_FRAMES = 5000
+NUM_FRAMES = 3000
 
 
 @pytest.mark.parametrize("seed", [7])
@@ -27,4 +27,5 @@ def test_mutated_messages_change_nothing_for_others(tmp_path: Path, seed: int) -
     # The attacks got somewhere: some were understood and refused by the logic, some even served.
     for code in ("OK", "INVALID_ARGUMENT", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"):
         assert outcomes["requests"].get(code), (code, outcomes["requests"])
-    assert " failed" not in log.read_text(errors="replace")
+    lines = log.read_text(errors="replace").splitlines()
+    assert not [line for line in lines if " failed" in line and " refused: " not in line]  # a refusal may say why

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import grimp
+import pytest
+
+grimp = pytest.importorskip("grimp", reason="comes with import-linter, which is for development")
 
 
 def circles(imports: dict[str, set[str]]) -> dict[str, set[str]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
 
 LEAKS = {
     "threads": "import threading\nthreading.Thread(target=threading.Event().wait, name='stray', daemon=True).start()",
@@ -20,6 +22,7 @@ LEAKS = {
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("kind", LEAKS)
 def test_a_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
     shared = Path("/dev/shm") / f"stray-{tmp_path.name}"
@@ -27,26 +30,8 @@ def test_a_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
     body = "\n".join("    " + line for line in LEAKS[kind].splitlines())
     (tmp_path / "test_leak.py").write_text(f"KEEP = []\nSHM = {str(shared)!r}\n\ndef test_leak():\n{body}\n")
     try:
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:kmock",
-                "-c",
-                "/dev/null",
-                "--rootdir",
-                ".",
-                ".",
-            ],
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        flags = shlex.split("-m pytest -p no:cacheprovider -p no:kmock -c /dev/null --rootdir . .")
+        run = forks.run([sys.executable, *flags], cwd=tmp_path, timeout=60)
     finally:
         shared.unlink(missing_ok=True)
     assert run.returncode == 1, run.stdout + run.stderr

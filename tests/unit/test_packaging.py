@@ -30,6 +30,20 @@ def test_every_package_has_an_init() -> None:
         assert (ROOT / package.replace(".", "/") / "__init__.py").is_file(), package
 
 
+def test_the_files_of_the_page_are_data_of_its_package_and_others_have_their_licence() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folder = ROOT / "chief" / "web"
+    named = {
+        path
+        for glob in project["tool"]["setuptools"]["package-data"]["stratagem.chief.web"]
+        for path in folder.glob(glob)
+    }
+    there = {path for path in (folder / "static").rglob("*") if path.is_file()}
+    assert there == {path for path in named if path.is_file()}
+    for vendored in (folder / "static" / "vendor").iterdir():
+        assert "Copyright" in (vendored / "LICENSE").read_text(), vendored
+
+
 def test_links_show_the_role_folders() -> None:
     for role in ROLES:
         link = ROOT / "stratagem" / role

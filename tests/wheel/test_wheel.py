@@ -66,6 +66,8 @@ def test_the_wheel_holds_every_package(wheel: Path) -> None:
             assert f"{package.replace('.', '/')}/{file.name}" in names
     assert "stratagem/py.typed" in names
     assert "stratagem/rpc/generated/chief_pb2.pyi" in names
+    static = {f"stratagem/chief/web/static/{name}" for name in ("index.html", "page.js", "vendor/uplot/LICENSE")}
+    assert static <= names
 
 
 def test_every_module_imports_from_the_wheel(python: Path, tmp_path: Path) -> None:

@@ -11,8 +11,37 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from stratagem.errors import ConfigurationError
+from stratagem.measuring.measures import BACKWARD, FORWARD
 from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
+from stratagem.worker.step_meter import StepMeter
+
+current_backward = torch._C._current_graph_task_id
+"""Torch's number of the backward that runs in this thread."""
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class BackwardWatch:
+    """Tells a meter when each ``backward()`` begins and ends. Whoever hears of gradients calls it with each.
+
+    Args:
+        meter: of the process.
+    """
+
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter = meter
+        self._newest = -1
+
+    def __call__(self, *_: Any) -> None:
+        backward = current_backward()
+        if backward != self._newest:
+            self._newest = backward
+            self._meter.computes(BACKWARD)
+            _queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._meter.computes(FORWARD, after=BACKWARD)
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,13 +70,15 @@ class BackwardReducer(Generic[B]):
 
     Args:
         weight: how much this rank counts; asked once at the start of each backward, in a thread of autograd.
+        meter: hears of each.
         new_backward: makes the record of one, of the engine's number of it.
     """
 
     _slots: Sequence[ParameterGradient]
 
-    def __init__(self, weight: Callable[[], Weight], new_backward: Callable[[int], B]) -> None:
+    def __init__(self, weight: Callable[[], Weight], meter: StepMeter, new_backward: Callable[[int], B]) -> None:
         self._weight = weight
+        self._meter = meter
         self._new_backward = new_backward
         self._lock = threading.RLock()  # each device has its own thread in a backward
         self._paused = 0
@@ -78,6 +109,19 @@ class BackwardReducer(Generic[B]):
     def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """A step was made with the gradients of ``parameters``; None: of all."""
 
+    def follow(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Hears of the steps of an optimizer of ``parameters``, and refuses one with gradients of this rank alone."""
+
+        def before(*_: Any) -> None:
+            if self.has_pending:
+                raise ConfigurationError(
+                    "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and "
+                    "the replicas would part. Make the last backward() before a step outside of no_sync()"
+                )
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(lambda *_: self.committed(parameters))
+
     def _hook(self, slot: ParameterGradient) -> None:
         parameter = slot.parameter
         slot.handles.append(parameter.register_hook(functools.partial(self._on_leaf, slot)))
@@ -85,14 +129,14 @@ class BackwardReducer(Generic[B]):
 
     def _on_leaf(self, slot: ParameterGradient, _: torch.Tensor) -> None:
         """Runs before autograd adds to ``p.grad``; also for ``torch.autograd.grad`` of the parameter."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         with self._lock:
             if self._backward is not None and self._backward.task != task:
                 self._end(self._backward)  # a backward inside a backward (reentrant checkpointing): one after the other
             if self._backward is None:
                 self._backward = self._new_backward(task)
                 end = _EndOfBackward(self, self._backward)
-                torch.autograd.Variable._execution_engine.queue_callback(end)
+                _queue_callback(end)
             slot.take()
 
     def _on_gradient(self, slot: Any, parameter: torch.Tensor) -> None:
@@ -102,6 +146,7 @@ class BackwardReducer(Generic[B]):
             if backward is None or delta is None:
                 return
             if not backward.begun:
+                self._meter.computes(BACKWARD)
                 self._begin(backward, slot)
                 backward.begun = True
             parameter.grad = None
@@ -112,7 +157,7 @@ class BackwardReducer(Generic[B]):
         """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
         pending = [slot for slot in self._slots if slot.pending]
         for slot in pending:
-            slot.settle()
+            slot.begin()
         if any(slot.pending for slot in pending):
             backward.weights = dataclasses.replace(self._pending_weights)
         backward.weight = self._weight()
@@ -139,6 +184,7 @@ class BackwardReducer(Generic[B]):
                 self._backward = None
                 for slot in self._slots:
                     slot.restore()
+                self._meter.computes(FORWARD, after=BACKWARD)
 
     def _abandon(self, backward: B) -> None:
         """The backward raised; the other ranks wait for the rest of it, or for the word that it failed."""
@@ -152,6 +198,7 @@ class BackwardReducer(Generic[B]):
             finally:
                 for slot in self._slots:
                     slot.restore()
+                self._meter.computes(FORWARD, after=BACKWARD)
 
     def _present(self) -> list[bool]:
         """By slot: whether this rank has a gradient for it."""

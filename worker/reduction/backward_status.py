@@ -11,6 +11,9 @@ from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.reduction.gradient_weight import WeightSum
 from stratagem.worker.reduction.same_bits import alike
 
+_ROUNDING = 1e-6
+"""By which the shares of all ranks may differ from 1."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BackwardStatus:
@@ -29,6 +32,8 @@ class BackwardStatus:
     wants_end: bool = False
     """This rank has been asked to end (SIGTERM): all are to stop after the same step."""
 
+    sees_newcomer: bool = False
+    """This rank has heard of somebody who waits to be taken into the ring: all take it in after the same step."""
     settings: int = 0
     """Checksum of the settings of this rank's optimizers; 0: nothing is said."""
     bits: int = 0
@@ -41,7 +46,7 @@ class BackwardStatus:
         of_rank[rank::size] = [float(self.failed), float(self.settings), float(self.bits)]
         weights = self.weights
         head = [weights.numerator, float(weights.num_with > 0), float(weights.num_without > 0), float(self.ordinal)]
-        head.append(float(self.wants_end))
+        head += [float(self.wants_end), weights.share, float(weights.num_shares), float(self.sees_newcomer)]
         return torch.tensor(head + groups + of_rank + [float(flag) for flag in self.present], dtype=torch.float64)
 
     def decode(self, total: torch.Tensor, size: int) -> MergedStatus:
@@ -52,7 +57,7 @@ class BackwardStatus:
             ConfigurationError: some ranks called ``set_weight`` and others did not.
         """
         values = total.tolist()
-        (numerator, num_with, num_without, ordinals, ends), rest = values[:5], values[5:]
+        (numerator, num_with, num_without, ordinals, ends, share, num_shares, sees), rest = values[:8], values[8:]
         groups, rest = rest[: self.num_groups], rest[self.num_groups :]
         of_ranks, flags = rest[: 3 * size], rest[3 * size :]
         failures, settings, bits = of_ranks[:size], of_ranks[size : 2 * size], of_ranks[2 * size :]
@@ -74,7 +79,11 @@ class BackwardStatus:
                 "backward() without it: call it on every rank before every backward(), or on none"
             )
         is_alike = alike(settings) and alike(bits)
-        return MergedStatus([bool(flag) for flag in flags], numerator if num_with else None, bool(ends), is_alike)
+        divisor = numerator if num_with else None
+        if num_shares and divisor is None:  # of all ranks together each backward has the share 1
+            included = share * size / num_shares
+            divisor = included if included > 0 and abs(included - 1) > _ROUNDING else None
+        return MergedStatus([bool(flag) for flag in flags], divisor, bool(ends), is_alike, bool(sees))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +93,10 @@ class MergedStatus:
     present: Sequence[bool]
     """By parameter: whether any rank has a gradient for it."""
     divisor: float | None
-    """Sum of the numerators; None: nothing is divided."""
+    """Sum of the numerators, or of the shares of those who are left after a loss; None: nothing is divided."""
     wants_end: bool = False
     """Whether any rank has been asked to end."""
     is_alike: bool = True
     """Whether the ranks have the same settings and weights, as far as they have looked."""
+    sees_newcomer: bool = False
+    """Whether any rank has heard of somebody who waits to be taken in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -147,6 +147,14 @@ def average_buffers(modules: Iterable[nn.Module], share: float, communicator: Co
     if integers:
         flat = torch.cat([buffer.reshape(-1).long().cpu() for buffer in integers])
         _scatter(communicator.all_reduce(flat, ReduceOp.MAX), integers)
+
+
+def average_by_examples(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:
+    """As :func:`average_buffers`, of each model by the examples that it has seen on this rank; before the first batch
+    nobody has seen any, and all have the same."""
+    everybody = communicator.all_reduce(torch.tensor(seen))
+    for model, count, total in zip(models, seen, everybody.tolist(), strict=True):
+        average_buffers([model], float(count) if total else 1.0, communicator)
 
 
 def _scatter(flat: torch.Tensor, buffers: list[torch.Tensor]) -> None:

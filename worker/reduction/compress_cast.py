@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
-from stratagem.worker.reduction.compress_interface import BucketPart, GradientCompression
+from stratagem.worker.reduction.compress_interface import FullBucket, GradientCompression
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Arena
 
@@ -23,24 +23,14 @@ class CastCompression(GradientCompression):
         self._dtype = dtype
         self._arenas: dict[int, Arena] = {}
 
-    def reduce(
-        self,
-        bucket: int,
-        parts: Sequence[BucketPart],
-        source: torch.Tensor,
-        result: torch.Tensor,
-        communicator: Communicator,
-        *,
-        again: bool,
-    ) -> None:
-        if bucket not in self._arenas:
-            self._arenas[bucket] = communicator.arena(source.numel() * self._dtype.itemsize)
-        half, total = (
-            memory.view(self._dtype) for memory in (self._arenas[bucket].source, self._arenas[bucket].result)
-        )
-        half.copy_(source)
+    def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
+        if bucket.index not in self._arenas:
+            self._arenas[bucket.index] = communicator.arena(bucket.source.numel() * self._dtype.itemsize)
+        arena = self._arenas[bucket.index]
+        half, total = arena.source.view(self._dtype), arena.result.view(self._dtype)
+        half.copy_(bucket.source)
         communicator.all_reduce(half, out=total)
-        result.copy_(total)
+        bucket.result.copy_(total)
 
     def commit(self, buckets: Iterable[int]) -> None:
         """Nothing to do: nothing is owed."""

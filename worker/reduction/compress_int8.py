@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback
+from stratagem.worker.reduction.compress_interface import ErrorFeedback, FullBucket
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.schedule import cut
 
@@ -33,17 +31,8 @@ class Int8Compression(ErrorFeedback):
             raise ConfigurationError(f"expected chunk_elements of at least 1, got {chunk_elements}")
         self._chunk = chunk_elements
 
-    def reduce(
-        self,
-        bucket: int,
-        parts: Sequence[BucketPart],
-        source: torch.Tensor,
-        result: torch.Tensor,
-        communicator: Communicator,
-        *,
-        again: bool,
-    ) -> None:
-        owed = self.owed(bucket, source, again)
+    def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
+        owed = self.owed(bucket)
         slices = cut(owed.numel(), communicator.size)
         sent = [self.encode(owed[start:stop]) for start, stop in slices]
         for (start, stop), message in zip(slices, sent, strict=True):
@@ -55,8 +44,8 @@ class Int8Compression(ErrorFeedback):
         mine = self.encode(total)
         owed[start:stop] += total - self.decode(mine, stop - start)
         for (start, stop), message in zip(slices, communicator.all_gather(mine), strict=True):
-            result[start:stop] = self.decode(message, stop - start)
-        self.residuals.put(bucket, owed)
+            bucket.result[start:stop] = self.decode(message, stop - start)
+        self.residuals.put(bucket.index, owed)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Flat float32 as bytes: the scales, then one byte for each element. NaN or Inf makes its whole chunk NaN."""

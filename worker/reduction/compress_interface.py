@@ -23,6 +23,21 @@ class BucketPart:
     shape: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class FullBucket:
+    """A bucket whose gradients have come."""
+
+    index: int
+    parts: Sequence[BucketPart]
+    """The gradients in it; elements between them are zeros."""
+    source: torch.Tensor
+    """Flat float32 in host memory, left as it is."""
+    result: torch.Tensor
+    """The same length; what lies between the parts is nobody's."""
+    again: bool = False
+    """This backward adds to the gradients of an earlier one, so it goes on from the state that left aside."""
+
+
 class GradientCompression(abc.ABC):
     """Reduces float32 buckets with fewer bytes than an all-reduce. Every rank ends with identical bits.
 
@@ -33,25 +48,12 @@ class GradientCompression(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def reduce(
-        self,
-        bucket: int,
-        parts: Sequence[BucketPart],
-        source: torch.Tensor,
-        result: torch.Tensor,
-        communicator: Communicator,
-        *,
-        again: bool,
-    ) -> None:
-        """Writes the sum of all ranks' ``source`` into ``result``, as well as it can.
+    def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
+        """Writes the sum of all ranks' sources into the bucket's result, as well as it can.
 
         Args:
-            bucket: its index.
-            parts: the gradients in it; elements between them are zeros.
-            source: flat float32 in host memory, left as it is.
-            result: the same length; what lies between the parts is nobody's.
+            bucket: the same one on every rank.
             communicator: whose thread this is.
-            again: this backward adds to the gradients of an earlier one, so it goes on from the state that left aside.
         """
 
     @abc.abstractmethod
@@ -101,9 +103,9 @@ class ErrorFeedback(GradientCompression):
     def __init__(self) -> None:
         self.residuals: Committed[torch.Tensor] = Committed()
 
-    def owed(self, bucket: int, source: torch.Tensor, again: bool) -> torch.Tensor:
-        """``source`` plus the residual, in new memory."""
-        return source + self.residuals.get(bucket, again, lambda: torch.zeros_like(source))
+    def owed(self, bucket: FullBucket) -> torch.Tensor:
+        """The source plus the residual, in new memory."""
+        return bucket.source + self.residuals.get(bucket.index, bucket.again, lambda: torch.zeros_like(bucket.source))
 
     def commit(self, buckets: Iterable[int]) -> None:
         self.residuals.commit(buckets)

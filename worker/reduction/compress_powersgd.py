@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.compress_interface import BucketPart, Committed, ErrorFeedback
+from stratagem.worker.reduction.compress_interface import BucketPart, Committed, ErrorFeedback, FullBucket
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -37,22 +37,13 @@ class PowerSGDCompression(ErrorFeedback):
         self._seed = seed
         self._factors: Committed[list[torch.Tensor]] = Committed()
 
-    def reduce(
-        self,
-        bucket: int,
-        parts: Sequence[BucketPart],
-        source: torch.Tensor,
-        result: torch.Tensor,
-        communicator: Communicator,
-        *,
-        again: bool,
-    ) -> None:
-        owed = self.owed(bucket, source, again)
-        low = [part for part in parts if self._pays(part.shape)]
-        whole = [part for part in parts if not self._pays(part.shape)]
+    def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
+        owed = self.owed(bucket)
+        low = [part for part in bucket.parts if self._pays(part.shape)]
+        whole = [part for part in bucket.parts if not self._pays(part.shape)]
         matrices = [_matrix(owed, part) for part in low]
-        first = [self._first(bucket, at, matrix.shape[1]) for at, matrix in enumerate(matrices)]
-        warm = self._factors.get(bucket, again, lambda: first)
+        first = [self._first(bucket.index, at, matrix.shape[1]) for at, matrix in enumerate(matrices)]
+        warm = self._factors.get(bucket.index, bucket.again, lambda: first)
         right = [_revived(factor, fresh) for factor, fresh in zip(warm, first, strict=True)]
 
         lefts = [matrix @ factor for matrix, factor in zip(matrices, right, strict=True)]
@@ -62,13 +53,13 @@ class PowerSGDCompression(ErrorFeedback):
         sums = _all_reduce(communicator, own)
 
         for part, total in zip(whole, wholes_sum, strict=False):
-            _flat(result, part).copy_(total)
+            _flat(bucket.result, part).copy_(total)
             _flat(owed, part).zero_()
         for part, matrix, left, mine, total in zip(low, matrices, lefts, own, sums, strict=True):
-            torch.mm(left, total.t(), out=_matrix(result, part))
+            torch.mm(left, total.t(), out=_matrix(bucket.result, part))
             matrix.sub_(left @ mine.t())
-        self.residuals.put(bucket, owed)
-        self._factors.put(bucket, sums)
+        self.residuals.put(bucket.index, owed)
+        self._factors.put(bucket.index, sums)
 
     def commit(self, buckets: Iterable[int]) -> None:
         stepped = list(buckets)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback
+from stratagem.worker.reduction.compress_interface import ErrorFeedback, FullBucket
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -28,23 +26,14 @@ class TopKCompression(ErrorFeedback):
             raise ConfigurationError(f"expected a ratio above 0 and at most 1, got {ratio!r}")
         self._ratio = ratio
 
-    def reduce(
-        self,
-        bucket: int,
-        parts: Sequence[BucketPart],
-        source: torch.Tensor,
-        result: torch.Tensor,
-        communicator: Communicator,
-        *,
-        again: bool,
-    ) -> None:
-        owed = self.owed(bucket, source, again)
+    def reduce(self, bucket: FullBucket, communicator: Communicator) -> None:
+        owed = self.owed(bucket)
         count = min(owed.numel(), max(1, round(owed.numel() * self._ratio)))
         chosen = owed.abs().topk(count, sorted=False).indices  # NaN counts as largest, so it is never left out
         message = torch.cat([chosen.to(torch.int32), owed[chosen].view(torch.int32)])
         owed[chosen] = 0.0
-        result.zero_()
+        bucket.result.zero_()
         for theirs in communicator.all_gather(message):
             indices, values = theirs.view(2, -1)
-            result.index_add_(0, indices, values.view(torch.float32))
-        self.residuals.put(bucket, owed)
+            bucket.result.index_add_(0, indices, values.view(torch.float32))
+        self.residuals.put(bucket.index, owed)

@@ -34,7 +34,7 @@ class Area(Protocol):
     def after_reduce(self) -> None:
         """The host result is complete. Called in the communicator's thread."""
 
-    def settle(self) -> None:
+    def show(self) -> None:
         """Makes the result visible to the caller's stream. Called in the thread of backward."""
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class HostArea:
     def after_reduce(self) -> None:
         """Nothing to do: the result is where the group wrote."""
 
-    def settle(self) -> None:
+    def show(self) -> None:
         """Nothing to do: the host has no streams."""
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class CudaArea:
             self.result.copy_(self._host_result, non_blocking=True)
             self._on_device.record(self._side)
 
-    def settle(self) -> None:
+    def show(self) -> None:
         torch.cuda.current_stream(self.result.device).wait_event(self._on_device)
 
     def close(self) -> None:

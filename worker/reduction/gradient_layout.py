@@ -38,6 +38,8 @@ class GradientLayout:
         communicator: gives the arena.
         first_bytes: limit of the first bucket of each group.
         bucket_bytes: limit of the others.
+        in_place: reduce where the gradients lie, which takes half the memory. Where any rank has CUDA devices, all keep
+            two regions.
 
     Raises:
         ConfigurationError: a dtype that cannot be reduced, or parameters that differ between ranks.
@@ -50,8 +52,9 @@ class GradientLayout:
         communicator: Communicator,
         first_bytes: int,
         bucket_bytes: int,
+        in_place: bool = False,
     ) -> None:
-        _check_same(slots, groups, communicator)
+        any_cuda = _check_same(slots, groups, communicator)
         self.buckets: list[PlacedBucket] = []
         """In the order in which they leave."""
         self._release: Callable[[], None] | None = None
@@ -61,8 +64,9 @@ class GradientLayout:
             sizes = [ParameterSize(m.parameter.numel(), m.parameter.dtype, m.parameter.device) for m in members]
             for bucket in cut_buckets(sizes, first_bytes, bucket_bytes):
                 plan.append((group, [members[index] for index in bucket.parameters], bucket))
-        arena = communicator.arena(max(ALIGNMENT, sum(bucket.num_bytes for _, _, bucket in plan)))
         cuda = next((bucket.device for _, _, bucket in plan if bucket.device.type == "cuda"), None)
+        num_bytes = max(ALIGNMENT, sum(bucket.num_bytes for _, _, bucket in plan))
+        arena = communicator.arena(num_bytes, in_place and not any_cuda)
         if cuda is not None:
             arena, self._release = page_locked(arena, cuda)
         arena.source.zero_()
@@ -101,12 +105,17 @@ def check_reducible(parameter: torch.nn.Parameter) -> None:
         )
 
 
-def _check_same(slots: Sequence[ParameterGradient], groups: Sequence[int], communicator: Communicator) -> None:
-    """Makes sure that all ranks have the same parameters, and says which one differs."""
+def _check_same(slots: Sequence[ParameterGradient], groups: Sequence[int], communicator: Communicator) -> bool:
+    """Makes sure that all ranks have the same parameters, and says which one differs.
+
+    Returns:
+        Whether any rank has some on a CUDA device.
+    """
+    cuda = any(slot.parameter.is_cuda for slot in slots)
     mine = [_describe(slot, group) for slot, group in zip(slots, groups, strict=True)]
     sums = torch.tensor([zlib.crc32(text.encode()) for text in mine], dtype=torch.int64)
-    every = communicator.all_gather(sums)
-    for rank, theirs in enumerate(every):
+    gathered = communicator.all_gather(torch.cat([sums, torch.tensor([int(cuda)])]))
+    for rank, theirs in enumerate(each[:-1] for each in gathered):
         if torch.equal(sums, theirs):
             continue
         same = min(len(sums), len(theirs))
@@ -116,6 +125,7 @@ def _check_same(slots: Sequence[ParameterGradient], groups: Sequence[int], commu
             f"expected the same trainable parameters on every rank, but rank {communicator.rank} has {len(sums)} and "
             f"rank {rank} has {len(theirs)}; number {at} differs, on rank {communicator.rank} it is {here}"
         )
+    return any(int(each[-1]) for each in gathered)
 
 
 def _describe(slot: ParameterGradient, group: int) -> str:

@@ -30,6 +30,8 @@ class ParameterGradient:
         """Whether ``p.grad`` is put aside; the rest of the attributes below has a meaning only then."""
         self.fired = False
         """Whether this backward has brought a gradient."""
+        self.spent = False
+        """Whether this backward has written where pending gradients lie."""
         self.stash: torch.Tensor | None = None
         """What the reduced gradient is added to."""
         self._before: torch.Tensor | None = None
@@ -42,7 +44,7 @@ class ParameterGradient:
             self.stash = self._before = self.parameter.grad
             self.parameter.grad = None
 
-    def settle(self) -> None:
+    def begin(self) -> None:
         """Finds out what has become of pending gradients since the last backward."""
         self.take()
         if self._before is None:
@@ -67,9 +69,14 @@ class ParameterGradient:
         self._reset()
 
     def restore(self) -> None:
-        """Ends a backward that failed, or that was a ``torch.autograd.grad`` and none of ours."""
+        """Ends a backward that failed, or that was a ``torch.autograd.grad`` and none of ours.
+
+        Pending gradients that it has added to or reduced are gone: ``p.grad`` is what there was before them.
+        """
         if self.taken:
             self.parameter.grad = self._before
+            if self.spent:
+                self.parameter.grad, self.pending, self._held = self._held, False, None
             self._reset()
 
     def close(self) -> None:
@@ -79,11 +86,12 @@ class ParameterGradient:
         self.handles.clear()
 
     def _reset(self) -> None:
-        self.taken = self.fired = False
+        self.taken = self.fired = self.spent = False
         self.stash = self._before = None
 
     def _count(self, weight: Weight) -> None:
         self.counted = weight.counts or ((self.pending or self.fired) and self.counted)
+        self.spent = self.pending
         self.fired = True
 
     def _adopt(self, grad: torch.Tensor) -> bool:
@@ -104,6 +112,7 @@ class DenseSlot(ParameterGradient):
 
     source: torch.Tensor
     result: torch.Tensor
+    """May be the source."""
 
     def place(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Gives the slot its flat regions of the bucket's source and result.
@@ -112,7 +121,8 @@ class DenseSlot(ParameterGradient):
         """
         shape, strides = self.parameter.shape, dense_strides(self.parameter)
         self.source = source.as_strided(shape, strides, source.storage_offset())
-        self.result = result.as_strided(shape, strides, result.storage_offset())
+        in_place = result.data_ptr() == source.data_ptr()
+        self.result = self.source if in_place else result.as_strided(shape, strides, result.storage_offset())
 
     @property
     def fits(self) -> bool:
@@ -128,6 +138,7 @@ class DenseSlot(ParameterGradient):
                 "declared dense: only parameters of nn.Embedding and nn.EmbeddingBag with sparse=True may be sparse"
             )
         delta = delta.detach()
+        self._protect()
         if self.pending or self.fired:
             if weight.scale:
                 self.source.add_(delta, alpha=weight.scale)
@@ -140,14 +151,19 @@ class DenseSlot(ParameterGradient):
     def fill(self) -> None:
         """Makes the region ready to be reduced: zeros where this rank has no gradient."""
         self.take()
+        self._protect()
+        self.spent = self.spent or (self.pending and self.source is self.result)
         if not (self.fired or self.pending):
             self.source.zero_()
             self.counted = False
 
-    def protect(self, start: int, stop: int) -> None:
-        """Copies the stash if it lies between two addresses, which are about to be written."""
+    def _protect(self) -> None:
+        """Copies the stash if it lies in the arena, which is about to be written."""
         stash = self.stash
-        if stash is not None and stash.layout is torch.strided and start <= stash.data_ptr() < stop:
+        if stash is None or stash.layout is not torch.strided:
+            return
+        arena = {memory.untyped_storage().data_ptr() for memory in (self.source, self.result)}
+        if stash.untyped_storage().data_ptr() in arena:
             self.stash = stash.detach().clone()
             if self._before is stash:
                 self._before = self.stash
@@ -167,11 +183,37 @@ class DenseSlot(ParameterGradient):
         return grad if self.stash is None else grad.add_(self.stash.detach())
 
 
-class SparseSlot(ParameterGradient):
-    """The gradient is a sparse tensor of rows. It is in no bucket: rows of all ranks are gathered."""
+class OwnSlot(ParameterGradient):
+    """The gradient is a tensor of its own, in no bucket."""
 
     _own: torch.Tensor | None = None
     _version = 0  # of _own, when it was last shown as p.grad
+
+    @torch.no_grad()
+    def add(self, delta: torch.Tensor, weight: Weight) -> None:
+        """Takes in ``weight`` times this backward's own gradient."""
+        own = delta.detach() * weight.scale if weight.scale else torch.zeros_like(delta)
+        self._own = self._own + own if self._own is not None and (self.pending or self.fired) else own
+        self._count(weight)
+
+    def _adopt(self, grad: torch.Tensor) -> bool:
+        changed = grad is not self._own or grad._version != self._version
+        self._own = grad.detach()
+        values = self._own.coalesce().values() if grad.layout is torch.sparse_coo else self._own
+        return changed and not bool(values.any())
+
+    def _local(self) -> torch.Tensor:
+        assert self._own is not None
+        self._version = self._own._version
+        return self._own
+
+    def _joined(self, reduced: torch.Tensor) -> torch.Tensor:
+        self._own = None
+        return reduced if self.stash is None else self.stash.detach() + reduced
+
+
+class SparseSlot(OwnSlot):
+    """The gradient is a sparse tensor of rows: those of all ranks are gathered."""
 
     def add(self, delta: torch.Tensor, weight: Weight) -> None:
         """Takes in ``weight`` times this backward's own gradient."""
@@ -180,10 +222,7 @@ class SparseSlot(ParameterGradient):
                 f"a parameter of shape {list(self.parameter.shape)} was declared sparse but got a dense gradient: "
                 "it is used outside of its embedding too (tied weights?); set sparse=False there"
             )
-        delta = delta.detach().coalesce()
-        own = delta * weight.scale if weight.scale else torch.zeros_like(delta)
-        self._own = self._own + own if self._own is not None and (self.pending or self.fired) else own
-        self._count(weight)
+        super().add(delta.detach().coalesce(), weight)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank contributes: indices (rows, sparse dims) and values (rows, dense dims); maybe of no rows."""
@@ -203,20 +242,6 @@ class SparseSlot(ParameterGradient):
             joined.div_(divisor)
         with torch.sparse.check_sparse_tensor_invariants(False):
             return torch.sparse_coo_tensor(torch.cat(indices).t(), joined, self.parameter.shape).coalesce()
-
-    def _adopt(self, grad: torch.Tensor) -> bool:
-        changed = grad is not self._own or grad._version != self._version
-        self._own = grad.detach()
-        return changed and not bool(self._own.coalesce().values().any())
-
-    def _local(self) -> torch.Tensor:
-        assert self._own is not None
-        self._version = self._own._version
-        return self._own
-
-    def _joined(self, reduced: torch.Tensor) -> torch.Tensor:
-        self._own = None
-        return reduced if self.stash is None else (self.stash.detach() + reduced)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -17,6 +17,9 @@ class Weight:
     """The rank's gradient is multiplied by it. 0: it is replaced by zeros, whatever it is (docs/protocol.md 20)."""
     numerator: float | None = None
     """When set, the sum over ranks is divided by the sum of all ranks' numerators."""
+    is_share: bool = False
+    """Whether the scales of all ranks make 1. If a rank is lost, those of the others do not, and what is left is
+    divided by their sum."""
 
     @property
     def counts(self) -> bool:
@@ -33,6 +36,10 @@ class WeightSum:
     """Backwards with a numerator."""
     num_without: int = 0
     """Backwards without one; empty shares belong to neither."""
+    share: float = 0.0
+    """Sum of the scales that are shares."""
+    num_shares: int = 0
+    """Backwards with a share, an empty one too."""
 
     def add(self, weight: Weight) -> None:
         """Takes in the weight of one more backward."""
@@ -41,3 +48,6 @@ class WeightSum:
             self.num_with += 1
         elif weight.counts:
             self.num_without += 1
+        if weight.is_share:
+            self.share += weight.scale
+            self.num_shares += 1

@@ -21,12 +21,13 @@ from stratagem.worker.preemption_request import PreemptionRequest, preemption
 from stratagem.worker.reduction.backward import Backward, BackwardReducer
 from stratagem.worker.reduction.backward_status import BackwardStatus, MergedStatus
 from stratagem.worker.reduction.buckets import BUCKET_BYTES, FIRST_BYTES
-from stratagem.worker.reduction.compress_interface import GradientCompression
+from stratagem.worker.reduction.compress_interface import FullBucket, GradientCompression
 from stratagem.worker.reduction.gradient_layout import GradientLayout, PlacedBucket, check_reducible
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.reduction.same_bits import SameBits
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.healing import Kept
 from stratagem.worker.step_meter import StepMeter
 
 __all__ = ["GradientReducer", "Weight"]
@@ -48,6 +49,8 @@ class GradientReducer(BackwardReducer["_Backward"]):
         bucket_bytes: limit of a bucket.
         first_bytes: limit of the first one.
         compression: of float32 buckets; a copy is taken, so its state is this reducer's own.
+        keep_sources: leave this rank's own gradients as they are until the next backward, for as much memory again as
+            the gradients take. With ``compression`` they always are.
         sparse: those of ``parameters`` whose gradients are sparse (embeddings with ``sparse=True``).
         groups: parameters that get gradients together, a collection for each model or optimizer; what is in none is a
             group too. A group that no rank's backward reaches costs nothing.
@@ -72,19 +75,20 @@ class GradientReducer(BackwardReducer["_Backward"]):
         bucket_bytes: int = BUCKET_BYTES,
         first_bytes: int = FIRST_BYTES,
         compression: GradientCompression | None = None,
+        keep_sources: bool = False,
         sparse: Collection[torch.nn.Parameter] = (),
         groups: Sequence[Collection[torch.nn.Parameter]] = (),
         early: bool = True,
         same_bits: SameBits | None = None,
         request: PreemptionRequest = preemption,
     ) -> None:
-        super().__init__(weight, _Backward)
+        super().__init__(weight, meter, _Backward)
         self._communicator = communicator
         self._request = request
         self._same_bits = same_bits
-        self._meter = meter
         self._bucket_bytes, self._first_bytes = bucket_bytes, first_bytes
         self._compression = copy.deepcopy(compression)
+        self._in_place = compression is None and not keep_sources
         self._early = early
         self._futures: list[concurrent.futures.Future[None]] = []
         self.buckets: list[PlacedBucket] = []
@@ -104,6 +108,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
             for index, parameter in enumerate(unique)
         ]
         self._layout: GradientLayout | None = None
+        self._generation = communicator.generation
         self._lay_out()
 
     # -- what a strategy calls --------------------------------------------------------------------------------
@@ -142,6 +147,13 @@ class GradientReducer(BackwardReducer["_Backward"]):
     # -- memory ------------------------------------------------------------------------------------------------
 
     def _is_stale(self) -> bool:
+        healing = self._communicator.healing
+        if (
+            healing is not None
+            and self._generation != self._communicator.generation  # its memory is no more the group's
+            and self._communicator.step >= healing.placements[-1].first_step  # on all ranks in the same step
+        ):
+            return True
         return any(
             slot.parameter.requires_grad if not slot.handles else isinstance(slot, DenseSlot) and not slot.fits
             for slot in self._slots
@@ -150,6 +162,11 @@ class GradientReducer(BackwardReducer["_Backward"]):
     def _lay_out(self) -> None:
         """Gives every parameter that needs gradients its hooks and its place. Collective."""
         self._drain()
+        if self._generation != self._communicator.generation:  # a newcomer has no past
+            self._generation, self._num_reduced = self._communicator.generation, 0
+            self._follow = [set() for _ in self._follow]
+            if self._same_bits is not None:
+                self._same_bits.begin_anew()
         if self._layout is not None:
             self._layout.close()
         if self._compression is not None:
@@ -159,7 +176,9 @@ class GradientReducer(BackwardReducer["_Backward"]):
                 self._attach(slot)
         attached = [slot for slot in self._slots if slot.handles]
         groups = [self._groups[slot.index] for slot in attached]
-        self._layout = GradientLayout(attached, groups, self._communicator, self._first_bytes, self._bucket_bytes)
+        self._layout = GradientLayout(
+            attached, groups, self._communicator, self._first_bytes, self._bucket_bytes, self._in_place
+        )
         self.buckets = self._layout.buckets
 
     def _attach(self, slot: DenseSlot | SparseSlot) -> None:
@@ -178,6 +197,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
         self._drain()
         self.refresh()
         super()._begin(backward, first)
+        backward.generation = self._communicator.generation
         backward.group = self._groups[first.index]
         backward.num_missing = [len(bucket.slots) for bucket in self.buckets]
         if self._early:
@@ -196,20 +216,23 @@ class GradientReducer(BackwardReducer["_Backward"]):
             self._launch(backward, backward.waiting.pop(0))
 
     def _launch(self, backward: _Backward, bucket: PlacedBucket) -> None:
-        result = bucket.area.result
         for slot in bucket.slots:
             slot.fill()
-            slot.protect(result.data_ptr(), result.data_ptr() + result.nbytes)
         again = any(slot.stash is not None for slot in bucket.slots)
         bucket.area.seal()
         backward.launched.append(bucket)
+        if backward.generation == self._communicator.generation:  # else all are reduced once more, at the end
+            self._submit(bucket, again)
+
+    def _submit(self, bucket: PlacedBucket, again: bool) -> None:
         self._futures.append(self._communicator.submit(functools.partial(self._reduce, bucket, again)))
 
     def _reduce(self, bucket: PlacedBucket, again: bool) -> None:
         """Runs in the communicator's thread."""
         source, result = bucket.area.before_reduce(), bucket.area.host_result()
         if self._compression is not None and source.dtype == torch.float32:
-            self._compression.reduce(bucket.index, bucket.parts, source, result, self._communicator, again=again)
+            full = FullBucket(bucket.index, bucket.parts, source, result, again)
+            self._compression.reduce(full, self._communicator)
         else:
             self._communicator.all_reduce(source, out=result)
         bucket.area.after_reduce()
@@ -218,25 +241,25 @@ class GradientReducer(BackwardReducer["_Backward"]):
         self.num_early = len(backward.launched)
         for bucket in backward.waiting:
             self._launch(backward, bucket)
-        tail, total = self._submit_tail(backward)
         with self._meter.exposed("the gradients of the other ranks"):
-            self._futures[-1].result()
-            merged = tail.decode(total, self._communicator.size)
-            if not merged.is_alike and self._same_bits is not None:
-                self._same_bits.raise_difference(self._communicator)
-            if merged.wants_end:
-                self._request.hear()
-            for bucket in self.buckets:
-                if bucket not in backward.launched and any(merged.present[slot.index] for slot in bucket.slots):
-                    self._launch(backward, bucket)
-            for future in self._futures:
-                future.result()
-            sparse = {slot.index: self._gather(slot, merged) for slot in self._slots if isinstance(slot, SparseSlot)}
+            try:
+                merged, sparse = self._communicator.atomic(
+                    functools.partial(self._exchange, backward),
+                    functools.partial(self._pack, backward),
+                    functools.partial(self._take_over, backward),
+                    is_training=True,
+                )
+            finally:
+                self._num_reduced += 1
+        if merged.wants_end:
+            self._request.hear()
+        if merged.sees_newcomer and self._communicator.healing is not None:
+            self._communicator.healing.is_due = True
         self._futures.clear()
         reached = {bucket.group for bucket in self.buckets if any(merged.present[s.index] for s in bucket.slots)}
         self._follow[backward.group] = reached
         for bucket in backward.launched:
-            bucket.area.settle()
+            bucket.area.show()
             if merged.divisor:
                 bucket.area.result.div_(merged.divisor)
         for slot in self._slots:
@@ -247,25 +270,57 @@ class GradientReducer(BackwardReducer["_Backward"]):
             else:
                 slot.merge(slot.result if merged.present[slot.index] else None)
 
+    def _exchange(self, backward: _Backward) -> _Exchanged:
+        """The collectives that need all ranks, after a loss from the sources once more."""
+        if backward.generation != self._communicator.generation:
+            self._drain()
+            backward.generation = self._communicator.generation
+            for bucket in backward.launched:
+                self._submit(bucket, any(slot.stash is not None for slot in bucket.slots))
+        backward.status, backward.total = self._submit_status(backward)
+        self._futures[-1].result()
+        merged = backward.status.decode(backward.total, self._communicator.size)
+        if not merged.is_alike and self._same_bits is not None:
+            self._same_bits.raise_difference(self._communicator)
+        backward.is_short = True
+        for bucket in self.buckets:
+            if bucket not in backward.launched and any(merged.present[slot.index] for slot in bucket.slots):
+                backward.is_short = False
+                self._launch(backward, bucket)
+        for future in self._futures:
+            future.result()
+        sparse = {slot.index: self._gather(slot, merged) for slot in self._slots if isinstance(slot, SparseSlot)}
+        backward.is_short = backward.is_short and not sparse
+        return merged, sparse
+
+    def _pack(self, backward: _Backward, _: _Exchanged) -> Kept | None:
+        """What a rank lacks that has done all but the last collective: the status, if that came last."""
+        assert backward.total is not None
+        return Kept([self._communicator.size], backward.total.view(torch.uint8)) if backward.is_short else None
+
+    def _take_over(self, backward: _Backward, kept: Kept) -> _Exchanged:
+        assert backward.status is not None
+        return backward.status.decode(kept.data.clone().view(torch.float64), kept.lengths[0]), {}
+
     def _tell_failure(self, backward: _Backward) -> None:
         for bucket in backward.waiting:  # the other ranks wait for the rest of it
             self._launch(backward, bucket)
-        self._submit_tail(backward, failed=True)
+        self._submit_status(backward, failed=True)
+        self._num_reduced += 1
 
-    def _submit_tail(self, backward: _Backward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
+    def _submit_status(self, backward: _Backward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
         group = backward.group if self._early else 0
         asked = self._request.requested
         looked = (0, 0) if self._same_bits is None else self._same_bits.look()
-        tail = BackwardStatus(
-            self._present(), backward.weights, group, self._num_groups, self._num_reduced, failed, asked, *looked
-        )
-        self._num_reduced += 1
-        mine = tail.encode(self._communicator.rank, self._communicator.size)
+        healing = self._communicator.healing
+        told = (failed, asked, healing is not None and healing.sees_newcomer, *looked)
+        status = BackwardStatus(self._present(), backward.weights, group, self._num_groups, self._num_reduced, *told)
+        mine = status.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)
         self._futures.append(
             self._communicator.submit(lambda: _discard(self._communicator.all_reduce(mine, out=total)))
         )
-        return tail, total
+        return status, total
 
     def _gather(self, slot: SparseSlot, merged: MergedStatus) -> torch.Tensor | None:
         if not merged.present[slot.index]:
@@ -286,8 +341,19 @@ class _Backward(Backward):
     num_missing: list[int] = dataclasses.field(default_factory=list)
     """By bucket: parameters whose gradient has not come."""
     waiting: list[PlacedBucket] = dataclasses.field(default_factory=list)
-    """Buckets that leave before the tail, and have not yet."""
+    """Buckets that leave before the status, and have not yet."""
     launched: list[PlacedBucket] = dataclasses.field(default_factory=list)
+    generation: int = 0
+    """Of the communicator, when the buckets were reduced."""
+    status: BackwardStatus | None = None
+    total: torch.Tensor | None = None
+    """Of all ranks' tails."""
+    is_short: bool = False
+    """Whether the status was its last collective."""
+
+
+_Exchanged = tuple[MergedStatus, dict[int, torch.Tensor | None]]
+"""What all ranks know, and the gathered gradients of sparse parameters by index."""
 
 
 def _discard(_: torch.Tensor) -> None:

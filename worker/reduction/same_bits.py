@@ -45,9 +45,12 @@ class SameBits:
         self._names = names
         self._label = label
         self._optimizers = optimizers
-        self._index = self._offset = 0
-        self._num_looks = 0
+        self.begin_anew()
         self._settings: tuple[list[list[object]], int] = [], 0
+
+    def begin_anew(self) -> None:
+        """Goes round the weights from the start: those of other ranks do as well."""
+        self._index = self._offset = self._num_looks = 0
 
     def look(self) -> tuple[int, int]:
         """Checksums of the settings and of the next window of the weights; 0: nothing is said this time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -10,13 +10,15 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError, SegmentError
+from stratagem.measuring.flight import FLIGHT
 from stratagem.worker.ring.group import Arena, Group, Tag
+from stratagem.worker.ring.healing import KEPT_BYTES, Healing, Kept
 from stratagem.worker.ring.schedule import cut
 
 logger = logging.getLogger(__name__)
@@ -24,8 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a rank stands."""
 
     ordinal: int = 0
@@ -41,7 +42,12 @@ class Position:
     @property
     def tag(self) -> Tag:
         """What travels with every message of the collective."""
-        return Tag(self.ordinal, zlib.crc32(f"{self.step}/{self.what}".encode()))
+        return Tag(self.ordinal, _fingerprint(self.step, self.what))
+
+
+@functools.lru_cache(4096)
+def _fingerprint(step: int, what: str) -> int:
+    return zlib.crc32(f"{step}/{what}".encode())
 
 
 class Communicator:
@@ -53,10 +59,19 @@ class Communicator:
     Args:
         group: who takes part, and how bytes move.
         explain: turns an error of the group into the one that is raised: who is to blame, where everybody was.
+        healing: how the ring goes on after a loss; None: it does not.
     """
 
-    def __init__(self, group: Group, explain: Callable[[CollectiveError, Position], CollectiveError]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        explain: Callable[[CollectiveError, Position], CollectiveError],
+        healing: Healing | None = None,
+    ) -> None:
         self.group = group
+        self.healing = healing
+        self.generation = 0
+        """How often the group was replaced by one of other ranks."""
         self.step = 0
         """Step of the job, set by the strategy; ranks at different steps do not mix."""
         self.position = Position()
@@ -79,14 +94,15 @@ class Communicator:
         """Ranks in the group."""
         return self.group.size
 
-    def arena(self, num_bytes: int) -> Arena:
+    def arena(self, num_bytes: int, in_place: bool = False) -> Arena:
         """Memory in which :meth:`all_reduce` copies nothing, kept until the end of the job; where there is not enough
-        shared memory, memory of this process, and reducing it costs copies."""
+        shared memory, memory of this process, and reducing it costs copies. ``in_place``: the source is the result."""
+        what = f"arena of {num_bytes:,} bytes{', in place' * in_place}"
         try:
-            return self.collective(f"arena of {num_bytes:,} bytes", lambda tag: self.group.arena(num_bytes, tag))
+            return self.atomic(lambda: self.collective(what, lambda tag: self.group.arena(num_bytes, tag, in_place)))
         except SegmentError as error:  # on every rank alike
             logger.warning("reducing with copies: %s", error)
-            return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
+            return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM, out: torch.Tensor | None = None
@@ -108,9 +124,21 @@ class Communicator:
         target = result if _is_flat(result) else torch.empty_like(flat)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         what = f"all_reduce {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
-        self.collective(what, lambda tag: self.group.all_reduce(flat, target.view(-1), group_op, tag))
+        if self.healing is not None and flat.data_ptr() == target.data_ptr():
+            flat = flat.clone()  # it may have to be reduced again
+
+        def reduce() -> int:
+            size = self.size
+            self.collective(what, lambda tag: self.group.all_reduce(flat, target.view(-1), group_op, tag))
+            return size
+
+        def take_over(kept: Kept) -> int:
+            _bytes(target).copy_(kept.data)
+            return kept.lengths[0]
+
+        size = self.atomic(reduce, lambda size: Kept([size], _bytes(target)), take_over)
         if op is ReduceOp.MEAN:
-            target.div_(self.size)
+            target.div_(size)
         if target is not result:
             result.copy_(target.view(result.shape))
         return result
@@ -118,25 +146,36 @@ class Communicator:
     def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor:
         """This rank's slice of the flattened reduction: contiguous, the first ranks have one element more."""
         op, flat = ReduceOp(op), _flat(tensor)
-        start, stop = cut(flat.numel(), self.size)[self.rank]
-        out = torch.empty(stop - start, dtype=flat.dtype)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
         what = f"reduce_scatter {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
-        self.collective(what, lambda tag: self.group.reduce_scatter(flat, out, group_op, tag))
-        return (out.div_(self.size) if op is ReduceOp.MEAN else out).to(tensor.device)
+
+        def scatter() -> torch.Tensor:
+            start, stop = cut(flat.numel(), self.size)[self.rank]
+            out = torch.empty(stop - start, dtype=flat.dtype)
+            self.collective(what, lambda tag: self.group.reduce_scatter(flat, out, group_op, tag))
+            return out.div_(self.size) if op is ReduceOp.MEAN else out
+
+        return self.atomic(scatter).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order; the first dimension may differ between ranks, 0 included."""
         flat = _flat(tensor)
         mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
         rest = tensor.shape[1:]
         what = f"all_gather of {_name(tensor.dtype)} rows of {list(rest)}"
-        self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
-        lengths = [int(count) for count in rows]
-        outs = [torch.empty(count * math.prod(rest), dtype=flat.dtype) for count in lengths]
-        self.collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
-        shapes = [(count, *rest) if tensor.dim() else () for count in lengths]
+
+        def gather() -> list[torch.Tensor]:
+            rows = [torch.empty_like(mine) for _ in range(self.size)]
+            self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(mine, rows, tag))
+            outs = [torch.empty(int(count) * math.prod(rest), dtype=flat.dtype) for count in rows]
+            self.collective(what, lambda tag: self.group.all_gather(flat, outs, tag))
+            return outs
+
+        def take_over(kept: Kept) -> list[torch.Tensor]:
+            return list(kept.data.clone().view(flat.dtype).split(kept.lengths))
+
+        outs = self.atomic(gather, _kept, take_over)
+        shapes = [(out.numel() // max(1, math.prod(rest)), *rest) if tensor.dim() else () for out in outs]
         return [out.view(shape).to(tensor.device) for out, shape in zip(outs, shapes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -144,7 +183,13 @@ class Communicator:
         flat = _flat(tensor)
         buffer = flat if flat.data_ptr() != tensor.data_ptr() or tensor.requires_grad else tensor.view(-1)
         what = f"broadcast of {tensor.numel():,} {_name(tensor.dtype)} from rank {root}"
-        self.collective(what, lambda tag: self.group.broadcast(buffer, root, tag))
+        sender = "" if self.healing is None else self.healing.members[root]
+
+        def send() -> None:
+            place = root if self.healing is None else self.healing.rank_of(sender)
+            self.collective(what, lambda tag: self.group.broadcast(buffer, place, tag))
+
+        self.atomic(send)
         if buffer.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(buffer.view(tensor.shape))
@@ -171,7 +216,46 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self.collective("barrier", self.group.barrier)
+        self.atomic(self.confirm, lambda _: Kept([], torch.empty(0, dtype=torch.uint8)), lambda _: None)
+
+    def confirm(self) -> None:
+        """A barrier that is not made again after a loss: the last one of the job, or the end of larger ones."""
+        self.collective("barrier", lambda tag: self.group.barrier(tag))
+
+    def atomic(
+        self,
+        work: Callable[[], T],
+        pack: Callable[[T], Kept | None] = lambda _: None,
+        unpack: Callable[[Kept], T] | None = None,
+        is_training: bool = False,
+    ) -> T:
+        """Runs collectives that count on every rank or, if one is lost meanwhile, are made again by those who are left.
+
+        Args:
+            work: makes them. Its inputs stay as they are until it has returned; the number of ranks may change
+                from one attempt to the next.
+            pack: their result, if it is the same on every rank and small; None: all ranks meet once more.
+            unpack: the result, as another rank has packed it.
+            is_training: whether with them the examples of the step have counted.
+
+        Raises:
+            CollectiveError: see :meth:`all_reduce`.
+        """
+        if self.healing is None or getattr(self._in_queue, "here", False):
+            return work()
+        return self.healing.run(self, work, pack, unpack or _not_packed, is_training)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group has failed, and collectives with it."""
+        return self._error is not None
+
+    def renew(self, group: Group) -> None:
+        """Goes on with another group, after what was queued for the broken one has failed."""
+        self._thread.submit(lambda: None).result()
+        self.group.close("its ring has healed")
+        self.group, self._error, self.position = group, None, Position(0, self.step, "a new generation")
+        self.generation += 1
 
     def collective(self, what: str, run: Callable[[Tag], T]) -> T:
         """Runs ``run``, one operation of the group, as the next collective.
@@ -183,7 +267,7 @@ class Communicator:
         Raises:
             CollectiveError: see :meth:`all_reduce`.
         """
-        if not getattr(self._in_queue, "here", False) and self._num_queued:
+        if self._num_queued and not getattr(self._in_queue, "here", False):
             return self.submit(lambda: self.collective(what, run)).result()
         with self._turn:
             if self._error is not None:
@@ -191,9 +275,12 @@ class Communicator:
             self.position = Position(self.position.ordinal + 1, self.step, what)
             self._since = time.monotonic()
             try:
-                return run(self.position.tag)
+                with FLIGHT.happening("", self.position):
+                    return run(self.position.tag)
             except CollectiveError as error:
                 self._error = self._explain(error, self.position)
+                if self.healing is None:  # else those who are left may make it again
+                    FLIGHT.tell(logger)
                 raise self._error from None
 
     def waiting(self) -> tuple[int, str, float] | None:
@@ -222,6 +309,22 @@ class Communicator:
         finally:
             with self._counting:
                 self._num_queued -= 1
+
+
+def _kept(parts: Sequence[torch.Tensor]) -> Kept | None:
+    """Flat tensors of one dtype as one."""
+    if sum(part.nbytes for part in parts) > KEPT_BYTES:
+        return None
+    return Kept([part.numel() for part in parts], _bytes(torch.cat(list(parts))))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _not_packed(_: Kept) -> NoReturn:
+    raise AssertionError("what is not packed is confirmed, and nobody takes it over")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from stratagem.cluster.membership import Membership
 from stratagem.errors import CollectiveError, PeerUnavailableError
-from stratagem.rpc.generated import chief_pb2
 from stratagem.worker.ring.communicator import Position
 from stratagem.worker.ring.members import MembershipSource
 from stratagem.worker.ring.peers import Peers
@@ -21,7 +22,9 @@ ANSWER_S = 0.5
 CHIEF_S = 1.0
 """Seconds by which the chief may hear of a loss later than the peers do."""
 TELL_S = 3.0
-"""Seconds to wait until the other ranks have heard of a breakage."""
+"""Seconds to wait until the other ranks have heard of a failure."""
+LIVES_S = 5.0
+"""Seconds that a rank may take to say where it stands, while nothing has failed."""
 
 
 class FailureDiagnosis:
@@ -42,6 +45,9 @@ class FailureDiagnosis:
         self._explaining = False
         self.suspect: int | None = None
         """The rank on which this one waited when a collective failed here."""
+        self.waits: list[tuple[int | None, str]] = []
+        """What is waited for outside of the collectives, the oldest first: a rank (None: any), and what of it."""
+        self._lost_rank = ""
 
     @property
     def generation(self) -> int:
@@ -54,6 +60,32 @@ class FailureDiagnosis:
             self._changed.wait_for(lambda: self._reason or not self._explaining, timeout_s)
             return self._reason
 
+    @contextlib.contextmanager
+    def waiting_for(self, rank: int | None, what: str) -> Iterator[None]:
+        """Around a wait for a rank outside of the collectives: others who ask hear of it, and an error names the rank
+        that is behind it. The collectives go on."""
+        wait = (rank, what)
+        self.waits.append(wait)
+        try:
+            yield
+        except CollectiveError as error:
+            raise CollectiveError(self._find_cause(error), error.rank) from None
+        finally:
+            self.waits.remove(wait)
+
+    def answers(self, rank: int) -> bool:
+        """Whether a rank says where it stands."""
+        try:
+            return bool(self._peers.position(rank, LIVES_S).position)
+        except PeerUnavailableError:
+            return False
+
+    def end(self, reason: str) -> None:
+        """This rank ends. When that is because another one is gone, the others hear of it before they see this one's
+        lanes close, and take it for the one to blame."""
+        if self._lost_rank and not self._reason:
+            self._peers.abort(f"{reason}: {self._lost_rank}", TELL_S)
+
     def told(self, reason: str) -> None:
         """Somebody else found out."""
         with self._changed:
@@ -61,11 +93,11 @@ class FailureDiagnosis:
             self._changed.notify_all()
         self._close_group(reason)
 
-    def membership_changed(self, membership: chief_pb2.Membership) -> None:
+    def membership_changed(self, membership: Membership) -> None:
         """The chief says who lives; called at every change."""
         lost = self._peers.members.lost(membership)
         if lost and self._peers.rank not in lost:
-            self.told(self._lost(lost))
+            self.told(self.lost(lost))
 
     def explain(self, error: CollectiveError, position: Position) -> CollectiveError:
         """Finds out what is behind an error of the group, tells every rank, and returns the error to raise."""
@@ -96,23 +128,25 @@ class FailureDiagnosis:
             try:
                 reply = self._peers.position(suspect, ASK_S)
             except PeerUnavailableError:
-                return self.reason() or self._from_chief() or f"{task} is gone or does not answer ({error})"
+                self._lost_rank = f"{task} is gone or does not answer ({error})"
+                return self.reason() or self._from_chief() or self._lost_rank
             if reply.broken:
                 return reply.broken
-            if not reply.has_rank:
+            if reply.waiting_on is None:
                 return f"{task} is at {reply.position} and does not take part: {error}"
             if reply.waiting_on == self._peers.rank:
                 return f"{task} is at {reply.position} and waits for {self._session.task}: {error}"
-            suspect = int(reply.waiting_on)
+            suspect = reply.waiting_on
         return self._from_chief() or str(error)
 
     def _from_chief(self) -> str:
         """What the chief knows; it may hear of a loss a moment later than the peers do."""
         members = self._peers.members
         if self._session.wait_membership(lambda now: bool(members.lost(now)), CHIEF_S):
-            return self._lost(members.lost(self._session.membership))
+            return self.lost(members.lost(self._session.membership))
         return ""
 
-    def _lost(self, ranks: list[int]) -> str:
+    def lost(self, ranks: list[int]) -> str:
+        """What is said of ranks that the chief has lost."""
         tasks = [self._peers.members.ranks[rank].task for rank in ranks]
         return f"{', '.join(tasks)} left the job or died"

@@ -7,16 +7,15 @@ over lanes), :mod:`stratagem.worker.ring.two_level_group` (both), :mod:`stratage
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
 
 
-@dataclasses.dataclass(frozen=True)
-class Tag:
+class Tag(NamedTuple):
     """Which collective a message belongs to (docs/protocol.md 19). Ranks that are not at the same tag must not mix."""
 
     ordinal: int
@@ -30,9 +29,15 @@ class Arena:
     """Memory in which this group reduces without copying. Both tensors are flat uint8 of the same length."""
 
     source: torch.Tensor
-    """The rank's own contribution; the group only reads it."""
+    """The rank's own contribution; the group only reads it, unless it is the result too."""
     result: torch.Tensor
     """Where reduced values appear."""
+
+    @classmethod
+    def of(cls, make: Callable[[], torch.Tensor], in_place: bool) -> Arena:
+        """One of memory that ``make`` gives: once, or twice to keep sources apart from results."""
+        source = make()
+        return cls(source, source if in_place else make())
 
 
 class Group(Protocol):
@@ -52,10 +57,13 @@ class Group(Protocol):
     """For the log line: "shm", "ring over tcp", …"""
     rank: int
     size: int
+    timeout_s: float
+    """Seconds that a peer may stand still in a collective. May be set between two."""
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory for all_reduce, kept until the group closes: a source and a result inside it, at equal offsets, are
-        reduced without copying. Any other tensors work too, and cost copies where the group needs some."""
+        reduced without copying. Any other tensors work too, and cost copies where the group needs some. ``in_place``:
+        source and result are the same memory, half as much."""
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         """``out[:] = op over ranks of source``; ``source`` is left as it is unless it is ``out``.

@@ -29,7 +29,8 @@ import dataclasses
 import functools
 import itertools
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.host_reduction import Reduction, empty
 from stratagem.worker.ring.host_scratch import Scratch
-from stratagem.worker.ring.host_signals import Signals
+from stratagem.worker.ring.host_signals import LONGEST_WAIT_S, Signals
 from stratagem.worker.ring.schedule import cut
 
 _SHORT_BYTES = 256 << 10
@@ -60,7 +61,7 @@ class _Shared:
     """What stands behind an arena."""
 
     segments: list[torch.Tensor]
-    """Every rank's, flat uint8: the source, and from ``result_start`` on the result."""
+    """Every rank's, flat uint8: the source, and from ``result_start`` on the result; 0: it is the source."""
     address: int
     """Where the own one is mapped."""
     num_bytes: int
@@ -68,7 +69,7 @@ class _Shared:
 
 
 class HostGroup:
-    """Ranks of one host (:class:`stratagem.worker.ring.group.Group`). Making one is collective, too.
+    """Implements :class:`stratagem.worker.ring.group.Group` for the ranks of one host. Making one is collective, too.
 
     Args:
         rank: this rank.
@@ -90,7 +91,9 @@ class HostGroup:
         self.size = size
         self._signals = Signals(rank, links, timeout_s)
         self._arenas: list[_Shared] = []
-        self._reductions = functools.lru_cache(_NUM_CACHED_PLANS)(self._make_reduction)
+        self._reductions = functools.lru_cache(_NUM_CACHED_PLANS)(
+            lambda op, dtype, max_elements: Reduction(op, dtype, size, max_elements)
+        )
         self._plans = functools.lru_cache(_NUM_CACHED_PLANS)(self._make_plan)
         try:
             with self._signals.collective(Tag(0, 0)):
@@ -99,13 +102,22 @@ class HostGroup:
             self._signals.close("it could not be set up")
             raise
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    @property
+    def timeout_s(self) -> float:
+        """See :class:`Group`."""
+        return self._signals.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._signals.timeout_s = min(seconds, LONGEST_WAIT_S)
+
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """See :meth:`Group.arena`.
 
         Raises:
             SegmentError: on every rank, when one has no memory to share; the group goes on working.
         """
-        shift = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES + _RESULT_SHIFT_BYTES
+        shift = 0 if in_place else -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES + _RESULT_SHIFT_BYTES
         with self._signals.collective(tag) as signals:
             segments = signals.share(shift + num_bytes)
         own = segments[self.rank]
@@ -114,7 +126,6 @@ class HostGroup:
             return Arena(own[:num_bytes], own[shift : shift + num_bytes])
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        """See :meth:`Group.all_reduce`."""
         with self._signals.collective(tag):
             self._reduce(source, out, op, None)
 
@@ -126,24 +137,28 @@ class HostGroup:
             self._reduce(source, out, op, root)
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        """See :meth:`Group.reduce_scatter`."""
         with self._signals.collective(tag):
             part = self._part_elements(self.size, source.dtype)
             slices = [source[start:stop] for start, stop in cut(source.numel(), self.size)]
             reduction = self._reductions(op, source.dtype, part)
+            is_inside = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            stages_own = self.rank >= 2 and is_inside  # a reduction may be written over its first two sources only
 
             def write(k: int) -> None:
                 for rank, piece in enumerate(slices):
-                    self._stage(rank, part, piece[k * part : (k + 1) * part])
+                    if rank != self.rank or stages_own:
+                        self._stage(rank, part, piece[k * part : (k + 1) * part])
 
             def read(k: int) -> None:
                 into = out[k * part : (k + 1) * part]
-                reduction(self._staged(self.rank, part, into.numel(), source.dtype), into)
+                parts = self._staged(self.rank, part, into.numel(), source.dtype)
+                if not stages_own:
+                    parts[self.rank] = slices[self.rank][k * part : (k + 1) * part]
+                reduction(parts, into)
 
             self._rounds(-(-slices[0].numel() // part), write, read)
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        """See :meth:`Group.all_gather`."""
         with self._signals.collective(tag):
             part = self._part_elements(1, source.dtype)
 
@@ -151,7 +166,7 @@ class HostGroup:
                 self._stage(0, part, source[k * part : (k + 1) * part])
 
             def read(k: int) -> None:
-                for rank, out in enumerate(outs):
+                for rank, out in self._others(source, outs, k, part):
                     self._fetch(rank, 0, part, out[k * part : (k + 1) * part])
 
             self._rounds(-(-max(out.numel() for out in outs) // part), write, read)
@@ -181,27 +196,25 @@ class HostGroup:
             self._rounds(-(-buffer.numel() // part), write, read)
 
     def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        """See :meth:`Group.all_to_all`."""
         with self._signals.collective(tag):
             part = self._part_elements(self.size, sources[0].dtype)
 
             def write(k: int) -> None:
                 for rank, source in enumerate(sources):
-                    self._stage(rank, part, source[k * part : (k + 1) * part])
+                    if rank != self.rank:
+                        self._stage(rank, part, source[k * part : (k + 1) * part])
 
             def read(k: int) -> None:
-                for rank, out in enumerate(outs):
+                for rank, out in self._others(sources[self.rank], outs, k, part):
                     self._fetch(rank, self.rank, part, out[k * part : (k + 1) * part])
 
             self._rounds(-(-max(source.numel() for source in sources) // part), write, read, agree=True)
 
     def barrier(self, tag: Tag) -> None:
-        """See :meth:`Group.barrier`."""
         with self._signals.collective(tag) as signals:
             signals.exchange(False)
 
     def waiting_on(self) -> int | None:
-        """See :meth:`Group.waiting_on`."""
         return self._signals.waiting_on
 
     def close(self, reason: str) -> None:
@@ -351,6 +364,12 @@ class HostGroup:
             start = place * part * values.itemsize
             self._scratch.view(self.rank, start, values.numel(), values.dtype).copy_(values)
 
+    def _others(self, own: torch.Tensor, outs: Sequence[torch.Tensor], k: int, part: int) -> Iterator[Any]:
+        """The peers, each with its result. First a rank keeps what is its own: it may lie where theirs will."""
+        if outs[self.rank].data_ptr() != own.data_ptr():
+            outs[self.rank][k * part : (k + 1) * part].copy_(own[k * part : (k + 1) * part])
+        return ((rank, out) for rank, out in enumerate(outs) if rank != self.rank)
+
     def _fetch(self, peer: int, place: int, part: int, into: torch.Tensor) -> None:
         """Reads a part of a rank's slot."""
         if into.numel():
@@ -378,6 +397,3 @@ class HostGroup:
                 if 0 <= result <= shared.num_bytes - num_bytes:
                     return number, start, result
         return 0, 0, 0
-
-    def _make_reduction(self, op: ReduceOp, dtype: torch.dtype, max_elements: int) -> Reduction:
-        return Reduction(op, dtype, self.size, max_elements)

@@ -1,9 +1,9 @@
 """Small messages between the ranks of one host: who stands where, who is ready, who is gone. No payload.
 
 One signal is 40 bytes on an AF_UNIX socket: the tag of the collective, the round within it, and three numbers. An
-exchange sends one to every peer and waits for one from each. Waiting is a blocking system call, never a spin; every
-peer's end of life wakes it. Whoever breaks a collective says why to every peer before it shuts the sockets, so that
-all ranks name the same culprit.
+exchange sends one to every peer and waits for one from each. Waiting is a blocking system call, after a short look
+where every rank has a core (:mod:`stratagem.rpc.spin`); every peer's end of life wakes it. Whoever breaks a collective
+says why to every peer before it shuts the sockets, so that all ranks name the same culprit.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from stratagem.errors import CollectiveError, SegmentError
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.segment import Segment, receive_descriptor
+from stratagem.rpc.spin import Spin
 from stratagem.worker.ring.group import Tag
 
 _SIGNAL = struct.Struct("=QIIQQQ")
@@ -32,7 +33,7 @@ _ABORT = 2**64 - 1
 text that follow."""
 _NOBODY = 2**32 - 1
 _MAX_TEXT_BYTES = 1000
-_LONGEST_WAIT_S = 2_000_000.0
+LONGEST_WAIT_S = 2_000_000.0
 """poll counts milliseconds in 31 bits."""
 
 
@@ -53,24 +54,21 @@ class Signals:
         """What each peer sent that did not send the same numbers as this rank in the last exchange."""
         self._links = dict(sorted(links.items()))
         self._descriptors = {peer: link.fileno() for peer, link in self._links.items()}
-        self._timeout_s = min(timeout_s, _LONGEST_WAIT_S)
+        self.timeout_s = min(timeout_s, LONGEST_WAIT_S)
         self._failure: tuple[str, int | None] | None = None
         self._failing = threading.Lock()
         self._turn = threading.RLock()
         self._tag = Tag(0, 0)
         self._round = 0
         self._buffer = bytearray(_SIZE)
-        interval = struct.pack("@ll", *divmod(max(1, int(self._timeout_s * 1e6)), 1_000_000))
+        interval = struct.pack("@ll", *divmod(max(1, int(self.timeout_s * 1e6)), 1_000_000))
         for link in self._links.values():
             link.setblocking(True)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
             close_in_children(link)
-        self._watches = {
-            (more, peer): self._watch(peer, more) if self._others(peer, more) else None
-            for more in (False, True)
-            for peer in self._links
-        }
+        self._watches = {(more, peer): self._watch(peer, more) for more in (False, True) for peer in self._links}
+        self._spin = Spin() if len(links) < len(os.sched_getaffinity(0)) else None
 
     def _others(self, awaited: int, more: bool) -> list[int]:
         """Whose end has to be noticed while ``awaited``'s signal is to come.
@@ -205,17 +203,16 @@ class Signals:
     def _wait(self, peer: int, more: bool) -> None:
         """Returns when something can be read from ``peer``, or its socket is shut."""
         watch = self._watches[more, peer]
-        if watch is None:
-            return  # the read itself waits
         awaited = self._descriptors[peer]
+        events = self._spin.poll(watch) if self._spin is not None else []
         while True:
-            events = watch.poll(self._timeout_s * 1000)
+            events = events or watch.poll(self.timeout_s * 1000)
             if not events:
                 raise self._lost(peer, BlockingIOError())
             ended = {descriptor for descriptor, _ in events}
             if awaited in ended:
                 return
-            watch = self._watch(peer, more)
+            events, watch = [], self._watch(peer, more)
             for other, descriptor in self._descriptors.items():
                 if descriptor in ended:
                     if more or not self._has_signalled(other):
@@ -295,8 +292,8 @@ class Signals:
             return self._error()
         if isinstance(error, BlockingIOError):
             return self._failed(
-                f"rank {peer} stood still for {self._timeout_s:g} s while rank {self.rank} waited for it in collective "
-                f"{self._tag.ordinal}",
+                f"rank {peer} stood still beyond the timeout of {self.timeout_s:g} s while rank {self.rank} waited for "
+                f"it in collective {self._tag.ordinal}",
                 peer,
             )
         try:  # what it said before it shut the socket

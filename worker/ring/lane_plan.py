@@ -9,6 +9,8 @@ from typing import Literal
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions, Transport
 from stratagem.errors import ConfigurationError
 
+PairLane = Literal["grpc", "tcp", "shm"]
+"""What two ranks may have between them; whoever receives takes shm for tcp and the other way round."""
 RingLane = Literal["grpc", "tcp"]
 
 
@@ -17,9 +19,17 @@ class RankInfo:
     """One rank, by its own words."""
 
     task: str
-    place: str
+    place: str = ""
     """Equal places may share memory; opening the lane proves it."""
-    cuda: bool
+    cuda: bool = False
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Choices that have to be the same everywhere."""
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Lanes that it could not open since the round before, with the reason."""
+    store_address: str = ""
+    """host:port for a torch.distributed store; rank 0 only."""
+    chunk_bytes: int = 0
+    """What the ring has chosen by trying it out; 0: nothing, or this is a newcomer."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from stratagem.errors import CollectiveError, StratagemError
-from stratagem.rpc.generated import frame_pb2
+from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.worker.ring.group import Tag
 
@@ -34,7 +34,7 @@ class Neighbours:
         """The neighbour that this rank waits for at this moment."""
         self._right_lane = right
         self._left_lane = left
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._error: CollectiveError | None = None
         self._breaking = threading.Lock()
 
@@ -48,7 +48,7 @@ class Neighbours:
         assert self._right_lane is not None
         try:
             self._right_lane.send(
-                frame_pb2.COLLECTIVE, tag.ordinal, tag.fingerprint, offset, lambda: (part,), part.numel()
+                FrameKind.COLLECTIVE, tag.ordinal, tag.fingerprint, offset, lambda: (part,), part.numel()
             )
         except StratagemError as error:
             raise self._blame(self.right, tag, error) from None
@@ -62,7 +62,7 @@ class Neighbours:
         assert self._left_lane is not None
         self.waiting_on = self.left
         try:
-            frame = self._left_lane.receive(0, time.monotonic() + self._timeout_s, into)
+            frame = self._left_lane.receive(0, time.monotonic() + self.timeout_s, into)
         except StratagemError as error:
             raise self._blame(self.left, tag, error) from None
         finally:
@@ -75,7 +75,7 @@ class Neighbours:
             or frame.offset != offset
             or tensor.numel() != num_elements
             or (num_elements and tensor.dtype != into.dtype)
-            or frame.kind != frame_pb2.COLLECTIVE
+            or frame.kind != FrameKind.COLLECTIVE
         ):
             expected = _told(tag.ordinal, tag.fingerprint, offset, into)
             got = _told(frame.transfer, frame.group, frame.offset, tensor)
@@ -99,7 +99,7 @@ class Neighbours:
             return
         self.waiting_on = self.right
         try:
-            self._right_lane.flush(time.monotonic() + self._timeout_s)
+            self._right_lane.flush(time.monotonic() + self.timeout_s)
         except StratagemError as error:
             raise self._blame(self.right, tag, error) from None
         finally:

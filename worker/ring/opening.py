@@ -5,36 +5,32 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Sequence
-from typing import Literal
 
-from stratagem.rpc.generated import lane_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
-from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.lane import ReceivingLane, SendingLane
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
-from stratagem.worker.ring.lane_plan import RingLane
+from stratagem.worker.ring.lane_plan import PairLane, RingLane
 from stratagem.worker.ring.peers import Peers
-from stratagem.worker.ring.ring_service import RingService, Visitor
-
-PairLane = Literal["grpc", "tcp", "shm"]
-"""What two ranks may have between them; whoever receives takes shm for tcp and the other way round."""
+from stratagem.worker.ring.ring_service import PeerKey, RingService
 
 
 class Opener:
     """Lanes of one generation.
 
     Args:
-        entrance: lets the others in.
+        ring_service: lets the others in.
         peers: lets this worker in at the others.
         meter: counts bytes.
         deadline: ``time.monotonic()`` seconds.
     """
 
-    def __init__(self, entrance: RingService, peers: Peers, meter: BytesMeter, deadline: float) -> None:
+    def __init__(self, ring_service: RingService, peers: Peers, meter: BytesMeter, deadline: float) -> None:
         self.undo = contextlib.ExitStack()
         """Frees what was opened beyond the lanes themselves."""
-        self._entrance = entrance
+        self._ring_service = ring_service
         self._peers = peers
         self._meter = meter
         self._deadline = deadline
@@ -49,11 +45,11 @@ class Opener:
         try:
             for place, rank in enumerate(ranks):
                 if rank > self._peers.rank:
-                    ticket = self._peers.open_lane(rank, lane_pb2.SHM, purpose)
+                    ticket = self._peers.open_lane(rank, "shm", purpose)
                     opened[place] = self._peers.connect_lane(rank, ticket, self._deadline)
             for place, rank in enumerate(ranks):
                 if rank < self._peers.rank:
-                    opened[place] = self._entrance.listener.wait(self._visitor(rank, purpose), self._deadline)
+                    opened[place] = self._ring_service.listener.wait(self._peer_key(rank, purpose), self._deadline)
         except BaseException:
             for sock in opened.values():
                 sock.close()
@@ -95,16 +91,15 @@ class Opener:
             SegmentError: there is no memory to share.
         """
         peer = self._peers.members.ranks[rank]
+        ticket = self._peers.open_lane(rank, lane, purpose)
         if lane == "grpc":
-            ticket = self._peers.open_lane(rank, lane_pb2.GRPC, purpose)
             channel = self._peers.connect(rank)
             self.undo.callback(channel.close)
             return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", ticket.token),), peer.task, self._meter)
-        ticket = self._peers.open_lane(rank, lane_pb2.TCP if lane == "tcp" else lane_pb2.SHM, purpose)
         sock = self._peers.connect_lane(rank, ticket, self._deadline)
         if lane == "tcp":
             return TcpSender(sock, peer.task, self._meter)
-        return ShmSender(sock, peer.task, self._meter, lambda: self._entrance.max_inbox_bytes)
+        return ShmSender(sock, peer.task, self._meter, lambda: self._ring_service.max_inbox_bytes)
 
     def receiver(self, rank: int, lane: PairLane, purpose: str) -> ReceivingLane:
         """The lane that another rank's :meth:`sender` of the same purpose opens.
@@ -112,14 +107,14 @@ class Opener:
         Raises:
             PeerUnavailableError: it does not come in time.
         """
-        visitor = self._visitor(rank, purpose)
+        peer_key = self._peer_key(rank, purpose)
         if lane == "grpc":
-            return self._entrance.wait_grpc(visitor, self._deadline)
-        sock = self._entrance.listener.wait(visitor, self._deadline)
+            return self._ring_service.wait_grpc(peer_key, self._deadline)
+        sock = self._ring_service.listener.wait(peer_key, self._deadline)
         if sock.family == socket.AF_UNIX:
-            return ShmReceiver(sock, visitor[0], self._meter)
-        return TcpReceiver(sock, visitor[0], self._meter, self._entrance.max_inbox_bytes)
+            return ShmReceiver(sock, peer_key[0], self._meter)
+        return TcpReceiver(sock, peer_key[0], self._meter, self._ring_service.max_inbox_bytes, spins=True)
 
-    def _visitor(self, rank: int, purpose: str) -> Visitor:
+    def _peer_key(self, rank: int, purpose: str) -> PeerKey:
         peer = self._peers.members.ranks[rank]
         return peer.task, peer.incarnation, self._peers.members.generation, purpose

@@ -14,9 +14,12 @@ import grpc
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2_grpc
 from stratagem.rpc.lane_listener import LaneTicket, connect_lane
-from stratagem.worker.ring.members import Members, MembershipSource
+from stratagem.worker.ring import wire
+from stratagem.worker.ring.lane_plan import PairLane, RankInfo
+from stratagem.worker.ring.members import Members, MembershipSource, RankPosition
 
 PATIENCE_S = 5.0  # a meeting that waits for others is asked for again this often, to see changes of the cluster
 _Reply = TypeVar("_Reply")
@@ -67,9 +70,7 @@ class Peers:
         peer = self.members.ranks[rank]
         return connect_lane(ticket, peer.host, deadline, peer.task, self._session.security)
 
-    def meet(
-        self, meeting: int, description: worker_pb2.Description, deadline: float
-    ) -> Sequence[worker_pb2.Description]:
+    def meet(self, meeting: int, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
         """Meets every rank; returns what they said, in rank order.
 
         Raises:
@@ -77,14 +78,20 @@ class Peers:
             ClusterTimeoutError: somebody did not come before ``deadline`` (``time.monotonic()`` seconds).
         """
         request = worker_pb2.MeetRequest(
-            sender=self.sender, generation=self.members.generation, round=meeting, description=description
+            sender=self.sender,
+            generation=self.members.generation,
+            round=meeting,
+            description=to_message(worker_pb2.Description, info),
         )
         while True:
             self._session.raise_if_stopped()
-            if self.members.lost(self._session.membership):
+            membership = self._session.membership
+            is_over = membership.generation > self.members.generation and membership.min_workers
+            if is_over or self.members.lost(membership):  # the next generation will be of others
                 raise MembersChangedError
             try:
-                return self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S).descriptions
+                reply = self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S)
+                return [from_message(RankInfo, one) for one in reply.descriptions]
             except PeerUnavailableError:
                 if time.monotonic() > deadline:
                     raise ClusterTimeoutError(
@@ -94,25 +101,29 @@ class Peers:
                     ) from None
                 self._session.wait_stopped(0.1)
 
-    def open_lane(self, rank: int, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> LaneTicket:
+    def open_lane(self, rank: int, kind: PairLane, purpose: str) -> LaneTicket:
         """Asks a rank for a ticket in.
 
         Raises:
             PeerUnavailableError: it does not answer, or does not know this worker.
         """
         request = lane_pb2.OpenLaneRequest(
-            sender=self.sender, generation=self.members.generation, kind=kind, purpose=purpose
+            sender=self.sender,
+            generation=self.members.generation,
+            kind=lane_pb2.LaneKind.Value(kind.upper()),
+            purpose=purpose,
         )
         reply = self._call(rank, self.stub(rank).OpenLane, request, PATIENCE_S)
         return LaneTicket(reply.token, reply.port, reply.socket_name)
 
-    def position(self, rank: int, timeout_s: float) -> worker_pb2.GetPositionReply:
+    def position(self, rank: int, timeout_s: float) -> RankPosition:
         """Where a rank stands.
 
         Raises:
             PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
         """
-        return self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
+        reply = self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
+        return wire.position_from_proto(reply)
 
     def abort(self, reason: str, timeout_s: float) -> None:
         """Tells every other rank that the collectives are broken; whoever does not answer is not waited for longer."""

@@ -73,13 +73,22 @@ class RingGroup:
         self._memory: dict[str, torch.Tensor] = {}
         self._scratches: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
+    @property
+    def timeout_s(self) -> float:
+        """See :class:`Group`."""
+        return self._ring.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._ring.timeout_s = seconds
+
     def set_chunk_bytes(self, chunk_bytes: int) -> None:
         """Changes the largest payload of a message; every rank has to do it between the same two collectives."""
         self._chunk_bytes = chunk_bytes
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         self._ring.check()
-        return Arena(torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8))
+        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         self._ring.check()
@@ -184,9 +193,7 @@ class RingGroup:
             return
         every = self._scratch("chunk", self.size * num_elements, source.dtype).view(self.size, num_elements)
         every[self.rank].copy_(source)
-        for hop in range(self.size - 1):
-            self._ring.send(every[(self.rank - hop) % self.size], hop, tag)
-            self._ring.receive_into(every[(self.rank - hop - 1) % self.size], hop, tag)
+        self._pass_around(every, tag)
         _REDUCE[op](every[0], every[1], out=out)
         for other in every[2:]:
             _REDUCE[op](out, other, out=out)
@@ -249,10 +256,14 @@ class RingGroup:
         every[self.rank] = mine
         if self.size == 2:
             return every
+        self._pass_around(every, tag)
+        return every
+
+    def _pass_around(self, every: Sequence[torch.Tensor] | torch.Tensor, tag: Tag) -> None:
+        """Fills in the others' tensors; the own one is there."""
         for hop in range(self.size - 1):
             self._ring.send(every[(self.rank - hop) % self.size], hop, tag)
             self._ring.receive_into(every[(self.rank - hop - 1) % self.size], hop, tag)
-        return every
 
     def _rotate(self, block: torch.Tensor, received: torch.Tensor, tag: Tag) -> None:
         """Sends one tensor to the right while another one comes from the left."""
@@ -276,8 +287,9 @@ class RingGroup:
         if typed is None or typed.numel() < num_elements:
             num_bytes = num_elements * dtype.itemsize
             memory = self._memory.get(purpose)
-            if memory is None or memory.numel() < num_bytes:
-                self._scratches = {key: view for key, view in self._scratches.items() if key[0] != purpose}
-                memory = self._memory[purpose] = torch.empty(-(-num_bytes // 64) * 64, dtype=torch.uint8)
-            typed = self._scratches[purpose, dtype] = memory.view(dtype)
+            with torch.inference_mode(False):  # what is made in that mode could not be written outside of it
+                if memory is None or memory.numel() < num_bytes:
+                    self._scratches = {key: view for key, view in self._scratches.items() if key[0] != purpose}
+                    memory = self._memory[purpose] = torch.empty(-(-num_bytes // 64) * 64, dtype=torch.uint8)
+                typed = self._scratches[purpose, dtype] = memory.view(dtype)
         return typed[:num_elements]

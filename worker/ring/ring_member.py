@@ -2,70 +2,77 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
+from stratagem.cluster.membership import Membership
 from stratagem.errors import (
     CollectiveError,
     ConfigurationError,
-    FencedError,
-    JobStoppedError,
     PeerUnavailableError,
-    StratagemError,
 )
-from stratagem.rpc.generated import chief_pb2, worker_pb2
-from stratagem.rpc.host_id import place_of_this_process
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.host_id import own_host_id
+from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.worker.ring.building import DEFAULT_TIMEOUT_S, LaneFailedError, better, build, check_agreement
 from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
-from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
-from stratagem.worker.ring.group import Group, Tag
+from stratagem.worker.ring.group import Group
+from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
-from stratagem.worker.ring.members import MembershipSource, members_of
+from stratagem.worker.ring.members import Members, MembershipSource, members_of
 from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_service import RingService
-from stratagem.worker.ring.torch_group import TorchGroup, free_store_address
+from stratagem.worker.ring.torch_group import free_store_address
 from stratagem.worker.ring.two_level_group import TwoLevelGroup
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_S = 300.0
 OPEN_S = 15.0
 """Seconds that opening the lanes of one plan may take."""
-PROBE = Tag(0, 0)
-"""Marks the collective that tries a new group before anybody relies on it."""
-
-
-class _LaneFailedError(Exception):
-    def __init__(self, lane: str, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.lane = lane
+HEAR_S = 5.0
+"""Seconds in which a ring that heals waits for the chief to say who was lost, before it looks for another reason."""
+HEAL_S = 60.0
+"""Seconds to wait until there are enough workers for the next generation."""
 
 
 class RingMember:
     """What a worker holds of the ring.
 
     Args:
-        entrance: what the others ask of this worker.
+        ring_service: what the others ask of this worker.
         session: this worker's identity, and what the chief says.
         meter: counts payload bytes.
+        take_in: tells the chief which newcomers (task, incarnation) are ranks from now on, or (none) that this worker
+            waits to be one.
     """
 
-    def __init__(self, entrance: RingService, session: MembershipSource, meter: BytesMeter) -> None:
-        self.entrance = entrance
+    def __init__(
+        self,
+        ring_service: RingService,
+        session: MembershipSource,
+        meter: BytesMeter,
+        take_in: Callable[[Sequence[tuple[str, int]]], None] = lambda newcomers: None,
+    ) -> None:
+        self.ring_service = ring_service
         self._session = session
         self._meter = meter
+        self._take_in = take_in
         self._peers: Peers | None = None
         self._opener: Opener | None = None
+        self._device = torch.device("cpu")
+        self._options = CommunicationOptions()
+        self._chunk_bytes = 0
+        """What the ring has found best for its lanes."""
+        self._is_leaving = False
         session.on_membership(self._membership_changed)
 
     def form(self, options: CommunicationOptions, device: torch.device, timeout_s: float) -> Communicator:
@@ -86,26 +93,137 @@ class RingMember:
                 "NCCL does not encrypt what it sends, and this job has --tls: take --transport auto, or add --insecure "
                 "if the network of the GPUs is yours alone"
             )
+        self._options, self._device = options, device
         deadline = time.monotonic() + timeout_s
         while True:
             self._session.wait_ready(max(1.0, deadline - time.monotonic()))
+            if (me := self._session.membership.member(self._session.task)) is not None and me.joining:
+                return self._start_alone(me.incarnation_name)
             members = members_of(self._session.membership)
-            if all(rank.address for rank in members.ranks):
-                self._peers = Peers(self._session, members)
-                try:
-                    return self._form(self._peers, options, device, deadline)
-                except MembersChangedError:
-                    self._peers.close()
+            if all(rank.live for rank in members.ranks) and (group := self._meet(members, deadline)) is not None:
+                return self._start(*group)
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
+    def _meet(self, members: Members, deadline: float) -> tuple[Group, LanePlan] | None:
+        """The group of a generation; None: it is over before it was formed."""
+        self._peers = Peers(self._session, members)
+        try:
+            return self._form(self._peers, self._options, self._device, deadline)
+        except MembersChangedError:
+            self._peers.close()
+            return None
+
+    def _heal(self, error: CollectiveError | None) -> tuple[Group, tuple[str, ...]]:
+        """Forms the next generation, of those who are left; without an error, between two steps, of all and newcomers.
+
+        Raises:
+            CollectiveError: nobody was lost: then ``error``; somebody has finished; or too few are left.
+        """
+        if error is None:
+            return self._grow()
+        assert self._peers is not None
+        began, before = time.monotonic(), self._peers.members
+        while True:
+            self._session.raise_if_stopped()
+            membership = self._session.membership
+            members, passed_s = members_of(membership), time.monotonic() - began
+            gone = ", ".join(before.ranks[rank].task for rank in before.lost(membership))
+            has_grown = bool(set(members.names) - set(before.names))  # others have taken in somebody, between two steps
+            if gone and members.generation == before.generation:
+                raise CollectiveError(f"{gone} has finished its script, and {self._session.task} has not: {error}")
+            if (gone or has_grown) and len(members.ranks) >= membership.min_workers:
+                if (formed := self._next_generation(members)) is not None:
+                    return self._told(f"without {gone or 'nobody'}", members, formed, began), members.names
+            elif not gone and passed_s > HEAR_S:
+                raise error
+            elif passed_s > HEAL_S:
+                raise CollectiveError(
+                    f"{error}; {len(members.ranks)} workers are left, and a ring goes on with at least "
+                    f"{membership.min_workers}"
+                )
+            known = members.generation
+            self._session.wait_membership(lambda now, known=known: now.generation > known, 0.5)  # type: ignore[misc]
+
+    def _grow(self) -> tuple[Group, tuple[str, ...]]:
+        """The group of all ranks and of those who wait to be taken in; who waits himself comes back as one of them.
+
+        The first rank has the chief say that they are ranks: what it says last, all hear in the end.
+        """
+        began, before = time.monotonic(), -1 if self._peers is None else self._peers.members.generation
+        while True:
+            self._session.raise_if_stopped()
+            membership = self._session.membership
+            members = members_of(membership)
+            me = membership.member(self._session.task)
+            waiting = [one for one in membership.members if one.live and one.waits]
+            if me is None or me.joining:
+                if me is not None and not me.waits:  # a chief that was started again has not heard it
+                    self._take_in(())
+            elif waiting and members.ranks[0] == me:
+                self._take_in([(one.task, one.incarnation) for one in waiting])
+            elif not waiting and members.generation > before and (group := self._next_generation(members)) is not None:
+                tasks = ", ".join(rank.task for rank in members.ranks)
+                return self._told(f"with {tasks}", members, group, began), members.names
+            self._session.wait_membership(lambda now, known=membership: now is not known, 0.5)  # type: ignore[misc]
+
+    def _told(self, how: str, members: Members, group: Group, began: float) -> Group:
+        words = "the ring goes on %s: rank %d of %d, generation %d, after %.1f s"
+        logger.warning(words, how, group.rank, group.size, members.generation, time.monotonic() - began)
+        return group
+
+    def _next_generation(self, members: Members) -> Group | None:
+        """The group of a generation, watched; None: it is over already, or the chief will say so.
+
+        Where nobody is lost the one before stays until all have come: they may be in the middle of a collective.
+        """
+        opener, peers = self._opener, self._peers
+        is_over = peers is not None and bool(peers.members.lost(self._session.membership))
+        if is_over:
+            _close(opener, peers)
+        formed = self._meet_next(members)
+        if formed is not None and not is_over:
+            _close(opener, peers)
+        elif formed is None and not is_over:
+            _close(self._opener if self._opener is not opener else None, None)
+            self._opener, self._peers = opener, peers
+        return formed
+
+    def _meet_next(self, members: Members) -> Group | None:
+        try:
+            # As long as in a collective: one that is left may be in the middle of a long step.
+            timeout_s = self._options.timeout_seconds or DEFAULT_TIMEOUT_S
+            formed = self._meet(members, time.monotonic() + timeout_s)
+        except PeerUnavailableError as failure:
+            logger.warning("generation %d of the ring did not form: %s", members.generation, failure)
+            return None
+        if formed is None:
+            return None
+        self._watch(formed[0])
+        return formed[0]
+
+    def _explain(self, error: CollectiveError, position: Position) -> CollectiveError:
+        """What a collective raises: where the ring heals, at once if a member is lost."""
+        diagnosis = self.ring_service.diagnosis
+        assert diagnosis is not None and self._peers is not None
+        members = self._peers.members
+        heals = self._session.membership.min_workers and not self._is_leaving
+        if heals and self._session.wait_membership(members.are_others, HEAR_S):
+            if not (lost := members.lost(self._session.membership)):
+                return error
+            diagnosis.told(words := diagnosis.lost(lost))
+            return CollectiveError(f"broken off at {position}: {words}", error.rank)
+        return diagnosis.explain(error, position)
+
     def waiting(self) -> tuple[str, float] | None:
         """The worker that a collective waits for at this moment, in words, and since how many seconds it goes on."""
-        communicator, peers = self.entrance.communicator, self._peers
+        communicator, peers = self.ring_service.communicator, self._peers
         found = communicator.waiting() if communicator is not None else None
         if found is None or peers is None:
             return None
         rank, what, seconds = found
+        if rank >= len(peers.members.ranks):  # of a group that is just being replaced
+            return None
         return f"{peers.members.ranks[rank].task} in {what}", seconds
 
     def opener(self, timeout_s: float) -> Opener:
@@ -116,19 +234,13 @@ class RingMember:
         """
         if self._peers is None:
             raise PeerUnavailableError("there is no ring to open lanes in")
-        return Opener(self.entrance, self._peers, self._meter, time.monotonic() + timeout_s)
-
-    def answers(self, rank: int, timeout_s: float) -> bool:
-        """Whether a rank says within ``timeout_s`` seconds where it stands."""
-        try:
-            return self._peers is not None and bool(self._peers.position(rank, timeout_s).position)
-        except PeerUnavailableError:
-            return False
+        return Opener(self.ring_service, self._peers, self._meter, time.monotonic() + timeout_s)
 
     def leave(self) -> None:
         """Waits for the others at the end of the script, so that nobody's last collective breaks."""
-        communicator = self.entrance.communicator
+        communicator = self.ring_service.communicator
         if communicator is not None:
+            self._is_leaving = True
             try:
                 communicator.barrier()
             except CollectiveError as error:
@@ -136,32 +248,41 @@ class RingMember:
 
     def close(self, reason: str) -> None:
         """Frees lanes, threads and memory."""
-        if self.entrance.communicator is not None:
-            self.entrance.communicator.close(reason)
+        if self.ring_service.communicator is not None:
+            self.ring_service.communicator.close(reason)
         if self._opener is not None:
             self._opener.undo.close()
-        self.entrance.close()
+        self.ring_service.close()
         if self._peers is not None:
             self._peers.close()
 
-    def _form(self, peers: Peers, options: CommunicationOptions, device: torch.device, deadline: float) -> Communicator:
-        me = worker_pb2.Description(
+    def _form(
+        self, peers: Peers, options: CommunicationOptions, device: torch.device, deadline: float
+    ) -> tuple[Group, LanePlan]:
+        me = RankInfo(
             task=self._session.task,
-            place=place_of_this_process(),
+            place=own_host_id(),
             cuda=device.type == "cuda" and self._session.security.allows_clear_text,
             options={field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)},
             store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
+            chunk_bytes=self._chunk_bytes,
         )
         said = peers.meet(1, me, deadline)
-        _check_agreement(said)
-        members = [RankInfo(one.task, one.place, one.cuda) for one in said]
+        check_agreement(said)
+        self._chunk_bytes = max(one.chunk_bytes for one in said)
+        options = dataclasses.replace(options, chunk_bytes=options.chunk_bytes or self._chunk_bytes)
         failures: dict[str, str] = {}
         meeting = 1
         while True:
-            plan = plan_lanes(members, options, failures)
+            plan = plan_lanes(said, options, failures)
             meeting += 1
             group, failed = self._try(plan, peers, options, device, said[0].store_address, meeting)
-            replies = peers.meet(meeting, worker_pb2.Description(task=me.task, failures=failed), deadline)
+            try:
+                replies = peers.meet(meeting, RankInfo(me.task, failures=failed), deadline)
+            except MembersChangedError:
+                if group is not None:
+                    group.close("a rank was lost while the ring formed")
+                raise
             new: dict[str, str] = {}
             for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
                 new[lane] = f"{new[lane]}; {task}: {why}" if lane in new else f"{task}: {why}"
@@ -172,7 +293,8 @@ class RingMember:
             if not new.keys() - failures.keys():
                 raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
             failures |= new
-        return self._start(group, plan, peers, options)
+        self._meter.chose("ring", group.name, plan.reason, better(plan, options, said, failures))
+        return group, plan
 
     def _try(
         self,
@@ -183,103 +305,56 @@ class RingMember:
         store_address: str,
         meeting: int,
     ) -> tuple[Group | None, Mapping[str, str]]:
-        opener = Opener(self.entrance, peers, self._meter, time.monotonic() + OPEN_S)
+        opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
         try:
-            group = _build(plan, peers, opener, options, device, store_address, f"round {meeting}")
-        except _LaneFailedError as error:
+            group = build(plan, peers, opener, options, device, store_address, f"round {meeting}")
+        except LaneFailedError as error:
             opener.undo.close()
             return None, {error.lane: str(error)}
         self._opener = opener
         return group, {}
 
-    def _start(self, group: Group, plan: LanePlan, peers: Peers, options: CommunicationOptions) -> Communicator:
-        breakage = FailureDiagnosis(self._session, peers, group.close)
-        communicator = Communicator(group, breakage.explain)
-        self.entrance.breakage, self.entrance.communicator = breakage, communicator
-        self._membership_changed(self._session.membership)
-        chunk_bytes = options.chunk_bytes
+    def _start(self, group: Group, plan: LanePlan) -> Communicator:
+        assert self._peers is not None
+        healing: Healing | None = None
+        if self._session.membership.min_workers:
+            names = self._peers.members.names
+            healing = Healing(names[group.rank], names, self._heal)
+        communicator = Communicator(group, self._explain, healing)
+        self.ring_service.communicator = communicator
+        self._watch(group)
+        chunk_bytes = self._options.chunk_bytes
         ring = group.ring if isinstance(group, TwoLevelGroup) else group
         if isinstance(group, RingGroup) and group.size > 1 and not chunk_bytes:
-            chunk_bytes = choose_chunk_bytes(communicator, group)
+            self._chunk_bytes = chunk_bytes = choose_chunk_bytes(communicator, group)
         chunks = f", chunks of {chunk_bytes or DEFAULT_BYTES:,} bytes" if isinstance(ring, RingGroup) else ""
         logger.info("rank %d of %d: %s, because %s%s", group.rank, group.size, group.name, plan.reason, chunks)
         return communicator
 
-    def _membership_changed(self, membership: chief_pb2.Membership) -> None:
-        if self.entrance.breakage is not None:
-            self.entrance.breakage.membership_changed(membership)
+    def _start_alone(self, name: str) -> Communicator:
+        """The communicator of a newcomer, which meets the others when its script comes to its first batch."""
+        healing = Healing(name, (name,), self._heal, is_new=True)
+        group = HostGroup(0, 1, {}, timeout_s=self._options.timeout_seconds or DEFAULT_TIMEOUT_S)
+        communicator = Communicator(group, self._explain, healing)
+        self.ring_service.communicator = communicator
+        logger.info("%s is a newcomer to a ring that trains: it joins at its first batch", self._session.task)
+        return communicator
+
+    def _watch(self, group: Group) -> None:
+        """Has the group broken off as soon as the chief says that one of its ranks is lost."""
+        assert self._peers is not None
+        self.ring_service.diagnosis = FailureDiagnosis(self._session, self._peers, group.close)
+        self._membership_changed(self._session.membership)
+
+    def _membership_changed(self, membership: Membership) -> None:
+        if (communicator := self.ring_service.communicator) is not None and communicator.healing is not None:
+            communicator.healing.sees_newcomer = any(one.live and one.waits for one in membership.members)
+        if self.ring_service.diagnosis is not None:
+            self.ring_service.diagnosis.membership_changed(membership)
 
 
-def _build(
-    plan: LanePlan,
-    peers: Peers,
-    opener: Opener,
-    options: CommunicationOptions,
-    device: torch.device,
-    store_address: str,
-    purpose: str,
-) -> Group:
-    """The group of a plan, tried once.
-
-    Raises:
-        _LaneFailedError: a lane cannot be opened.
-    """
-    ranks, rank = range(len(peers.members.ranks)), peers.rank
-    timeout_s = options.timeout_seconds or DEFAULT_TIMEOUT_S
-    if plan.nccl:
-        return TorchGroup(rank, len(ranks), "nccl", store_address, timeout_s, device)
-    made: list[Group] = []
-
-    def ring(members: Sequence[int], name: str) -> RingGroup:
-        assert plan.ring is not None
-        right, left = opener.ring(members, plan.ring, f"{name}, {purpose}", options.stripes)
-        group = RingGroup(
-            members.index(rank),
-            len(members),
-            right,
-            left,
-            chunk_bytes=options.chunk_bytes or DEFAULT_BYTES,
-            wire_dtype=None if options.wire_dtype == "float32" else getattr(torch, options.wire_dtype),
-            timeout_s=timeout_s,
-        )
-        made.append(group)
-        return group
-
-    with _trying(plan.ring or "shm", made):
-        flat = ring(ranks, "ring") if plan.ring is not None else None
-        if flat is not None and plan.flat:
-            flat.barrier(PROBE)
-            return flat
-        host_ranks = plan.host_of(rank)
-        leaders = ring(plan.leaders, "hosts") if plan.ring is not None and rank == host_ranks[0] else None
-    with _trying("shm", made):
-        links = opener.links(host_ranks, f"links, {purpose}")
-        host = HostGroup(host_ranks.index(rank), len(host_ranks), links, timeout_s=timeout_s)
-        made.append(host)
-        host.barrier(PROBE)
-    return (
-        host if flat is None else TwoLevelGroup(host, leaders, flat, host_ranks=host_ranks, leader_ranks=plan.leaders)
-    )
-
-
-@contextlib.contextmanager
-def _trying(lane: str, made: Sequence[Group]) -> Iterator[None]:
-    """Around the attempt at a lane: whatever goes wrong, others may do."""
-    try:
-        yield
-    except StratagemError as error:
-        for group in made:
-            group.close("the ring did not form")
-        if isinstance(error, FencedError | JobStoppedError):
-            raise
-        raise _LaneFailedError(lane, error) from None
-
-
-def _check_agreement(said: Sequence[worker_pb2.Description]) -> None:
-    for one in said[1:]:
-        for name, value in said[0].options.items():
-            if one.options[name] != value:
-                raise ConfigurationError(
-                    f"{name} is {value} on {said[0].task} and {one.options[name]} on {one.task}; it has to be the same "
-                    "on every worker"
-                )
+def _close(opener: Opener | None, peers: Peers | None) -> None:
+    if opener is not None:
+        opener.undo.close()
+    if peers is not None:
+        peers.close()

@@ -7,24 +7,25 @@ import hmac
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
-from stratagem.rpc.generated import chief_pb2, common_pb2, lane_pb2, worker_pb2
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.membership import Membership
+from stratagem.errors import FencedError, LimitError, PeerUnavailableError
 from stratagem.rpc.grpc_lane import FrameStream, ServedGrpcLane
 from stratagem.rpc.inbox import INBOX_BYTES
-from stratagem.rpc.lane import BytesMeter
-from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, Kind, LaneListener, LaneTicket
+from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN, Security
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.failure_diagnosis import ANSWER_S, FailureDiagnosis
+from stratagem.worker.ring.lane_plan import PairLane, RankInfo
 from stratagem.worker.ring.meeting import MeetingRoom
-from stratagem.worker.ring.members import members_of
+from stratagem.worker.ring.members import RankPosition, members_of
 from stratagem.worker.ring.peers import PATIENCE_S
 
-Visitor = tuple[str, int, int, str]
+PeerKey = tuple[str, int, int, str]
 """Task, incarnation, generation, purpose."""
-_KINDS: dict[int, Kind] = {lane_pb2.TCP: "tcp", lane_pb2.SHM: "shm"}
 
 
 class RingService:
@@ -42,7 +43,7 @@ class RingService:
     def __init__(
         self,
         host: str,
-        membership: Callable[[], chief_pb2.Membership],
+        membership: Callable[[], Membership],
         meter: BytesMeter,
         security: Security = OPEN,
         *,
@@ -53,59 +54,52 @@ class RingService:
         self.max_inbox_bytes = max_inbox_bytes
         self._max_lanes_per_peer = max_lanes_per_peer
         self.communicator: Communicator | None = None
-        self.breakage: FailureDiagnosis | None = None
+        self.diagnosis: FailureDiagnosis | None = None
         self._membership = membership
         self._meter = meter
-        self._room: MeetingRoom[worker_pb2.Description] = MeetingRoom()
+        self._room: MeetingRoom[RankInfo] = MeetingRoom()
         self._changed = threading.Condition()
-        self._tokens: dict[bytes, Visitor] = {}
-        self._lanes: dict[Visitor, ServedGrpcLane] = {}
+        self._tokens: dict[bytes, PeerKey] = {}
+        self._lanes: dict[PeerKey, ServedGrpcLane] = {}
         self._closed = False
 
-    def meet(self, request: worker_pb2.MeetRequest) -> worker_pb2.MeetReply:
-        """Holds the caller until every rank has come.
+    def meet(self, caller: Incarnation, generation: int, meeting: int, info: RankInfo) -> Sequence[RankInfo]:
+        """Holds the caller until every rank has come; returns what all said, in rank order.
 
         Raises:
             PeerUnavailableError: not all came for now; ask again.
         """
         members = members_of(self._membership())
-        self._check(request.sender)
-        said = self._room.meet(
-            request.generation,
-            request.round,
-            len(members.ranks),
-            members.rank_of(request.sender.task),
-            request.description,
-            PATIENCE_S,
-        )
+        self._check(caller)
+        if self._membership().generation not in (0, generation):
+            raise PeerUnavailableError(f"generation {generation} is not known here; ask again")
+        rank = members.rank_of(caller.task)
+        said = self._room.meet(generation, meeting, len(members.ranks), rank, info, PATIENCE_S)
         if said is None:
             raise PeerUnavailableError("not every rank has come yet")
-        return worker_pb2.MeetReply(descriptions=said)
+        return said
 
-    def open_lane(self, request: lane_pb2.OpenLaneRequest) -> LaneTicket:
+    def open_lane(self, caller: Incarnation, generation: int, kind: PairLane, purpose: str) -> LaneTicket:
         """A token for one lane.
 
         Raises:
             FencedError: the caller is no live worker.
-            ConfigurationError: no such kind of lane.
             LimitError: too many lanes of the caller are not open yet.
         """
-        self._check(request.sender)
-        visitor = (request.sender.task, request.sender.incarnation, request.generation, request.purpose)
-        if request.kind == lane_pb2.GRPC:
+        self._check(caller)
+        peer_key = (caller.task, caller.number, generation, purpose)
+        if kind == "grpc":
             token = secrets.token_bytes(32)
             with self._changed:
-                self._tokens = {known: other for known, other in self._tokens.items() if other != visitor}
-                num_lanes = sum(other[0] == visitor[0] for other in self._tokens.values())
+                self._tokens = {known: other for known, other in self._tokens.items() if other != peer_key}
+                num_lanes = sum(other[0] == peer_key[0] for other in self._tokens.values())
                 if num_lanes >= self._max_lanes_per_peer:
                     raise LimitError(
-                        f"{visitor[0]} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer"
+                        f"{peer_key[0]} has {num_lanes} lanes that are not open yet, which is max_lanes_per_peer"
                     )
-                self._tokens[token] = visitor
+                self._tokens[token] = peer_key
             return LaneTicket(token)
-        if request.kind not in _KINDS:
-            raise ConfigurationError(f"expected a lane of grpc, tcp or shm, got kind {request.kind}")
-        return self.listener.expect(visitor, _KINDS[request.kind], request.sender.task)
+        return self.listener.expect(peer_key, kind, caller.task)
 
     def exchange(self, token: bytes, messages: Iterator[bytes], stream: FrameStream) -> None:
         """Serves a grpc lane until it ends.
@@ -117,52 +111,49 @@ class RingService:
             known = next((other for other in self._tokens if hmac.compare_digest(other, token)), None)
             if known is None or self._closed:
                 raise FencedError("a lane needs a token from OpenLane, and each works once")
-            visitor = self._tokens.pop(known)
-            lane = ServedGrpcLane(visitor[0], self._meter)
-            self._lanes[visitor] = lane
+            peer_key = self._tokens.pop(known)
+            lane = ServedGrpcLane(peer_key[0], self._meter)
+            self._lanes[peer_key] = lane
             self._changed.notify_all()
         try:
             lane.serve(messages, stream)
         finally:
             with self._changed:  # nobody took it: it would keep its call
-                if self._lanes.get(visitor) is lane:
-                    del self._lanes[visitor]
+                if self._lanes.get(peer_key) is lane:
+                    del self._lanes[peer_key]
 
-    def wait_grpc(self, visitor: Visitor, deadline: float) -> ServedGrpcLane:
-        """The lane of a visitor, once its stream is there.
+    def wait_grpc(self, peer_key: PeerKey, deadline: float) -> ServedGrpcLane:
+        """The lane of a peer, once its stream is there.
 
         Raises:
             PeerUnavailableError: not before ``deadline`` (``time.monotonic()`` seconds).
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: visitor in self._lanes or self._closed, max(0.0, deadline - time.monotonic())
+                lambda: peer_key in self._lanes or self._closed, max(0.0, deadline - time.monotonic())
             )
-            if visitor not in self._lanes:
-                raise PeerUnavailableError(f"{visitor[0]} opened no lane in time")
-            return self._lanes.pop(visitor)
+            if peer_key not in self._lanes:
+                raise PeerUnavailableError(f"{peer_key[0]} opened no lane in time")
+            return self._lanes.pop(peer_key)
 
-    def abort(self, request: worker_pb2.AbortRequest) -> None:
+    def abort(self, caller: Incarnation, generation: int, reason: str) -> None:
         """A rank of this generation found out that the collectives are broken."""
-        self._check(request.sender)
-        if self.breakage is not None and request.generation == self.breakage.generation:
-            self.breakage.told(request.reason)
+        self._check(caller)
+        if self.diagnosis is not None and generation == self.diagnosis.generation:
+            self.diagnosis.told(reason)
 
-    def position(self) -> worker_pb2.GetPositionReply:
+    def position(self) -> RankPosition:
         """Where this worker stands."""
-        if self.communicator is None or self.breakage is None:
-            return worker_pb2.GetPositionReply(position="the start: its ring is not formed yet")
+        if self.communicator is None or self.diagnosis is None:
+            return RankPosition("the start: its ring is not formed yet")
         waiting_on = self.communicator.group.waiting_on()
-        reply = worker_pb2.GetPositionReply(
-            position=str(self.communicator.position),
-            ordinal=self.communicator.position.ordinal,
-            broken=self.breakage.reason(ANSWER_S),
-        )
-        if waiting_on is None and not reply.broken:
-            waiting_on = self.breakage.suspect  # whoever asks goes on there, while this rank waits for an answer itself
-        if waiting_on is not None:
-            reply.waiting_on, reply.has_rank = waiting_on, True
-        return reply
+        position, broken = self.communicator.position, self.diagnosis.reason(ANSWER_S)
+        told = str(position)
+        if waiting_on is None and not broken:
+            # whoever asks goes on there, while this rank waits for an answer itself
+            waits = self.diagnosis.waits
+            waiting_on, told = waits[0] if waits else (self.diagnosis.suspect, told)
+        return RankPosition(told, position.ordinal, broken, waiting_on)
 
     def close(self) -> None:
         """Opens nothing any more."""
@@ -176,11 +167,11 @@ class RingService:
             with contextlib.suppress(Exception):
                 lane.close("this worker has ended")
 
-    def _check(self, sender: common_pb2.Sender) -> None:
+    def _check(self, caller: Incarnation) -> None:
         # What the chief said last; it may tell the caller of a change before it tells this worker.
-        lives = {info.task: info for info in self._membership().tasks}
-        known = lives.get(sender.task)
-        if lives and (known is None or sender.incarnation < known.incarnation):
-            raise FencedError(f"{sender.task} (life {sender.incarnation}) is no live member of this cluster")
-        if known is None or not known.live or sender.incarnation > known.incarnation:
-            raise PeerUnavailableError(f"{sender.task} (life {sender.incarnation}) is not known here yet; ask again")
+        membership = self._membership()
+        known = membership.member(caller.task)
+        if membership.members and (known is None or caller.number < known.incarnation):
+            raise FencedError(f"{caller} is no live member of this cluster")
+        if known is None or not known.live or caller.number > known.incarnation:
+            raise PeerUnavailableError(f"{caller} is not known here yet; ask again")

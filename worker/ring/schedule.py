@@ -82,14 +82,8 @@ def reduce_scatter_schedule(size: int, rank: int, num_elements: int, chunk_eleme
 
 
 @functools.lru_cache(maxsize=64)
-def all_gather_schedule(size: int, rank: int, num_elements: int, chunk_elements: int) -> Schedule:
-    """Steps after which ``rank``, which begins with its slice (:func:`cut`), has all of them."""
-    return gather_slices(tuple(cut(num_elements, size)), rank, chunk_elements)
-
-
-@functools.lru_cache(maxsize=64)
 def gather_slices(slices: tuple[tuple[int, int], ...], rank: int, chunk_elements: int) -> Schedule:
-    """The same for slices of any lengths: ``slices[r]`` is (start, stop) of what rank r begins with."""
+    """Steps after which ``rank`` has the slices of all: ``slices[r]`` is (start, stop) of what rank r begins with."""
     size = len(slices)
     return tuple(_relay(slices, chunk_elements, (ChunkAction.SEND, rank), _gathered(size, rank)))
 

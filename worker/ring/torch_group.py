@@ -76,7 +76,7 @@ class TorchGroup:
         self.rank = rank
         self.size = size
         self._device = device
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._error: CollectiveError | None = None
         self._breaking = threading.Lock()
         self._store: TCPStore | None = None
@@ -84,11 +84,10 @@ class TorchGroup:
         if failure := self._connect(store_address):
             raise self._break(CollectiveError(f"the ranks did not find each other: {backend}: {failure}"))
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory on the group's device."""
         self._compare(tag)
-        source, result = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
-        return Arena(source, result)
+        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self._device), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         self._check()
@@ -181,14 +180,14 @@ class TorchGroup:
 
     def _connect(self, store_address: str) -> str:
         try:
-            self._store = _store(self.rank, self.size, store_address, self._timeout_s)
-            self._group = _process_group(self.rank, self.size, self.name, self._store, self._timeout_s)
+            self._store = _store(self.rank, self.size, store_address, self.timeout_s)
+            self._group = _process_group(self.rank, self.size, self.name, self._store, self.timeout_s)
         except (RuntimeError, OSError) as error:
             return _first_line(error)
         return ""
 
     def _attempt(self, start: Callable[[Any], Any]) -> str:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         group = self._group
         if group is None:  # closed by another thread
             return "closed"
@@ -201,7 +200,7 @@ class TorchGroup:
                 polls += 1
                 if polls > _EAGER_POLLS:
                     if time.monotonic() > deadline:
-                        return f"not every rank took part within {self._timeout_s:g} s"
+                        return f"not every rank took part within {self.timeout_s:g} s"
                     time.sleep(min(_LONGEST_SLEEP_S, polls * 1e-7))
             work.wait()  # raises what went wrong
         except (RuntimeError, OSError) as error:

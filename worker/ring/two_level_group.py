@@ -56,16 +56,27 @@ class TwoLevelGroup:
         self._error: CollectiveError | None = None
         self._breaking = threading.Lock()
 
+    @property
+    def timeout_s(self) -> float:
+        """See :class:`Group`."""
+        return self.flat.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        for group in (self.host, self.ring, self.flat):
+            if group is not None:
+                group.timeout_s = seconds
+
     def set_chunk_bytes(self, chunk_bytes: int) -> None:
         """See :meth:`RingGroup.set_chunk_bytes`; holds for both rings."""
         for ring in (self.ring, self.flat):
             if ring is not None:
                 ring.set_chunk_bytes(chunk_bytes)
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """The host's: the ranks of a host reduce in it, and its leader's ring sends from it."""
         with self._inside(self._host_ranks):
-            return self.host.arena(num_bytes, tag)
+            return self.host.arena(num_bytes, tag, in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         with self._inside(self._host_ranks):

@@ -48,6 +48,9 @@ def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_
     settings = {**settings_of(workload), **SETTINGS, **workload.environment, "STRATAGEM_TASK": str(task)}
     if cluster is not None:
         settings["TF_CONFIG"] = cluster_variable(cluster)
+    page = workload.web if task.type == "chief" else 0
+    if page:  # published on the machine's loopback alone
+        settings["STRATAGEM_WEB"] = f"0.0.0.0:{page}"
     serves = cluster is not None and task.type != "evaluator"
     machine = machine_of(workload, task.type)
     return {
@@ -65,6 +68,7 @@ def _service(workload: Workload, task: TaskId, cluster: ClusterSpec | None, num_
         "stop_grace_period": f"{GRACE_S}s",
         "restart": f"on-failure:{RESTARTS}" if workload.chosen_strategy == "ps" else "no",
         "deploy": {"resources": _resources(machine, num_cores)},
+        **({"ports": [f"127.0.0.1:{page}:{page}"]} if page else {}),
         **({} if serves else {"healthcheck": {"disable": True}}),
     }
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TASK_TYPES
-from stratagem.launch.manifests.kubernetes import RESTARTS, cluster_of, shared_objects
+from stratagem.launch.manifests.kubernetes import RESTARTS, cluster_of, object_of, shared_objects
 from stratagem.launch.manifests.pod import Object, labels_of, pod_template
 from stratagem.launch.manifests.workload import Workload
 
@@ -23,13 +23,7 @@ _NO_RETRY, _PREEMPTED = (2, 42), 143
 
 def render(workload: Workload) -> list[Object]:
     """The JobSet, and what its pods need; the JobSet makes its own Service."""
-    metadata = {"name": workload.name, "labels": labels_of(workload)}
-    jobset = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": jobset_spec(workload),
-    }
+    jobset = object_of(workload, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=jobset_spec(workload))
     return [*shared_objects(workload, jobset_cluster(workload)), jobset]
 
 

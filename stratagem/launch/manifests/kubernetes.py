@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.cluster.identity import file_stem
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
-from stratagem.launch.manifests.pod import Object, labels_of, pod_template, selector_of, settings_of
+from stratagem.launch.manifests.pod import Object, labels_of, pod_template, selector_of, settings_of, shows_page
 from stratagem.launch.manifests.workload import Workload
 
 RESTARTS = 20
@@ -58,18 +59,15 @@ def cluster_variable(cluster: ClusterSpec) -> str:
     return json.dumps({"cluster": cluster.as_dict()}, sort_keys=True, separators=(",", ":"))
 
 
-def _metadata(workload: Workload, name: str, role: str = "") -> Object:
-    return {"name": name, "labels": labels_of(workload, role)}
+def object_of(workload: Workload, api: str, kind: str, name: str = "", role: str = "", **fields: Any) -> Object:
+    """An object of the job, called as the job where no ``name`` says otherwise."""
+    metadata = {"name": name or workload.name, "labels": labels_of(workload, role)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **fields}
 
 
 def _service_account(workload: Workload) -> Object:
     """Has no rights, and no pod gets a token."""
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": _metadata(workload, workload.name),
-        "automountServiceAccountToken": False,
-    }
+    return object_of(workload, "v1", "ServiceAccount", automountServiceAccountToken=False)
 
 
 def _config_map(workload: Workload, cluster: ClusterSpec | None) -> Object:
@@ -78,66 +76,44 @@ def _config_map(workload: Workload, cluster: ClusterSpec | None) -> Object:
     data = settings_of(workload)
     if cluster is not None:
         data["TF_CONFIG"] = cluster_variable(cluster)
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(workload, workload.name),
-        "data": dict(sorted(data.items())),
-    }
+    return object_of(workload, "v1", "ConfigMap", data=dict(sorted(data.items())))
 
 
 def _volume(workload: Workload) -> Object:
     """Shared, because the chief commits a checkpoint of which every ps writes its part."""
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(workload, workload.name),
-        "spec": {
-            "accessModes": [workload.access_mode],
-            **({"storageClassName": workload.storage_class} if workload.storage_class else {}),
-            "resources": {"requests": {"storage": f"{workload.volume_gib}Gi"}},
-        },
+    spec = {
+        "accessModes": [workload.access_mode],
+        **({"storageClassName": workload.storage_class} if workload.storage_class else {}),
+        "resources": {"requests": {"storage": f"{workload.volume_gib}Gi"}},
     }
+    return object_of(workload, "v1", "PersistentVolumeClaim", spec=spec)
 
 
 def _service(workload: Workload) -> Object:
     """Gives each pod a name; also before it is ready, because it is ready only when it has met the others."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(workload, workload.name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector_of(workload),
-            "ports": [{"name": "grpc", "port": workload.port, "targetPort": "grpc"}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": selector_of(workload),
+        "ports": [{"name": "grpc", "port": workload.port, "targetPort": "grpc"}],
     }
+    return object_of(workload, "v1", "Service", spec=spec)
 
 
 def _network_policy(workload: Workload) -> Object:
-    """Only the job's own pods may come in, at any port: lanes take free ones."""
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(workload, workload.name),
-        "spec": {
-            "podSelector": {"matchLabels": selector_of(workload)},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": {"matchLabels": selector_of(workload)}}]}],
-        },
-    }
+    """Only the job's own pods may come in, at any port, as lanes take free ones; others where a page is encrypted."""
+    page = [{"ports": [{"port": "web"}]}] if shows_page(workload) else []
+    spec = {**_pods(workload), "policyTypes": ["Ingress"], "ingress": [{"from": [_pods(workload)]}, *page]}
+    return object_of(workload, "networking.k8s.io/v1", "NetworkPolicy", spec=spec)
+
+
+def _pods(workload: Workload) -> Object:
+    return {"podSelector": {"matchLabels": selector_of(workload)}}
 
 
 def _job(workload: Workload, task: TaskId) -> Object:
     stem = file_stem(str(task))
     variables = [{"name": "STRATAGEM_TASK", "value": str(task)}]
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(workload, f"{workload.name}-{stem}", task.type),
-        "spec": {
-            "backoffLimit": RESTARTS,
-            "template": pod_template(workload, task.type, variables, hostname=stem),
-        },
-    }
+    template = pod_template(workload, task.type, variables, hostname=stem)
+    spec = {"backoffLimit": RESTARTS, "template": template}
+    return object_of(workload, "batch/v1", "Job", f"{workload.name}-{stem}", task.type, spec=spec)

@@ -21,8 +21,8 @@ TOKEN_FOLDER = "/etc/stratagem/token"
 """Where a task finds the Secrets."""
 USER = 10001
 """Numeric user and group of every container; the volume belongs to the group."""
-MAX_WORKERS = "1024"
-"""Workers that may join a job on parameter servers, those that come while it trains included."""
+MAX_TASKS = "1024"
+"""Workers, and ps, that may join a job on parameter servers, those that come while it trains included."""
 SECRET_MODE = 0o440
 """Files of Secrets: for the container's group alone."""
 RESTARTS_S = "600"
@@ -73,11 +73,19 @@ def settings_of(workload: Workload) -> dict[str, str]:
         }
         settings |= {"STRATAGEM_TLS": TLS_FOLDER} if workload.tls_secret else {"STRATAGEM_INSECURE": "true"}
         settings |= {"STRATAGEM_TOKEN_FILE": f"{TOKEN_FOLDER}/token"} if workload.token_secret else {}
+        host = "0.0.0.0" if shows_page(workload) else "127.0.0.1"
+        settings |= {"STRATAGEM_WEB": f"{host}:{workload.web}"} if workload.web else {}
     if workload.chosen_strategy == "ps":
         # A ring's chief keeps no journal: workers that all begin anew need a chief that does so too.
         settings |= {"STRATAGEM_STALENESS": f"{workload.staleness:g}", "STRATAGEM_STATE_DIR": f"{JOB_FOLDER}/chief"}
-        settings |= {"STRATAGEM_MAX_WORKERS": MAX_WORKERS} if workload.staleness > 0 else {}
+        joining = ("STRATAGEM_MAX_WORKERS", "STRATAGEM_MAX_PS") if workload.staleness > 0 else ()
+        settings |= dict.fromkeys(joining, MAX_TASKS)
     return {**settings, **workload.environment}
+
+
+def shows_page(workload: Workload) -> bool:
+    """Whether others than the chief's pod reach the page: unencrypted it stays there, for `kubectl port-forward`."""
+    return bool(workload.web and workload.tls_secret)
 
 
 def pod_template(workload: Workload, role: str, variables: Sequence[Object], hostname: str = "") -> Object:
@@ -150,7 +158,7 @@ def _container(
         "command": command_of(workload, role),
         "envFrom": [{"configMapRef": {"name": workload.name}}],
         "env": [*variables, *_run(workload), *_threads(machine_of(workload, role))],
-        **(_probes(workload) if serves else {}),
+        **(_probes(workload, role) if serves else {}),
         "resources": _resources(machine_of(workload, role)),
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -166,11 +174,14 @@ def _container(
     }
 
 
-def _probes(workload: Workload) -> Object:
+def _probes(workload: Workload, role: str) -> Object:
     """Live is not ready: a worker lives while it waits for the others, and is ready when the cluster is complete."""
     every_s = {"periodSeconds": 30, "timeoutSeconds": 15}
     return {
-        "ports": [{"name": "grpc", "containerPort": workload.port}],
+        "ports": [
+            {"name": "grpc", "containerPort": workload.port},
+            *([{"name": "web", "containerPort": workload.web}] if role == "chief" and shows_page(workload) else []),
+        ],
         "startupProbe": {**_ask(), "periodSeconds": 5, "timeoutSeconds": 15, "failureThreshold": 180},
         "livenessProbe": {**_ask(), **every_s, "failureThreshold": 6},
         "readinessProbe": {**_ask("--ready"), **every_s},

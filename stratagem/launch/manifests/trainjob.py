@@ -8,8 +8,8 @@ the TrainJob says how many there are.
 from __future__ import annotations
 
 from stratagem.launch.manifests.jobset import jobset_cluster, jobset_spec
-from stratagem.launch.manifests.kubernetes import shared_objects
-from stratagem.launch.manifests.pod import Object, command_of, labels_of
+from stratagem.launch.manifests.kubernetes import object_of, shared_objects
+from stratagem.launch.manifests.pod import Object, command_of
 from stratagem.launch.manifests.workload import Workload
 
 _API = "trainer.kubeflow.org/v1alpha1"
@@ -21,23 +21,12 @@ _NAMES = {"worker": _NODE}
 
 def render(workload: Workload) -> list[Object]:
     """The runtime, the TrainJob, and what their pods need."""
-    runtime = {
-        "apiVersion": _API,
-        "kind": "TrainingRuntime",
-        "metadata": {
-            "name": workload.name,
-            "labels": {**labels_of(workload), "trainer.kubeflow.org/framework": "torch"},
-        },
-        "spec": {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": _jobset(workload)}},
-    }
+    spec = {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": _jobset(workload)}}
+    runtime = object_of(workload, _API, "TrainingRuntime", spec=spec)
+    runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
     trainer = {"numNodes": workload.num_workers, "image": workload.image, "command": command_of(workload, "worker")}
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": workload.name}
-    trainjob = {
-        "apiVersion": _API,
-        "kind": "TrainJob",
-        "metadata": {"name": workload.name, "labels": labels_of(workload)},
-        "spec": {"runtimeRef": reference, "trainer": trainer},
-    }
+    trainjob = object_of(workload, _API, "TrainJob", spec={"runtimeRef": reference, "trainer": trainer})
     return [*shared_objects(workload, jobset_cluster(workload, _NAMES)), runtime, trainjob]
 
 

@@ -54,6 +54,9 @@ class Workload:
     """Kubernetes Secret whose key "token" is the token of the job; empty: none."""
     port: int = 2222
     """Of every task; each has an address of its own."""
+    web: int = 0
+    """Port of the chief's page; 0: none. On Kubernetes on the loopback of its pod, and with ``tls_secret`` at every
+    address."""
     volume_gib: int = 10
     """Size of the job's volume on Kubernetes."""
     access_mode: str = ACCESS_MODES[0]
@@ -78,6 +81,10 @@ class Workload:
             )
         if self.volume_gib < 1:
             raise ConfigurationError(f"expected a volume of at least 1 GiB, got {self.volume_gib}")
+        if self.web and self.chosen_strategy in ONE_PROCESS:
+            raise ConfigurationError("the page is the chief's, and this job is one process: take two workers, or a ps")
+        if not 0 <= self.web < 65536 or self.web == self.port:
+            raise ConfigurationError(f"expected a port for the page other than {self.port}, got {self.web}")
         if self.chosen_strategy in ONE_PROCESS and self.evaluator:
             raise ConfigurationError(
                 "an evaluator stands beside a cluster, and this job is one process: take two workers, or a ps"

@@ -31,7 +31,7 @@ class KubernetesTarget:
     """The objects of each job carry its name; a copy of them lies in the job's folder."""
 
     def show(self, plan: JobPlan) -> str:
-        """The objects."""
+        """The objects as YAML, as :meth:`submit` creates them."""
         assert plan.image is not None
         return _yaml(kubernetes.render(plan.workload(plan.image.name)))
 

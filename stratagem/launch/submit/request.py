@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stratagem.arguments import whole_number
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
@@ -52,10 +53,8 @@ class JobRequest:
         if self.target not in TARGETS:
             raise ConfigurationError(f"unknown target {self.target!r}; {nearest(str(self.target), TARGETS)}")
         self._check_arguments()
-        for name in ("worker_count", "ps_count"):
-            count = getattr(self, name)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ConfigurationError(f"expected {name} to be a whole number of at least 0, got {count!r}")
+        whole_number("worker_count", self.worker_count, 0)
+        whole_number("ps_count", self.ps_count, 0)
         if math.isnan(self.staleness) or self.staleness < 0:
             raise ConfigurationError(
                 f"expected a staleness of at least 0 (math.inf: asynchronous), got {self.staleness}"

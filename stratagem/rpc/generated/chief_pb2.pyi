@@ -65,6 +65,7 @@ class Join(_message.Message):
     RESUME_INCARNATION_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     STORE_EPOCH_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "worker:1"."""
     address: _builtins.str
@@ -75,6 +76,8 @@ class Join(_message.Message):
     """The incarnation to continue after the stream or the chief was lost; 0 for a new process."""
     store_epoch: _builtins.int
     """ps only: epoch of its store (changes with every restore); 0 when it holds no variables."""
+    finished: _builtins.bool
+    """Worker: its script has ended with exit code 0, and nobody starts it again, whatever the chief has taken it for."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """Units the worker holds while it resumes; the chief rebuilds its leases from them."""
@@ -88,10 +91,11 @@ class Join(_message.Message):
         resume_incarnation: _builtins.int = ...,
         held: _abc.Iterable[Global___Lease] | None = ...,
         store_epoch: _builtins.int = ...,
+        finished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "held", b"held", "pid", b"pid", "resume_incarnation", b"resume_incarnation", "store_epoch", b"store_epoch", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "finished", b"finished", "held", b"held", "pid", b"pid", "resume_incarnation", b"resume_incarnation", "store_epoch", b"store_epoch", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,22 +106,133 @@ class Heartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
+    MEASURES_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress:
         """What the task last did; empty fields mean "nothing new to say"."""
+
+    @_builtins.property
+    def measures(self) -> Global___Measures:
+        """What it has measured; about once a second, else left out."""
+
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogLine]:
+        """What it wrote into its log since the last one, if the chief wants that; the newest, where it is too much."""
 
     def __init__(
         self,
         *,
         progress: Global___Progress | None = ...,
+        measures: Global___Measures | None = ...,
+        lines: _abc.Iterable[Global___LogLine] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measures", b"measures", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines", "measures", b"measures", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class LogLine(_message.Message):
+    """A line of a task's log, for the chief's page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    at: _builtins.float
+    """Seconds since 1970, by the task's clock."""
+    level: _builtins.str
+    """"INFO", "WARNING", "ERROR" or "CRITICAL"."""
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        at: _builtins.float = ...,
+        level: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "level", b"level", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
+class Measures(_message.Message):
+    """What a process has measured so far, by the names of stratagem/measuring/measures.py. For `stratagem why` and Prometheus."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class NotesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of counters and phases the sums since the process began."""
+
+    @_builtins.property
+    def notes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Words about a lane or the like, under the same labels: why it was taken."""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        notes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Measures: _TypeAlias = Measures  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
@@ -159,10 +274,14 @@ class Progress(_message.Message):
     SKIPPED_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     WAITING_STEP_FIELD_NUMBER: _builtins.int
+    BACKUP_FIELD_NUMBER: _builtins.int
+    COPY_TO_DROP_FIELD_NUMBER: _builtins.int
+    COPIES_DROPPED_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Completed steps (worker) or applied updates (ps)."""
     examples: _builtins.int
-    """Examples in completed steps of this process life."""
+    """Examples in completed steps of this incarnation."""
     loss: _builtins.float
     """Newest loss seen by reduce_mean; has_loss tells whether there is one."""
     has_loss: _builtins.bool
@@ -181,6 +300,14 @@ class Progress(_message.Message):
     """Updates skipped because of a NaN or Inf gradient under the policy "skip"."""
     waiting_step: _builtins.int
     """Staleness 0: the step of the job whose update the worker waits for; 0 when it waits for none."""
+    backup: _builtins.str
+    """ps: which ps has a copy of everything that it acknowledges, or what is lacking for that; empty: none is wanted."""
+    copy_to_drop: _builtins.int
+    """ps: its backup does not answer, and replies wait: the number of the following whose copy is to be dropped. 0: none."""
+    copies_dropped: _builtins.int
+    """ps: of the copies that it made of another ps, all up to this number are gone."""
+    leaving: _builtins.bool
+    """ps: it was told to end, and wants what it holds to be in a checkpoint first."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named metrics of the script (strategy.report), newest values."""
@@ -202,10 +329,14 @@ class Progress(_message.Message):
         skipped: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         waiting_step: _builtins.int = ...,
+        backup: _builtins.str = ...,
+        copy_to_drop: _builtins.int = ...,
+        copies_dropped: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_held", b"bytes_held", "epoch", b"epoch", "examples", b"examples", "exposed_s", b"exposed_s", "has_loss", b"has_loss", "loss", b"loss", "metrics", b"metrics", "skipped", b"skipped", "step", b"step", "step_s", b"step_s", "store_epoch", b"store_epoch", "waiting_on", b"waiting_on", "waiting_s", b"waiting_s", "waiting_step", b"waiting_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backup", b"backup", "bytes_held", b"bytes_held", "copies_dropped", b"copies_dropped", "copy_to_drop", b"copy_to_drop", "epoch", b"epoch", "examples", b"examples", "exposed_s", b"exposed_s", "has_loss", b"has_loss", "leaving", b"leaving", "loss", b"loss", "metrics", b"metrics", "skipped", b"skipped", "step", b"step", "step_s", b"step_s", "store_epoch", b"store_epoch", "waiting_on", b"waiting_on", "waiting_s", b"waiting_s", "waiting_step", b"waiting_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,16 +417,22 @@ class Welcome(_message.Message):
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     SESSION_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     JOB_STARTED_FIELD_NUMBER: _builtins.int
+    PS_REPLICAS_FIELD_NUMBER: _builtins.int
+    WANTS_LOG_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
-    """The process life of the task from now on."""
+    """The incarnation of the task from now on."""
     chief_epoch: _builtins.int
-    """Process life of the chief; grows with each restart."""
+    """Incarnation of the chief; grows with each restart."""
     heartbeat_interval_s: _builtins.float
     """Seconds between heartbeats."""
     session_timeout_s: _builtins.float
     """Seconds of silence after which either side takes the session for lost."""
     job_started: _builtins.bool
     """True when the job had trained before this process joined (the worker is a newcomer)."""
+    ps_replicas: _builtins.int
+    """Copies of what each ps holds, its own included; 1 or 2."""
+    wants_log: _builtins.bool
+    """Whether the chief shows lines of the task's log: it has a page."""
     def __init__(
         self,
         *,
@@ -304,10 +441,12 @@ class Welcome(_message.Message):
         heartbeat_interval_s: _builtins.float = ...,
         session_timeout_s: _builtins.float = ...,
         job_started: _builtins.bool = ...,
+        ps_replicas: _builtins.int = ...,
+        wants_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chief_epoch", b"chief_epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_started", b"job_started", "session_timeout_s", b"session_timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chief_epoch", b"chief_epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_started", b"job_started", "ps_replicas", b"ps_replicas", "session_timeout_s", b"session_timeout_s", "wants_log", b"wants_log"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,12 +460,24 @@ class Membership(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     LEAD_FIELD_NUMBER: _builtins.int
     ROUTING_EPOCH_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WANTED_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_PS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """True once every task of the cluster has joined; never false again."""
     lead: _builtins.str
     """Task id of the lead: the lowest live worker."""
     routing_epoch: _builtins.int
     """Grows at each change of a ps's address or incarnation."""
+    min_workers: _builtins.int
+    """Fewest workers with which a ring goes on when others are lost; 0: it goes on with all it began with only."""
+    generation: _builtins.int
+    """Grows whenever a ring that goes on without some workers loses one or takes one in; 0 where min_workers is."""
+    wanted_workers: _builtins.int
+    """Workers that there are to be: one with a higher index ends when it would take its next unit. 0: nobody has said so."""
+    num_ps: _builtins.int
+    """Parameter servers that serve, from ps:0 on: what lies on which follows from it."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TaskInfo]:
         """Tasks of the cluster."""
@@ -338,10 +489,14 @@ class Membership(_message.Message):
         tasks: _abc.Iterable[_common_pb2.TaskInfo] | None = ...,
         lead: _builtins.str = ...,
         routing_epoch: _builtins.int = ...,
+        min_workers: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        wanted_workers: _builtins.int = ...,
+        num_ps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lead", b"lead", "ready", b"ready", "routing_epoch", b"routing_epoch", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lead", b"lead", "min_workers", b"min_workers", "num_ps", b"num_ps", "ready", b"ready", "routing_epoch", b"routing_epoch", "tasks", b"tasks", "wanted_workers", b"wanted_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -964,6 +1119,85 @@ class AgreeReply(_message.Message):
 Global___AgreeReply: _TypeAlias = AgreeReply  # noqa: Y015
 
 @_typing.final
+class TakeInRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    NEWCOMERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def newcomers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Sender]:
+        """Newcomers that are ranks from the next generation on, as far as they live; none: the sender is one, and waits."""
+
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        newcomers: _abc.Iterable[_common_pb2.Sender] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newcomers", b"newcomers", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeInRequest: _TypeAlias = TakeInRequest  # noqa: Y015
+
+@_typing.final
+class TakeInReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeInReply: _TypeAlias = TakeInReply  # noqa: Y015
+
+@_typing.final
+class ScaleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    NUM_PS_FIELD_NUMBER: _builtins.int
+    num_workers: _builtins.int
+    """How many there are to be; 0: as many as there are."""
+    num_ps: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_workers: _builtins.int = ...,
+        num_ps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ps", b"num_ps", "num_workers", b"num_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleRequest: _TypeAlias = ScaleRequest  # noqa: Y015
+
+@_typing.final
+class ScaleReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleReply: _TypeAlias = ScaleReply  # noqa: Y015
+
+@_typing.final
 class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1015,12 +1249,17 @@ Global___SaveCheckpointReply: _TypeAlias = SaveCheckpointReply  # noqa: Y015
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    MEASURES_FIELD_NUMBER: _builtins.int
+    measures: _builtins.bool
+    """Answer with what the tasks have measured, too."""
     def __init__(
         self,
+        *,
+        measures: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["measures", b"measures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1037,6 +1276,11 @@ class TaskStatus(_message.Message):
     UNITS_HELD_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    MEASURES_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    MEASURES_AGE_S_FIELD_NUMBER: _builtins.int
+    SUSPICION_FIELD_NUMBER: _builtins.int
     heartbeat_age_s: _builtins.float
     """Seconds since the last heartbeat."""
     pid: _builtins.int
@@ -1047,12 +1291,23 @@ class TaskStatus(_message.Message):
     """The clock the chief holds for a worker."""
     state: _builtins.str
     """"waiting", "live", "lost" or "done"."""
+    window_s: _builtins.float
+    """Seconds between these two, and since the first."""
+    measures_age_s: _builtins.float
+    suspicion: _builtins.float
+    """Of heartbeat_age_s, by how regularly heartbeats came before: so long a silence happens once in 10 to the power of this."""
     @_builtins.property
     def info(self) -> _common_pb2.TaskInfo: ...
     @_builtins.property
     def progress(self) -> Global___Progress:
         """What the task said last."""
 
+    @_builtins.property
+    def measures(self) -> Global___Measures:
+        """If asked for: what the task measured last, and some seconds before that, in the same incarnation."""
+
+    @_builtins.property
+    def earlier(self) -> Global___Measures: ...
     def __init__(
         self,
         *,
@@ -1063,10 +1318,15 @@ class TaskStatus(_message.Message):
         units_held: _builtins.int = ...,
         clock: _builtins.int = ...,
         state: _builtins.str = ...,
+        measures: Global___Measures | None = ...,
+        earlier: Global___Measures | None = ...,
+        window_s: _builtins.float = ...,
+        measures_age_s: _builtins.float = ...,
+        suspicion: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["earlier", b"earlier", "info", b"info", "measures", b"measures", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "heartbeat_age_s", b"heartbeat_age_s", "info", b"info", "pid", b"pid", "progress", b"progress", "state", b"state", "units_held", b"units_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "earlier", b"earlier", "heartbeat_age_s", b"heartbeat_age_s", "info", b"info", "measures", b"measures", "measures_age_s", b"measures_age_s", "pid", b"pid", "progress", b"progress", "state", b"state", "suspicion", b"suspicion", "units_held", b"units_held", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1090,8 +1350,12 @@ class GetStatusReply(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     RESTORED_FIELD_NUMBER: _builtins.int
     UPDATES_UNDONE_FIELD_NUMBER: _builtins.int
+    WANTED_WORKERS_FIELD_NUMBER: _builtins.int
+    WANTED_PS_FIELD_NUMBER: _builtins.int
+    NUM_PS_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
     chief_epoch: _builtins.int
-    """Process life of the chief."""
+    """Incarnation of the chief."""
     ready: _builtins.bool
     """Whole cluster has joined."""
     lead: _builtins.str
@@ -1112,6 +1376,13 @@ class GetStatusReply(_message.Message):
     """Path of the checkpoint that the job started from; empty: it started anew."""
     updates_undone: _builtins.int
     """Updates that newer checkpoints had and that one has not, because they were damaged: they are computed again."""
+    wanted_workers: _builtins.int
+    """How many there are to be, once somebody has said so; else 0."""
+    wanted_ps: _builtins.int
+    num_ps: _builtins.int
+    """Parameter servers that serve."""
+    scaling: _builtins.str
+    """Why there are not as many of them as wanted yet; empty: there are, or tasks are awaited."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -1135,10 +1406,14 @@ class GetStatusReply(_message.Message):
         stop_reason: _builtins.str = ...,
         restored: _builtins.str = ...,
         updates_undone: _builtins.int = ...,
+        wanted_workers: _builtins.int = ...,
+        wanted_ps: _builtins.int = ...,
+        num_ps: _builtins.int = ...,
+        scaling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "ready", b"ready", "restored", b"restored", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "num_ps", b"num_ps", "ready", b"ready", "restored", b"restored", "scaling", b"scaling", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for", "wanted_ps", b"wanted_ps", "wanted_workers", b"wanted_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,6 +74,16 @@ class ChiefStub:
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeReply.FromString,
                 _registered_method=True)
+        self.TakeIn = channel.unary_unary(
+                '/stratagem.Chief/TakeIn',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.TakeInRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.TakeInReply.FromString,
+                _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/stratagem.Chief/Scale',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.ScaleReply.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/stratagem.Chief/GetStatus',
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.GetStatusRequest.SerializeToString,
@@ -141,6 +151,20 @@ class ChiefServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeIn(self, request, context):
+        """A newcomer to a ring says that it waits, or a rank takes newcomers in; answers once that is decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Scale(self, request, context):
+        """Says how many workers and ps there are to be while training runs. For `stratagem scale`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """What every task is doing. For `stratagem status` and the progress display.
         """
@@ -190,6 +214,16 @@ def add_ChiefServicer_to_server(servicer, server):
                     servicer.Agree,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeReply.SerializeToString,
+            ),
+            'TakeIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeIn,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.TakeInRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.TakeInReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.ScaleRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_chief__pb2.ScaleReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -413,6 +447,60 @@ class Chief:
             '/stratagem.Chief/Agree',
             stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeRequest.SerializeToString,
             stratagem_dot_rpc_dot_generated_dot_chief__pb2.AgreeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Chief/TakeIn',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.TakeInRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.TakeInReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.Chief/Scale',
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.ScaleRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_chief__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

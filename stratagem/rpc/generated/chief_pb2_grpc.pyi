@@ -49,6 +49,10 @@ class ChiefStub:
     """Says what numbers came of a topic; the first caller's stand, and the states are forgotten."""
     Agree: _grpc.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]
     """Says a number, waits until every worker that takes part has said one, and answers the largest."""
+    TakeIn: _grpc.UnaryUnaryMultiCallable[_chief_pb2.TakeInRequest, _chief_pb2.TakeInReply]
+    """A newcomer to a ring says that it waits, or a rank takes newcomers in; answers once that is decided."""
+    Scale: _grpc.UnaryUnaryMultiCallable[_chief_pb2.ScaleRequest, _chief_pb2.ScaleReply]
+    """Says how many workers and ps there are to be while training runs. For `stratagem scale`."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]
     """What every task is doing. For `stratagem status` and the progress display."""
 
@@ -73,6 +77,10 @@ class ChiefAsyncStub(ChiefStub):
     """Says what numbers came of a topic; the first caller's stand, and the states are forgotten."""
     Agree: _aio.UnaryUnaryMultiCallable[_chief_pb2.AgreeRequest, _chief_pb2.AgreeReply]  # type: ignore[assignment]
     """Says a number, waits until every worker that takes part has said one, and answers the largest."""
+    TakeIn: _aio.UnaryUnaryMultiCallable[_chief_pb2.TakeInRequest, _chief_pb2.TakeInReply]  # type: ignore[assignment]
+    """A newcomer to a ring says that it waits, or a rank takes newcomers in; answers once that is decided."""
+    Scale: _aio.UnaryUnaryMultiCallable[_chief_pb2.ScaleRequest, _chief_pb2.ScaleReply]  # type: ignore[assignment]
+    """Says how many workers and ps there are to be while training runs. For `stratagem scale`."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_chief_pb2.GetStatusRequest, _chief_pb2.GetStatusReply]  # type: ignore[assignment]
     """What every task is doing. For `stratagem status` and the progress display."""
 
@@ -142,6 +150,22 @@ class ChiefServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_chief_pb2.AgreeReply, _abc.Awaitable[_chief_pb2.AgreeReply]]:
         """Says a number, waits until every worker that takes part has said one, and answers the largest."""
+
+    @_abc_1.abstractmethod
+    def TakeIn(
+        self,
+        request: _chief_pb2.TakeInRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.TakeInReply, _abc.Awaitable[_chief_pb2.TakeInReply]]:
+        """A newcomer to a ring says that it waits, or a rank takes newcomers in; answers once that is decided."""
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _chief_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_chief_pb2.ScaleReply, _abc.Awaitable[_chief_pb2.ScaleReply]]:
+        """Says how many workers and ps there are to be while training runs. For `stratagem scale`."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -30,7 +30,7 @@ class Sender(_message.Message):
     task: _builtins.str
     """Task id, for example "worker:1". Set by the sender."""
     incarnation: _builtins.int
-    """Process life of the task, issued by the chief in Welcome. Set by the sender."""
+    """Incarnation of the task, issued by the chief in Welcome. Set by the sender."""
     sequence: _builtins.int
     """Position of a state-changing request in the sequence of this sender towards this
     server, starting at 1. 0 on requests that change nothing.
@@ -120,14 +120,25 @@ class TaskInfo(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     LIVE_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    COPY_TO_DROP_FIELD_NUMBER: _builtins.int
+    COPIES_DROPPED_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "ps:0"."""
     address: _builtins.str
     """host:port where the task serves. Set by the task when it joins."""
     incarnation: _builtins.int
-    """Incarnation of the current process life; 0 before the first."""
+    """Incarnation of the current process; 0 before the first."""
     live: _builtins.bool
     """True while the session lives."""
+    joining: _builtins.bool
+    """A worker that came to a ring that trains, and is none of its ranks yet."""
+    waits: _builtins.bool
+    """Of such a worker: it has come to its first batch and waits to be taken in."""
+    copy_to_drop: _builtins.int
+    """Of a ps: as it says in Progress."""
+    copies_dropped: _builtins.int
     def __init__(
         self,
         *,
@@ -135,10 +146,14 @@ class TaskInfo(_message.Message):
         address: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         live: _builtins.bool = ...,
+        joining: _builtins.bool = ...,
+        waits: _builtins.bool = ...,
+        copy_to_drop: _builtins.int = ...,
+        copies_dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "live", b"live", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "copies_dropped", b"copies_dropped", "copy_to_drop", b"copy_to_drop", "incarnation", b"incarnation", "joining", b"joining", "live", b"live", "task", b"task", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

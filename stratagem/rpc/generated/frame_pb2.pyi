@@ -94,6 +94,19 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """A PullWeightsRequest; transfer is its reply_transfer. A PullWeightsReply."""
     REFUSED: _FrameKind.ValueType  # 10
     """In the place of a reply: a google.rpc.Status with the ErrorInfo that the RPC would have ended with."""
+    FOLLOW: _FrameKind.ValueType  # 11
+    """A FollowRequest. A FollowReply."""
+    CLOSE_UNITS: _FrameKind.ValueType  # 12
+    """A CloseUnitsRequest, ps to its backup."""
+    FOLLOWED: _FrameKind.ValueType  # 13
+    """The payload means nothing. From a backup, offset: 0 when it has let go of the copy that it had and begins to read; then
+    one more than the number of the last change that it has, at first that of the FollowReply. From the ps: everything
+    that it acknowledges from now on is at the backup before.
+    """
+    FRAMES: _FrameKind.ValueType  # 14
+    """Frames that leave the grpc lane together, in one message: the payload (UINT8) is each of them as it would be alone, a
+    whole Frame, behind its number of bytes (uint64) in 64 bytes, and filled up to a multiple of 64. None holds others.
+    """
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
     """What a frame carries."""
@@ -129,6 +142,19 @@ PULL_WEIGHTS: FrameKind.ValueType  # 9
 """A PullWeightsRequest; transfer is its reply_transfer. A PullWeightsReply."""
 REFUSED: FrameKind.ValueType  # 10
 """In the place of a reply: a google.rpc.Status with the ErrorInfo that the RPC would have ended with."""
+FOLLOW: FrameKind.ValueType  # 11
+"""A FollowRequest. A FollowReply."""
+CLOSE_UNITS: FrameKind.ValueType  # 12
+"""A CloseUnitsRequest, ps to its backup."""
+FOLLOWED: FrameKind.ValueType  # 13
+"""The payload means nothing. From a backup, offset: 0 when it has let go of the copy that it had and begins to read; then
+one more than the number of the last change that it has, at first that of the FollowReply. From the ps: everything
+that it acknowledges from now on is at the backup before.
+"""
+FRAMES: FrameKind.ValueType  # 14
+"""Frames that leave the grpc lane together, in one message: the payload (UINT8) is each of them as it would be alone, a
+whole Frame, behind its number of bytes (uint64) in 64 bytes, and filled up to a multiple of 64. None holds others.
+"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 @_typing.final

@@ -99,6 +99,7 @@ class HelloReply(_message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    NUM_PS_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     """Epoch of the store; changes with each restore."""
     next_sequence: _builtins.int
@@ -107,6 +108,8 @@ class HelloReply(_message.Message):
     """Largest message the server takes, in bytes."""
     place: _builtins.str
     """Where abstract Unix sockets and memory can be shared: boot id of the kernel and network namespace."""
+    num_ps: _builtins.int
+    """Of how many ps this is one: what lies on which follows from it. 0: it has not heard."""
     @_builtins.property
     def server(self) -> _common_pb2.Sender:
         """The ps's own task id and incarnation."""
@@ -119,10 +122,11 @@ class HelloReply(_message.Message):
         next_sequence: _builtins.int = ...,
         max_message_bytes: _builtins.int = ...,
         place: _builtins.str = ...,
+        num_ps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "next_sequence", b"next_sequence", "place", b"place", "server", b"server", "store_epoch", b"store_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "next_sequence", b"next_sequence", "num_ps", b"num_ps", "place", b"place", "server", b"server", "store_epoch", b"store_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,8 +320,11 @@ class CreateVariablesRequest(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     CAN_INITIALIZE_FIELD_NUMBER: _builtins.int
+    NUM_PS_FIELD_NUMBER: _builtins.int
     can_initialize: _builtins.bool
     """The sender is the lead and can supply initial values."""
+    num_ps: _builtins.int
+    """Of how many ps the sender takes this one to be one; refused (STALE_STORE) if it is not. 0: not said."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -328,10 +335,11 @@ class CreateVariablesRequest(_message.Message):
         sender: _common_pb2.Sender | None = ...,
         groups: _abc.Iterable[Global___GroupSpec] | None = ...,
         can_initialize: _builtins.bool = ...,
+        num_ps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_initialize", b"can_initialize", "groups", b"groups", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_initialize", b"can_initialize", "groups", b"groups", "num_ps", b"num_ps", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -707,7 +715,7 @@ class CommitUpdateReply(_message.Message):
     applied: _builtins.bool
     """False: the update had been applied before (a resend, or another worker did it), or was skipped."""
     left_out: _builtins.bool
-    """Staleness 0: the chief closed the step without this slice; its unit will be lent again."""
+    """Staleness 0: the chief closed the step without this slice; its unit will be leased again."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupVersion]:
         """Versions after the update, and the frames that bring them."""
@@ -873,7 +881,7 @@ class PullWeightsReply(_message.Message):
 
     @_builtins.property
     def scalars(self) -> _struct_pb2.Struct:
-        """Per-shard scalars of the optimizer, name to one value per shard."""
+        """Per-shard scalars of the optimizer, name to one value per shard; "step" if torch keeps the number of steps."""
 
     def __init__(
         self,
@@ -924,13 +932,13 @@ class FenceReply(_message.Message):
 
     COMMITTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def committed(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRef]:
-        """Staleness 0: (step, ordinal) pairs still incomplete here for which the fenced sender had committed."""
+    def committed(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommittedSlice]:
+        """Staleness 0: what the fenced sender had committed of steps still incomplete here."""
 
     def __init__(
         self,
         *,
-        committed: _abc.Iterable[Global___StepRef] | None = ...,
+        committed: _abc.Iterable[Global___CommittedSlice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -941,26 +949,30 @@ class FenceReply(_message.Message):
 Global___FenceReply: _TypeAlias = FenceReply  # noqa: Y015
 
 @_typing.final
-class StepRef(_message.Message):
+class CommittedSlice(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     ORDINAL_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     ordinal: _builtins.int
+    @_builtins.property
+    def unit(self) -> _common_pb2.Unit: ...
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         ordinal: _builtins.int = ...,
+        unit: _common_pb2.Unit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["unit", b"unit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ordinal", b"ordinal", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ordinal", b"ordinal", "step", b"step", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StepRef: _TypeAlias = StepRef  # noqa: Y015
+Global___CommittedSlice: _TypeAlias = CommittedSlice  # noqa: Y015
 
 @_typing.final
 class CloseStepRequest(_message.Message):
@@ -1041,11 +1053,18 @@ class DescribeUnitsReply(_message.Message):
     STORE_EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     INITIALIZED_FIELD_NUMBER: _builtins.int
+    ORIGIN_ELEMENTS_FIELD_NUMBER: _builtins.int
+    TAKEN_ELEMENTS_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
     initialized: _builtins.bool
     """False until the ps holds variables with values."""
+    origin_elements: _builtins.int
+    """Where it began from a checkpoint of another number of ps: elements of the variables in that, and those that it has read by now, when
+    workers said which it is to hold.
+    """
+    taken_elements: _builtins.int
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1062,10 +1081,12 @@ class DescribeUnitsReply(_message.Message):
         store_epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         initialized: _builtins.bool = ...,
+        origin_elements: _builtins.int = ...,
+        taken_elements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "initialized", b"initialized", "open", b"open", "step", b"step", "store_epoch", b"store_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1320,8 +1341,14 @@ class RestoreShardsRequest(_message.Message):
 
     SENDER_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    NUM_PS_FIELD_NUMBER: _builtins.int
+    IS_FRESH_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """A committed checkpoint."""
+    num_ps: _builtins.int
+    """Of how many ps this is one from now on; the checkpoint may be of another number. 0: as many as made it."""
+    is_fresh: _builtins.bool
+    """It was made a moment ago, by ps that commits are held on: its files are not read once more to compare their SHA-256."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     def __init__(
@@ -1329,10 +1356,12 @@ class RestoreShardsRequest(_message.Message):
         *,
         sender: _common_pb2.Sender | None = ...,
         directory: _builtins.str = ...,
+        num_ps: _builtins.int = ...,
+        is_fresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "is_fresh", b"is_fresh", "num_ps", b"num_ps", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1400,3 +1429,134 @@ class MarkLostReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MarkLostReply: _TypeAlias = MarkLostReply  # noqa: Y015
+
+@_typing.final
+class FollowRequest(_message.Message):
+    """Over a lane, from a backup, or from a ps that takes over: asks for all that a store holds, and, of the store of the ps
+    that is asked, for everything that changes it from then on. The answer: a FollowReply, then frames of WEIGHTS, group by
+    group: the weights, then each slot in the order of the names. Each CommitUpdateRequest and CloseUnitsRequest that
+    follows is as it came from the worker, behind the frames of its gradient.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    store: _builtins.str
+    """Whose store: the ps's own, or the copy that it has of another ps's."""
+    incarnation: _builtins.int
+    """Of a copy: the process that it must be of. One that served later had more."""
+    number: _builtins.int
+    """The how manieth following this is of that backup; 0 from one that takes over."""
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        store: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "number", b"number", "sender", b"sender", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class FollowReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    state: _builtins.bytes
+    """Everything but the tensors, as JSON: what a checkpoint has in "ps-<index>.json"."""
+    number: _builtins.int
+    """Changes told before; those that follow have the next numbers."""
+    @_builtins.property
+    def server(self) -> _common_pb2.Sender:
+        """The process whose store it is."""
+
+    @_builtins.property
+    def done(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Sender]:
+        """Requests that count as done, so that a resend is recognised: their senders, with the number of each."""
+
+    def __init__(
+        self,
+        *,
+        server: _common_pb2.Sender | None = ...,
+        state: _builtins.bytes = ...,
+        done: _abc.Iterable[_common_pb2.Sender] | None = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["server", b"server"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "number", b"number", "server", b"server", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowReply: _TypeAlias = FollowReply  # noqa: Y015
+
+@_typing.final
+class TakeOverRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    """Who has the copy, and where."""
+    address: _builtins.str
+    incarnation: _builtins.int
+    """The process that the copy must be of."""
+    @_builtins.property
+    def sender(self) -> _common_pb2.Sender: ...
+    @_builtins.property
+    def asked(self) -> _common_pb2.Sender:
+        """The process that is asked, which may not have heard its incarnation yet."""
+
+    def __init__(
+        self,
+        *,
+        sender: _common_pb2.Sender | None = ...,
+        asked: _common_pb2.Sender | None = ...,
+        holder: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked", b"asked", "holder", b"holder", "incarnation", b"incarnation", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverRequest: _TypeAlias = TakeOverRequest  # noqa: Y015
+
+@_typing.final
+class TakeOverReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    refusal: _builtins.str
+    """Why not; empty: this ps holds now what that process held."""
+    def __init__(
+        self,
+        *,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeOverReply: _TypeAlias = TakeOverReply  # noqa: Y015

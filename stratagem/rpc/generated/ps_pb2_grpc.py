@@ -127,6 +127,11 @@ class ParameterServerStub:
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.MarkLostRequest.SerializeToString,
                 response_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.MarkLostReply.FromString,
                 _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/stratagem.ParameterServer/TakeOver',
+                request_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.TakeOverReply.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServicer:
@@ -206,7 +211,7 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CloseStep(self, request, context):
-        """Staleness 0: settles a step that a dead worker left incomplete.
+        """Staleness 0: closes a step that a dead worker left incomplete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -256,6 +261,13 @@ class ParameterServerServicer:
 
     def MarkLost(self, request, context):
         """Marks units as closed whose updates were lost in a restore, so that nobody computes them again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeOver(self, request, context):
+        """Takes over what the process before this one held, from the copy that its backup has of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -353,6 +365,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.MarkLost,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.MarkLostRequest.FromString,
                     response_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.MarkLostReply.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.TakeOverRequest.FromString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.TakeOverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -842,6 +859,33 @@ class ParameterServer:
             '/stratagem.ParameterServer/MarkLost',
             stratagem_dot_rpc_dot_generated_dot_ps__pb2.MarkLostRequest.SerializeToString,
             stratagem_dot_rpc_dot_generated_dot_ps__pb2.MarkLostReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stratagem.ParameterServer/TakeOver',
+            stratagem_dot_rpc_dot_generated_dot_ps__pb2.TakeOverRequest.SerializeToString,
+            stratagem_dot_rpc_dot_generated_dot_ps__pb2.TakeOverReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,7 +59,7 @@ class ParameterServerStub:
     Refuses every request of this and earlier incarnations of a task from now on, drops its staged gradients, closes its lanes.
     """
     CloseStep: _grpc.UnaryUnaryMultiCallable[_ps_pb2.CloseStepRequest, _ps_pb2.CloseStepReply]
-    """Staleness 0: settles a step that a dead worker left incomplete."""
+    """Staleness 0: closes a step that a dead worker left incomplete."""
     DescribeUnits: _grpc.UnaryUnaryMultiCallable[_ps_pb2.DescribeUnitsRequest, _ps_pb2.DescribeUnitsReply]
     """Units closed here, and updates applied of units still open."""
     HoldCommits: _grpc.UnaryUnaryMultiCallable[_ps_pb2.HoldCommitsRequest, _ps_pb2.HoldCommitsReply]
@@ -74,6 +74,8 @@ class ParameterServerStub:
     """Puts this ps back to a checkpoint (staleness 0: all ps go back together)."""
     MarkLost: _grpc.UnaryUnaryMultiCallable[_ps_pb2.MarkLostRequest, _ps_pb2.MarkLostReply]
     """Marks units as closed whose updates were lost in a restore, so that nobody computes them again."""
+    TakeOver: _grpc.UnaryUnaryMultiCallable[_ps_pb2.TakeOverRequest, _ps_pb2.TakeOverReply]
+    """Takes over what the process before this one held, from the copy that its backup has of it."""
 
 @_typing.type_check_only
 class ParameterServerAsyncStub(ParameterServerStub):
@@ -104,7 +106,7 @@ class ParameterServerAsyncStub(ParameterServerStub):
     Refuses every request of this and earlier incarnations of a task from now on, drops its staged gradients, closes its lanes.
     """
     CloseStep: _aio.UnaryUnaryMultiCallable[_ps_pb2.CloseStepRequest, _ps_pb2.CloseStepReply]  # type: ignore[assignment]
-    """Staleness 0: settles a step that a dead worker left incomplete."""
+    """Staleness 0: closes a step that a dead worker left incomplete."""
     DescribeUnits: _aio.UnaryUnaryMultiCallable[_ps_pb2.DescribeUnitsRequest, _ps_pb2.DescribeUnitsReply]  # type: ignore[assignment]
     """Units closed here, and updates applied of units still open."""
     HoldCommits: _aio.UnaryUnaryMultiCallable[_ps_pb2.HoldCommitsRequest, _ps_pb2.HoldCommitsReply]  # type: ignore[assignment]
@@ -119,6 +121,8 @@ class ParameterServerAsyncStub(ParameterServerStub):
     """Puts this ps back to a checkpoint (staleness 0: all ps go back together)."""
     MarkLost: _aio.UnaryUnaryMultiCallable[_ps_pb2.MarkLostRequest, _ps_pb2.MarkLostReply]  # type: ignore[assignment]
     """Marks units as closed whose updates were lost in a restore, so that nobody computes them again."""
+    TakeOver: _aio.UnaryUnaryMultiCallable[_ps_pb2.TakeOverRequest, _ps_pb2.TakeOverReply]  # type: ignore[assignment]
+    """Takes over what the process before this one held, from the copy that its backup has of it."""
 
 class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
     """From workers."""
@@ -212,7 +216,7 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
         request: _ps_pb2.CloseStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ps_pb2.CloseStepReply, _abc.Awaitable[_ps_pb2.CloseStepReply]]:
-        """Staleness 0: settles a step that a dead worker left incomplete."""
+        """Staleness 0: closes a step that a dead worker left incomplete."""
 
     @_abc_1.abstractmethod
     def DescribeUnits(
@@ -269,5 +273,13 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_ps_pb2.MarkLostReply, _abc.Awaitable[_ps_pb2.MarkLostReply]]:
         """Marks units as closed whose updates were lost in a restore, so that nobody computes them again."""
+
+    @_abc_1.abstractmethod
+    def TakeOver(
+        self,
+        request: _ps_pb2.TakeOverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ps_pb2.TakeOverReply, _abc.Awaitable[_ps_pb2.TakeOverReply]]:
+        """Takes over what the process before this one held, from the copy that its backup has of it."""
 
 def add_ParameterServerServicer_to_server(servicer: ParameterServerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -36,11 +36,6 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.GetStack = channel.unary_unary(
-                '/stratagem.Worker/GetStack',
-                request_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackRequest.SerializeToString,
-                response_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackReply.FromString,
-                _registered_method=True)
         self.Meet = channel.unary_unary(
                 '/stratagem.Worker/Meet',
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetRequest.SerializeToString,
@@ -70,13 +65,6 @@ class WorkerStub:
 
 class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def GetStack(self, request, context):
-        """Where the training script stands right now. For `stratagem status --stacks`.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Meet(self, request, context):
         """Rendezvous at rank 0: answers when every worker of the generation has called it for the same round.
@@ -117,11 +105,6 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetStack': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStack,
-                    request_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackRequest.FromString,
-                    response_serializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackReply.SerializeToString,
-            ),
             'Meet': grpc.unary_unary_rpc_method_handler(
                     servicer.Meet,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_worker__pb2.MeetRequest.FromString,
@@ -157,33 +140,6 @@ def add_WorkerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Worker:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def GetStack(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/stratagem.Worker/GetStack',
-            stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackRequest.SerializeToString,
-            stratagem_dot_rpc_dot_generated_dot_worker__pb2.GetStackReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Meet(request,

@@ -11,6 +11,7 @@ from typing import Any
 
 from stratagem.cluster.units import Lease, Plan
 from stratagem.errors import StratagemError
+from stratagem.measuring import measures
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.step_meter import StepMeter
@@ -52,7 +53,7 @@ class EvaluatedUnits:
     def next(self, wait: bool) -> Lease | None:
         if not wait:
             return self._client.next(wait)
-        with self._meter.exposed("the other workers to finish the evaluation"):
+        with self._meter.exposed("the other workers to finish the evaluation", phase=measures.MEETING):
             return self._client.next(wait)
 
     def holds(self, lease: Lease) -> bool:

@@ -58,7 +58,6 @@ class CountedMetric(PreparedMetric):
         return self._copies[0]
 
     def compute(self) -> Any:
-        """See :class:`PreparedMetric`."""
         self._check_outside("compute")
         found = self._counts.states(self._group, self._ordinal)
         if isinstance(found, Mapping):
@@ -67,7 +66,6 @@ class CountedMetric(PreparedMetric):
         return self._newest
 
     def reset(self) -> None:
-        """See :class:`PreparedMetric`."""
         self._check_outside("reset")
         counts = self._counts
         if counts.logs(self._group, self._ordinal) is None:

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Updates(Protocol):
-    """Counts of what an optimizer did: :class:`stratagem.worker.gradient_push.GradientPush`."""
+    """Counts of what an optimizer did: :class:`stratagem.worker.push.gradient_push.GradientPush`."""
 
     num_pushed: int
     """Of this worker."""

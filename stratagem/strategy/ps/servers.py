@@ -153,12 +153,7 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized if tensor.numel()}
 
-    def push_weights(self) -> None:
-        """Gives the ps the values that this process has now, if it is the lead; the others take them from there."""
-        if self._runtime.may_assign():
-            self._groups.push()
-
-    def load_once(self, load: Callable[[], None]) -> None:
+    def load_once(self, load: Callable[[], object]) -> None:
         """Calls ``load`` on every worker; on the lead what it loads goes to the ps. Every worker has to call this.
 
         Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later
@@ -167,7 +162,7 @@ class Servers:
         Workers leave by what they agreed on, never by what one of them sees: that may be new to one and old to another.
 
         Args:
-            load: gives objects the states that were read.
+            load: gives objects the states that were read, or changes weights in place.
 
         Raises:
             ClusterTimeoutError: the lead does not load, and nobody takes its place.
@@ -181,6 +176,7 @@ class Servers:
             if not is_done and self._runtime.is_lead():
                 with self._runtime.assigning(True):
                     load()
+                    self._groups.push()
                 self.counts.record(group, 0, {})
                 is_done = has_loaded = True
             if self.counts.agree(group, attempt, int(is_done)):

@@ -16,10 +16,13 @@ from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.worker.close_reports import CloseReports
+from stratagem.measuring import measures
 from stratagem.worker.leases import LeaseClient
+from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.step_meter import StepMeter
 from stratagem.worker.unit_tracker import UnitTracker
+
+Dismissal = Callable[[], StratagemError | None]
 
 
 class UnitListener(Protocol):
@@ -39,26 +42,40 @@ class UnitListener(Protocol):
 
 
 def own_batches(
-    dataset_fn: Callable[[InputContext], Any], device: torch.device, options: DistributeOptions | None, meter: StepMeter
+    dataset_fn: Callable[[InputContext], Any],
+    device: torch.device,
+    options: DistributeOptions | None,
+    meter: StepMeter,
+    dismissal: Dismissal,
 ) -> SplitDataset:
     """The batches of a worker's own pipeline, which no chief leases."""
     return distribute_from_function(
-        dataset_fn, placement=InputPlacement((device,)), options=options, listener=_OwnBatches(meter)
+        dataset_fn, placement=InputPlacement((device,)), options=options, listener=_OwnBatches(meter, dismissal)
     )
 
 
 class _OwnBatches(Listener):
     """Counts the examples of a worker's own pipeline; the steps are counted as they are pushed."""
 
-    def __init__(self, meter: StepMeter) -> None:
+    def __init__(self, meter: StepMeter, dismissal: Dismissal) -> None:
         self._meter = meter
+        self._dismissal = dismissal
 
     def start_epoch(self, epoch: int) -> None:
         self._meter.epoch = epoch
         self._meter.start_clock()
 
+    def begin(self, share: StepShare, batch: Any) -> None:
+        if (end := self._dismissal()) is not None:
+            raise end
+        self._meter.got_data()
+
     def done(self, share: StepShare) -> None:
         self._meter.examples += share.batch_examples
+        self._meter.wants_data()
+
+    def end_epoch(self, complete: bool) -> None:
+        self._meter.stop_clock()
 
 
 class LeasedUnits:
@@ -76,6 +93,7 @@ class LeasedUnits:
         catch_up: takes the weights of a step that this worker missed (staleness 0).
         on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
         listeners: gives those who hear of units.
+        dismissal: how this worker's script ends, once the job is to go on without it.
     """
 
     def __init__(
@@ -91,6 +109,7 @@ class LeasedUnits:
         catch_up: Callable[[], None],
         on_begin: Callable[[Lease | None, Any], None],
         listeners: Callable[[], Sequence[UnitListener]],
+        dismissal: Dismissal,
     ) -> None:
         self._plan = plan
         self._bounded = 0 < plan.staleness < math.inf
@@ -104,6 +123,7 @@ class LeasedUnits:
         self._catch_up = catch_up
         self._on_begin = on_begin
         self._listeners = listeners
+        self._dismissal = dismissal
         self._clock = 0
         self._uncounted: Unit | None = None
         self.is_read = False
@@ -117,26 +137,34 @@ class LeasedUnits:
         self._meter.start_clock()
 
     def next(self, wait: bool) -> Lease | None:
+        if (lease := self._client.ready()) is not None:
+            return lease
         group = next((listener.group for listener in self._listeners() if listener.group), "")
         # Of an update of several units a part alone cannot be made again: a dead worker's stand as they are there.
         counts = bool(self._listeners()) and not self._tracker.accumulates
-        lease = self._client.next(wait=False, group=group, counts=counts)
+        with self._meter.within(measures.LEASE_WAIT):
+            lease = self._client.next(wait=False, group=group, counts=counts)
         if lease is not None or not wait:
             return lease
         for listener in self._listeners():
             listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
         self._accept(self._tracker.end())
-        self._closes.flush()
-        with self._meter.exposed("the other workers to finish the epoch"):
+        self._closes.deliver()
+        with self._meter.exposed("the other workers to finish the epoch", phase=measures.MEETING):
             return self._client.next(wait=True, group=group, counts=counts)
 
     def holds(self, lease: Lease) -> bool:
         return self._client.holds(lease.unit)
 
     def begin(self, lease: Lease, batch: Any) -> None:
+        if (end := self._dismissal()) is not None:
+            for listener in self._listeners():
+                listener.flush()
+            self._closes.deliver()
+            raise end  # whoever is in the loop leaves it, and what this worker holds goes back
         if self._bounded:
-            with self._meter.exposed("slower workers (staleness bound)"):
+            with self._meter.exposed("slower workers (staleness bound)", phase=measures.GATE_WAIT):
                 self._clock, has_asked = self._client.start_step(self._clock, self._plan.staleness)
                 if has_asked:  # else the weights of the last commit have what the bound asks for
                     self._pull()
@@ -148,6 +176,7 @@ class LeasedUnits:
         self._uncounted = lease.unit
         for listener in self._listeners():
             listener.begin_unit()
+        self._meter.got_data()
 
     def done(self, lease: Lease) -> None:
         self._count()
@@ -160,14 +189,17 @@ class LeasedUnits:
         self._on_begin(None, None)
         self._clock += 1
         self._meter.step_done(lease.num_examples)
+        self._meter.wants_data()
 
     def end_epoch(self) -> None:
         self.is_read = False
+        self._meter.stop_clock()
         self._on_begin(None, None)
         self._pull()  # evaluation after the epoch sees every update of the epoch
 
     def leave(self) -> None:
         self.is_read = False
+        self._meter.stop_clock()
         self._on_begin(None, None)
         # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
         # a duplicate.

@@ -19,15 +19,15 @@ from stratagem.errors import (
 )
 from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
-from stratagem.worker.layout import Layout, VariableSpec
-from stratagem.worker.optimizer_state import OptimizerState
-from stratagem.worker.ps_client import PsClient
-from stratagem.worker.remote_table import RemoteTable, TableLink
-from stratagem.worker.row_placement import RowPlacement
+from stratagem.worker.push.layout import Layout, VariableSpec
+from stratagem.worker.push.optimizer_state import OptimizerState
+from stratagem.worker.push.ps_client import PsClient, Rerouted
+from stratagem.worker.push.remote_table import RemoteTable, TableLink
+from stratagem.worker.push.row_placement import RowPlacement
+from stratagem.worker.push.staging import GradientStaging
+from stratagem.worker.push.table_state import TableState
+from stratagem.worker.push.variables import Attachable, RemoteVariables, create_or_attach
 from stratagem.worker.runtime import WorkerRuntime
-from stratagem.worker.staging import GradientStaging
-from stratagem.worker.table_state import TableState
-from stratagem.worker.variables import RemoteVariables
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +61,13 @@ class VariableGroups:
     def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None) -> None:
         self._runtime = runtime
         self._partitioner = partitioner
+        self.on_reroute: list[Callable[[], None]] = []
+        """Called when everything has been laid out anew, for another number of ps."""
         self._load_bytes = [0] * len(runtime.clients)
         self._epochs = {client.index: client.store_epoch for client in runtime.clients}
         """Of each ps: the store to which everything is attached."""
+        self._placed: list[RemoteVariables | RemoteTable] = []
+        """In the order in which they were shared out; the last may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
         self._staging: list[GradientStaging] = []
         self._tables: list[RemoteTable] = []
@@ -139,9 +143,14 @@ class VariableGroups:
             variables.assign_all()
 
     def pull(self) -> None:
-        """Takes newer weights of everything an optimizer changes."""
+        """Takes newer weights of everything an optimizer changes.
+
+        Raises:
+            ConfigurationError: the copies here were changed by somebody else meanwhile.
+        """
         for variables in self._all:
             if variables.optimized:
+                variables.check_unchanged()
                 variables.pull()
 
     def pull_anew(self) -> None:
@@ -164,8 +173,9 @@ class VariableGroups:
 
     def reconnect(self) -> None:
         """Recovers every ps."""
-        for client in self._runtime.clients:
-            self.recover(client)
+        for client in [*self._runtime.clients]:
+            if client in self._runtime.clients:
+                self.recover(client)
 
     def roll_back(self) -> None:
         """After the ps went back to a checkpoint: forgets what was staged, takes their weights."""
@@ -175,6 +185,8 @@ class VariableGroups:
             table.clear_gradient()
         for client in self._runtime.clients:
             self._connect(client)
+        for variables in self._all:
+            variables.may_differ()
         self.pull()
 
     @contextlib.contextmanager
@@ -186,6 +198,15 @@ class VariableGroups:
             yield
 
     def _connect(self, client: PsClient) -> None:
+        try:
+            self._connect_to(client)
+        except Rerouted:
+            self._reroute()
+            return
+        for staging in self._staging:
+            staging.lost(client.index)
+
+    def _connect_to(self, client: PsClient) -> None:
         for tries_left in reversed(range(MAX_TRIES)):
             client.connect()
             try:
@@ -195,12 +216,36 @@ class VariableGroups:
             except (PeerUnavailableError, StaleStoreError):  # it went away meanwhile
                 if not tries_left:
                     raise
-        for staging in self._staging:
-            staging.lost(client.index)
+
+    def _reroute(self) -> None:
+        """There is another number of ps: shares everything out among them, and attaches to it."""
+        clients = self._runtime.clients
+        while True:
+            self._runtime.reroute()
+            logger.info("The variables are with %d parameter servers now", len(clients))
+            self._load_bytes = [0] * len(clients)
+            self._epochs = dict.fromkeys(range(len(clients)), 0)
+            for one in self._placed:
+                if isinstance(one, RemoteTable):
+                    one.link_to(dataclasses.replace(one.link, placement=self._place_table(one)))
+                else:
+                    rows = place(_shapes(one.layout.variables), self._partitioner, self._load_bytes)
+                    one.layout.place(rows, len(clients))
+                    one.rerouted()
+            for staging in self._staging:
+                staging.rerouted()
+            try:
+                for client in clients:
+                    self._connect_to(client)
+                break
+            except Rerouted:  # and another one
+                continue
+        for listener in self.on_reroute:
+            listener()
 
     def _attach(self, client: PsClient) -> None:
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
-        everything: list[RemoteVariables | RemoteTable] = [*self._all, *self._tables]
+        everything: list[Attachable] = [*self._all, *self._tables]
         for one in everything:
             while True:
                 given, lacking = one.attach(client, True)
@@ -224,27 +269,32 @@ class VariableGroups:
     def _add_table(
         self, table: RemoteTable, name: str, param_group: int, optimizer: str, on_backward: Callable[[], None]
     ) -> None:
-        clients = self._runtime.clients
-        shape, dtype = (table.num_rows, table.width), table.handle.dtype
-        (rows,) = place([(shape, dtype)], self._partitioner or FixedShardsPartitioner(len(clients)), self._load_bytes)
         link = TableLink(
             name=name,
-            clients=clients,
-            placement=RowPlacement(rows),
+            clients=self._runtime.clients,
+            placement=self._place_table(table),
             group=self._next_group,
             optimizer=optimizer,
             param_group=param_group,
             frame_bytes=self._runtime.config.frame_bytes,
             meter=self._runtime.meter,
-            is_lead=self._runtime.is_lead,
             may_assign=self._runtime.may_assign,
             on_backward=on_backward,
             recover=self.recover,
             timeout_s=self._runtime.config.start_timeout_s,
         )
         self._next_group += 1
-        self._patiently(lambda: table.create_or_attach(link))
+        table.link_to(link)
+        self._placed.append(table)
+        self._create(
+            table, lambda: [table.link.clients[ps] for ps in table.link.placement.servers], f" of table {name}"
+        )
         self._tables.append(table)
+
+    def _place_table(self, table: RemoteTable) -> RowPlacement:
+        partitioner = self._partitioner or FixedShardsPartitioner(len(self._runtime.clients))
+        (rows,) = place([((table.num_rows, table.width), table.handle.dtype)], partitioner, self._load_bytes)
+        return RowPlacement(rows)
 
     def _add(
         self, names: Sequence[str], tensors: Sequence[torch.Tensor], param_groups: Sequence[int], optimizer: str
@@ -256,23 +306,26 @@ class VariableGroups:
             VariableSpec(name, tuple(tensor.shape), tensor.dtype, first_group + dtypes.index(tensor.dtype), param_group)
             for name, tensor, param_group in zip(names, tensors, param_groups, strict=True)
         ]
-        shapes = [(spec.shape, spec.dtype) for spec in specs]
-        rows = place(shapes, self._partitioner, self._load_bytes)
+        rows = place(_shapes(specs), self._partitioner, self._load_bytes)
         layout = Layout(specs, rows, len(self._runtime.clients), self._runtime.config.frame_bytes)
         variables = RemoteVariables(
             self._runtime.clients,
             layout,
             [tensor.data for tensor in tensors] if not optimizer else list(tensors),
             {first_group + index: optimizer for index in range(len(dtypes))},
-            self._runtime.is_lead,
-            self._runtime.config.start_timeout_s,
         )
-        self._patiently(variables.create_or_attach)
+        self._placed.append(variables)
+        self._create(variables, lambda: variables.clients)
         self._all.append(variables)
         return variables
 
-    def _patiently(self, create: Callable[[], None]) -> None:
+    def _create(self, one: Attachable, clients: Callable[[], Sequence[PsClient]], of: str = "") -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
+        timeout_s = self._runtime.config.start_timeout_s
+
+        def create() -> None:
+            create_or_attach(one, clients(), self._runtime.is_lead, timeout_s, of)
+
         for _ in range(MAX_TRIES - 1):
             try:
                 create()
@@ -292,6 +345,10 @@ class VariableGroups:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 names.setdefault(id(tensor), prefix + name)
         return names
+
+
+def _shapes(specs: Sequence[VariableSpec]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(spec.shape, spec.dtype) for spec in specs]
 
 
 def tables_of(model: torch.nn.Module) -> list[RemoteTable]:

@@ -56,15 +56,12 @@ class CentralReplicas(SeveralReplicas):
         return self._central
 
     def on_replica(self, item: Any, replica: int) -> Any:
-        """See :meth:`LocalReplicas.on_replica`."""
         return self._mirrors.copies_of(original(item))[replica + 1]
 
     def stepping(self, optimizer: torch.optim.Optimizer, replica: int) -> torch.optim.Optimizer | None:
-        """See :meth:`LocalReplicas.stepping`."""
         return optimizer if replica == 0 else None
 
     def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[nn.Parameter]:
-        """See :meth:`LocalReplicas.parameters_of`."""
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [self._central.twins_of(parameter)[replica] for parameter in every]
 
@@ -97,11 +94,10 @@ class CentralMirrors(Mirrors):
         return super().add(objects)
 
     def acts_for_all(self) -> bool:
-        """See :meth:`Mirrors.acts_for_all`."""
         return self.which() in (None, 1)
 
-    def settle(self) -> None:
-        """See :meth:`Mirrors.settle`. The user's models get the gradients and the averages of buffers."""
+    def record(self) -> None:
+        """See :meth:`Mirrors.record`. The user's models get the gradients and the averages of buffers."""
         for (central, *replicas), before in self._models:
             weights = [now - then for now, then in zip(self._num_seen(), before, strict=True)]
             for parameter, *copies in zip(*(model.parameters() for model in (central, *replicas)), strict=True):
@@ -110,7 +106,7 @@ class CentralMirrors(Mirrors):
                     parameter.grad = gradient
             for buffers in zip(*(model.buffers() for model in (central, *replicas)), strict=True):
                 _average(buffers[0], buffers[1:], weights)
-        super().settle()
+        super().record()
 
     def twins_of(self, parameter: nn.Parameter) -> Sequence[nn.Parameter]:
         """The copy of a parameter on each replica."""

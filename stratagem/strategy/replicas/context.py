@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -114,11 +114,9 @@ class ReplicaContext:
         """Replicas of all workers."""
         return self._strategy.num_replicas_in_sync
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this is the context, and its strategy the current one."""
-        with _in(self, self._strategy):
-            yield
+        return _Entered(self, self._strategy)
 
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """The reduction of all replicas' values, on every replica, as tensors.
@@ -205,7 +203,7 @@ class ReplicaContext:
         """``decide`` runs once, in cross-replica context: from the local replicas' values to one result each."""
 
         def cross(values: list[Any]) -> list[Any]:
-            with _in(_Here.CROSS_REPLICA, self._strategy):
+            with _Entered(_Here.CROSS_REPLICA, self._strategy):
                 return decide(values)
 
         if self._replica_threads is not None:
@@ -268,9 +266,9 @@ def run_alone(
     strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> PerReplica[Any]:
     """``Strategy.run`` where the only replica of this process is in the calling thread."""
-    own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs or {}), 0)
+    own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs), 0) if kwargs else {}
     running = contextlib.nullcontext() if strategy.prepared is None else strategy.prepared.running()
-    with ReplicaContext(strategy).entered(), running:
+    with _Entered(ReplicaContext(strategy), strategy), running:
         return PerReplica((fn(*own[0], **own[1]),))
 
 
@@ -282,19 +280,12 @@ class _ReplicaAllReduce(torch.autograd.Function):
         ctx: Any, context: ReplicaContext, op: ReduceOp, what: str, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.context, ctx.op, ctx.what = context, op, what
-        results = tuple(context._reduce(op, what, [tensor.detach() for tensor in tensors]))
-        ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
-        return results
+        return _marked(ctx, context._reduce(op, what, [tensor.detach() for tensor in tensors]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        at = [number for number, gradient in enumerate(gradients) if _is_differentiable(gradient)]
-        results = ctx.context._reduce(ctx.op, f"gradient of {ctx.what}", [gradients[number] for number in at])
-        every: list[torch.Tensor | None] = [None] * len(gradients)
-        for number, result in zip(at, results, strict=True):
-            every[number] = result
-        return None, None, None, *every
+        return None, None, None, *_reduced_gradients(ctx, ctx.op, gradients)
 
 
 class _AllGather(torch.autograd.Function):
@@ -307,30 +298,48 @@ class _AllGather(torch.autograd.Function):
         results, starts = context._gather(axis, what, [tensor.detach() for tensor in tensors])
         ctx.context, ctx.axis, ctx.what = context, axis, what
         ctx.parts = [(start, tensor.shape[axis]) for start, tensor in zip(starts, tensors, strict=True)]
-        ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
-        return tuple(results)
+        return _marked(ctx, results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        at = [number for number, gradient in enumerate(gradients) if _is_differentiable(gradient)]
-        results = ctx.context._reduce(
-            ReduceOp.SUM, f"gradient of {ctx.what}", [gradients[number].contiguous() for number in at]
-        )
-        every: list[torch.Tensor | None] = [None] * len(gradients)
-        for number, result in zip(at, results, strict=True):
-            every[number] = result.narrow(ctx.axis, *ctx.parts[number])
-        return None, None, None, *every
+        wholes = _reduced_gradients(ctx, ReduceOp.SUM, [gradient.contiguous() for gradient in gradients])
+        parts = zip(wholes, ctx.parts, strict=True)
+        return None, None, None, *(None if whole is None else whole.narrow(ctx.axis, *part) for whole, part in parts)
 
 
-@contextlib.contextmanager
-def _in(here: ReplicaContext | _Here, strategy: Strategy) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if current_strategy() is not strategy:
-            stack.enter_context(strategy.scope())
-        token = _here.set(here)
-        stack.callback(_here.reset, token)
-        yield
+def _marked(ctx: Any, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of a function, those that cannot have a gradient marked as such."""
+    ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
+    return tuple(results)
+
+
+def _reduced_gradients(ctx: Any, op: ReduceOp, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Over all replicas, in the backward of what they made together; None where there cannot be one."""
+    passing = [gradient for gradient in gradients if _is_differentiable(gradient)]
+    results = iter(ctx.context._reduce(op, f"gradient of {ctx.what}", passing))
+    return [next(results) if _is_differentiable(gradient) else None for gradient in gradients]
+
+
+class _Entered:
+    """Inside, this is where the thread is, and the strategy is the current one. A class, for it is entered in every
+    step."""
+
+    __slots__ = ("_here", "_scope", "_strategy", "_token")
+
+    def __init__(self, here: ReplicaContext | _Here, strategy: Strategy) -> None:
+        self._here, self._strategy = here, strategy
+
+    def __enter__(self) -> None:
+        self._scope = None if current_strategy() is self._strategy else self._strategy.scope()
+        if self._scope is not None:
+            self._scope.__enter__()
+        self._token = _here.set(self._here)
+
+    def __exit__(self, *error: Any) -> None:
+        _here.reset(self._token)
+        if self._scope is not None:
+            self._scope.__exit__(*error)
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stratagem.arguments import whole_number
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import parse_device
@@ -136,9 +137,7 @@ class _AllReduce(CrossDeviceOps):
     """What HierarchicalCopyAllReduce and NcclAllReduce have in common: packing, and what they leave to one device."""
 
     def __init__(self, num_packs: int) -> None:
-        if num_packs < 0:
-            raise ConfigurationError(f"expected num_packs of at least 0, got {num_packs}")
-        self._num_packs = num_packs
+        self._num_packs = whole_number("num_packs", num_packs, 0)
         self._one_device = ReductionToOneDevice()
 
     def _reduce(

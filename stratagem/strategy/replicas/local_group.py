@@ -75,11 +75,19 @@ class LocalGroup:
         meeting = Meeting(replica_threads, timeout_s)
         return [cls(meeting, local, ops, workers) for local in range(replica_threads.size)]
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    @property
+    def timeout_s(self) -> float:
+        """See :class:`Group`."""
+        return self.meeting.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self.meeting.timeout_s = seconds
+
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory of each replica's own."""
         self.barrier(tag)
-        source, result = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-        return Arena(source, result)
+        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         out.copy_(self._reduce(source, op, tag))
@@ -179,17 +187,17 @@ class LocalGroup:
     ) -> Any:
         """:meth:`Meeting.exchange` of a value that refers to ``tensors``."""
 
-        def settled(values: list[Any]) -> Sequence[Any]:
+        def concluded(values: list[Any]) -> Sequence[Any]:
             try:
                 return conclude(values)
             except CollectiveError as error:  # it names a worker
                 rank = None if error.rank is None else error.rank * self.meeting.size
                 raise CollectiveError(str(error), rank) from None
             finally:
-                _settle(self.meeting.replica_threads.devices if any(tensor.is_cuda for tensor in tensors) else ())
+                _wait_for(self.meeting.replica_threads.devices if any(tensor.is_cuda for tensor in tensors) else ())
 
-        _settle({tensor.device for tensor in tensors})
-        return self.meeting.exchange(self.local, tag, value, settled)
+        _wait_for({tensor.device for tensor in tensors})
+        return self.meeting.exchange(self.local, tag, value, concluded)
 
     def _by_worker(self, of_ranks: Sequence[T]) -> list[Sequence[T]]:
         """What belongs to all ranks, cut into what belongs to each worker's."""
@@ -201,7 +209,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().to(tensors[0].device) for tensor in tensors])
 
 
-def _settle(devices: Iterable[torch.device]) -> None:
+def _wait_for(devices: Iterable[torch.device]) -> None:
     """Other threads may read what this one has computed on GPUs: their streams do not wait for its."""
     for device in devices:
         if device.type == "cuda":

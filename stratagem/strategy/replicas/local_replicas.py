@@ -101,11 +101,9 @@ class OneReplica(LocalReplicas):
         self._context = ReplicaContext(strategy, workers=workers)
 
     def which(self) -> int | None:
-        """See :meth:`LocalReplicas.which`."""
         return 0
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
-        """See :meth:`LocalReplicas.add`."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for item in objects:
             if isinstance(item, torch.nn.Module):
@@ -113,20 +111,16 @@ class OneReplica(LocalReplicas):
         return list(objects)
 
     def on_replica(self, item: Any, replica: int) -> Any:
-        """See :meth:`LocalReplicas.on_replica`."""
         return item
 
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """See :meth:`LocalReplicas.run`."""
         with self._context.entered():
             return [work[0]()]
 
     def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """See :meth:`LocalReplicas.together`."""
         return [work[0]()]
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`LocalReplicas.interrupted`."""
         return contextlib.nullcontext()
 
     def random_states(self) -> dict[str, torch.Tensor]:
@@ -174,15 +168,12 @@ class SeveralReplicas(LocalReplicas):
         return Mirrors(self.devices, self.which, meet=self.replica_threads.meet, keep=keep)
 
     def which(self) -> int | None:
-        """See :meth:`LocalReplicas.which`."""
         return current_replica()
 
     def add(self, objects: Sequence[Any]) -> list[Any]:
-        """See :meth:`LocalReplicas.add`."""
         return self._mirrors.add(objects)
 
     def on_replica(self, item: Any, replica: int) -> Any:
-        """See :meth:`LocalReplicas.on_replica`."""
         return self._mirrors.copies_of(original(item))[replica]
 
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:
@@ -203,29 +194,24 @@ class SeveralReplicas(LocalReplicas):
             return work()
 
     def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """See :meth:`LocalReplicas.together`."""
         self._mirrors.synchronize()
         try:
             return self.replica_threads.run(work)
         finally:
-            self._mirrors.settle()
+            self._mirrors.record()
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
-        """See :meth:`LocalReplicas.interrupted`."""
         with self._mirrors.interrupted():
             yield
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        """See :meth:`LocalReplicas.random_states`."""
         return self.replica_threads.random_states()
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """See :meth:`LocalReplicas.set_random_states`."""
         self.replica_threads.set_random_states(states)
 
     def close(self) -> None:
-        """See :meth:`LocalReplicas.close`."""
         for own in self._own:
             own.close()
         self.replica_threads.close()

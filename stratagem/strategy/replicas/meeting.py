@@ -37,7 +37,7 @@ class Meeting:
         """Where a replica's communicator stands, in words; None: it has none."""
         self.num_queued = [0] * self.size
         """Collectives, or parts of programs with some, that are still to come from a replica's communicator."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._offers: list[Offer | None] = [None] * self.size
         self._results: list[Any] = [None] * self.size
         self._num_met = 0
@@ -152,10 +152,10 @@ class Meeting:
             return not self._concluding and (self._errors[local] is not None or self._cannot_meet(local) is not None)
 
         # Nobody can know how long a replica computes between two collectives; outside of steps nobody computes.
-        while not self.replica_threads.changed.wait_for(is_over, self._timeout_s):
+        while not self.replica_threads.changed.wait_for(is_over, self.timeout_s):
             missing = next((each for each, offer in enumerate(self._offers) if offer is None), None)
             if missing is not None and self.replica_threads.doing(missing) is None:
-                self._break_for(local, missing, f"did not come within {self._timeout_s:g} s")
+                self._break_for(local, missing, f"did not come within {self.timeout_s:g} s")
                 return
         missing = self._cannot_meet(local)
         if self._num_met == num_met and self._errors[local] is None and missing is not None:

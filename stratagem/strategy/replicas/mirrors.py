@@ -35,7 +35,7 @@ class Mirrors:
     """Models, optimizers, schedulers and GradScalers, with a copy of each on every replica.
 
     Replica 0 has the user's own objects. Outside of replicas there is only replica 0: the others get what was changed
-    in it when they run again. Two calls tell where that is: :meth:`synchronize` before replicas run, :meth:`settle`
+    in it when they run again. Two calls tell where that is: :meth:`synchronize` before replicas run, :meth:`record`
     after. Around what runs outside of replicas while they wait for it (a merge call) it is the other way round.
 
     Inside, each replica has its own. The settings of optimizers are those of replica 0 in every step, so that all
@@ -77,7 +77,7 @@ class Mirrors:
     def add(self, objects: Sequence[Any]) -> list[Any]:
         """Mirrors more objects, which may share parameters with those that were given before.
 
-        Call :meth:`settle` when everything that belongs to one replica alone has been attached to its objects.
+        Call :meth:`record` when everything that belongs to one replica alone has been attached to its objects.
 
         Returns:
             the proxies of ``objects``, in their order. One that was given before, or is a proxy, is not copied again.
@@ -108,7 +108,7 @@ class Mirrors:
             if id(item) not in made:
                 made[id(item)] = self._install(item, copies[id(item)], made)
         self._all.update((id(item), made[id(item)]) for item in fresh)
-        self.settle()
+        self.record()
         return [self._all[id(item)][0] for item in wanted]
 
     def synchronize(self) -> None:
@@ -130,7 +130,7 @@ class Mirrors:
             self._touched = fully
             raise
 
-    def settle(self) -> None:
+    def record(self) -> None:
         """What replicas have now is their own: no change to be carried."""
         for changes in self._changes:
             changes.record()
@@ -142,12 +142,12 @@ class Mirrors:
         try:
             yield
         finally:
-            self.settle()
+            self.record()
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
         """Around what runs outside of replicas, in the middle of their run."""
-        self.settle()
+        self.record()
         yield
         self.synchronize()
 
@@ -252,20 +252,6 @@ class Mirrors:
         replica = self.which()
         own: torch.optim.Optimizer = original(optimizer) if copies is None else copies[1][replica or 0]
         return own
-
-
-def mirror(
-    objects: Sequence[Any],
-    devices: Sequence[torch.device],
-    which: Callable[[], int | None],
-    *,
-    meet: Meet,
-    keep: Callable[[int, dict[int, Any]], None] = lambda replica, memo: None,
-) -> Mirrors:
-    """Makes :class:`Mirrors` of ``objects``."""
-    mirrors = Mirrors(devices, which, meet=meet, keep=keep)
-    mirrors.add(objects)
-    return mirrors
 
 
 def _snapshot(settings: Settings) -> Settings:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from stratagem.errors import CollectiveError
+from stratagem.measuring import measures
 from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator, Position
@@ -70,8 +71,9 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
 class WaitingMeter(StepMeter):
     """What reducers of several replicas measure with: while one waits, the others have their turn.
 
-    Only :meth:`exposed` works. Its time counts where all replicas wait: as long as one computes, communication is
-    hidden behind that.
+    Only :meth:`exposed` and :meth:`computes` work. The time of the first counts where all replicas wait: as long as one
+    computes, communication is hidden behind that. The second is for those that have their turn: a reducer waits at the
+    end of a backward, and meanwhile another replica begins its step, or ends its own wait.
 
     Args:
         meter: of the process.
@@ -87,18 +89,25 @@ class WaitingMeter(StepMeter):
         self._all_wait = contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
+    def exposed(
+        self, waiting_on: WaitingOn, step: int = 0, phase: str = measures.WAIT, peer: str = ""
+    ) -> Iterator[None]:
+        self._meter.computes(measures.FORWARD, after=measures.BACKWARD)
         with self._replica_threads.waiting():
             with self._counting:
                 self._num_inside += 1
                 if self._num_inside == self._replica_threads.size:
-                    self._all_wait.enter_context(self._meter.exposed(waiting_on, step))
+                    self._all_wait.enter_context(self._meter.exposed(waiting_on, step, phase, peer))
             try:
                 yield
             finally:
                 with self._counting:
                     self._num_inside -= 1
                     self._all_wait.close()
+        self._meter.computes(measures.BACKWARD)
+
+    def computes(self, phase: str, after: str = "") -> None:
+        self._meter.computes(phase, after)
 
 
 def _explain(error: CollectiveError, position: Position) -> CollectiveError:

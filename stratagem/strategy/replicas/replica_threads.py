@@ -83,13 +83,13 @@ class _ThreadReplica:
     thread: int
 
 
-_seat: contextvars.ContextVar[_ThreadReplica | None] = contextvars.ContextVar("seat", default=None)
+_thread_replica: contextvars.ContextVar[_ThreadReplica | None] = contextvars.ContextVar("thread_replica", default=None)
 
 
 def current_replica() -> int | None:
     """The local number of the replica whose step the calling thread runs; None: of no replica."""
-    seat = _seat.get()
-    return None if seat is None else seat.replica
+    thread_replica = _thread_replica.get()
+    return None if thread_replica is None else thread_replica.replica
 
 
 class ReplicaThreads:
@@ -156,12 +156,12 @@ class ReplicaThreads:
             if not self._dismiss.alive:
                 raise ConfigurationError("the replicas have been closed; build a new strategy")
             run = _Run(self.size)
-            surroundings = ThreadModes.here(self.devices)
+            thread_modes = ThreadModes.here(self.devices)
             with self.changed:
                 self._run = run
             self._turn_lock.start()
             for replica, one in enumerate(work):
-                play = functools.partial(self._play, run, replica, one, surroundings)
+                play = functools.partial(self._play, run, replica, one, thread_modes)
                 self._jobs[replica].put(functools.partial(contextvars.copy_context().run, play))
             try:
                 self._preside(run)
@@ -238,7 +238,7 @@ class ReplicaThreads:
 
     def _refuse_nesting(self) -> None:
         run = self._run
-        if self._own_seat() is not None or (run is not None and run.caller == threading.get_ident()):
+        if self._own_thread_replica() is not None or (run is not None and run.caller == threading.get_ident()):
             raise ConfigurationError("strategy.run inside strategy.run: a replica's step cannot start all replicas")
 
     # -- what a replica does -----------------------------------------------------------------------------------
@@ -252,19 +252,19 @@ class ReplicaThreads:
         Raises:
             CollectiveError: at the end, when another replica has failed meanwhile.
         """
-        seat = self._own_seat()
-        if seat is None or seat.run.doing[seat.replica] is not Doing.RUNNING:
+        thread_replica = self._own_thread_replica()
+        if thread_replica is None or thread_replica.run.doing[thread_replica.replica] is not Doing.RUNNING:
             yield
             return
         with self.changed:
-            seat.run.doing[seat.replica] = Doing.WAITING
-            self._turn_lock.release(seat.replica)
+            thread_replica.run.doing[thread_replica.replica] = Doing.WAITING
+            self._turn_lock.release(thread_replica.replica)
             self.changed.notify_all()
         try:
             yield
         finally:
-            self._go_on(seat.run, seat.replica)
-        self._end_if_failed(seat.run)
+            self._go_on(thread_replica.run, thread_replica.replica)
+        self._end_if_failed(thread_replica.run)
 
     def meet(self, what: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """All replicas come here; ``decide`` runs once, in the caller's thread, while they wait.
@@ -280,10 +280,10 @@ class ReplicaThreads:
         Raises:
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        seat = self._own_seat()
-        if seat is None:
+        thread_replica = self._own_thread_replica()
+        if thread_replica is None:
             raise ConfigurationError(f"{what} outside strategy.run: only replicas can meet")
-        run, replica = seat.run, seat.replica
+        run, replica = thread_replica.run, thread_replica.replica
         self._end_if_failed(run)
         with self.changed:
             num_met = run.num_met
@@ -307,14 +307,14 @@ class ReplicaThreads:
         """Why the replicas that still run have to end; empty: they do not."""
         return "" if self._run is None else self._run.reason
 
-    def _play(self, run: _Run, replica: int, work: Callable[[], Any], surroundings: ThreadModes) -> None:
+    def _play(self, run: _Run, replica: int, work: Callable[[], Any], thread_modes: ThreadModes) -> None:
         """A replica's part of a run, in its thread."""
-        _seat.set(_ThreadReplica(self, run, replica, threading.get_ident()))
+        _thread_replica.set(_ThreadReplica(self, run, replica, threading.get_ident()))
         result: Any = None
         try:
             self._go_on(run, replica)
             self._end_if_failed(run)
-            with surroundings.entered(self.devices[replica]):
+            with thread_modes.entered(self.devices[replica]):
                 result = work()
         except BaseException as error:
             self._fail(run, replica, error)
@@ -330,11 +330,15 @@ class ReplicaThreads:
             run.doing[replica] = Doing.RUNNING
         self._turn_lock.take(replica)
 
-    def _own_seat(self) -> _ThreadReplica | None:
-        seat = _seat.get()
+    def _own_thread_replica(self) -> _ThreadReplica | None:
+        thread_replica = _thread_replica.get()
         # A thread that the step started may have inherited the context variable.
         return (
-            seat if seat is not None and seat.replica_threads is self and seat.thread == threading.get_ident() else None
+            thread_replica
+            if thread_replica is not None
+            and thread_replica.replica_threads is self
+            and thread_replica.thread == threading.get_ident()
+            else None
         )
 
     # -- failures ----------------------------------------------------------------------------------------------

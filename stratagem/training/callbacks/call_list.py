@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stratagem.errors import ConfigurationError
@@ -10,6 +10,11 @@ from stratagem.training.callbacks.base import Callback
 from stratagem.training.model_state import ModelState
 
 _PER_BATCH = tuple(f"on_{kind}_batch_{end}" for kind in ("train", "test", "predict") for end in ("begin", "end"))
+
+
+def listed(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
+    """One callback, several or none, as a list."""
+    return [callbacks] if isinstance(callbacks, Callback) else list(callbacks or ())
 
 
 class CallbackList:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stratagem.arguments import whole_number
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
 
@@ -41,7 +42,7 @@ class EarlyStopping(Callback):
     ) -> None:
         self._arguments = monitor, mode, min_delta
         self._monitor = Monitor(*self._arguments)
-        self._patience = patience
+        self._patience = whole_number("patience", patience, 0)
         self._verbose = verbose
         self._baseline = baseline
         self._restores = restore_best_weights
@@ -82,7 +83,7 @@ class EarlyStopping(Callback):
                 self.stopped_epoch + 1, self._monitor.name, self.best, self.best_epoch + 1,
             )  # fmt: skip
         if self._weights is not None:
-            self.model.module.load_state_dict(self._weights)
+            self.model.load_state_dict(self._weights)
             self._weights = None
 
     def state_dict(self) -> dict[str, Any]:

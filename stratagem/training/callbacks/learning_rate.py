@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stratagem.arguments import whole_number
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
@@ -73,7 +74,7 @@ class ReduceLROnPlateau(Callback):
         self._arguments = monitor, mode, min_delta
         self._monitor = Monitor(*self._arguments)
         self._factor = factor
-        self._patience = patience
+        self._patience = whole_number("patience", patience, 0)
         self._verbose = verbose
         self._cooldown = cooldown
         self._min_lr = min_lr

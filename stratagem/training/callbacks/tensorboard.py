@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stratagem.errors import ConfigurationError
+from stratagem.measuring import measures
 from stratagem.training.callbacks.base import Callback, LogsArgument
+from stratagem.worker.step_meter import active_meter
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard(Callback):
-    """Writes scalars, on the lead: those of epochs as "epoch_loss" and so on, in folders "train" and "validation".
+    """Writes scalars, on the lead: those of epochs as "epoch_loss" and so on, in folders "train" and "validation", and
+    where its time went as "phases/data_wait_s" and so on.
 
     Args:
         log_dir: folder of the run.
@@ -37,6 +40,7 @@ class TensorBoard(Callback):
         self._folder = Path(log_dir)
         self._every = {"epoch": 0, "batch": 1}.get(update_freq, 0) if isinstance(update_freq, str) else update_freq
         self._writers: dict[str, SummaryWriter] = {}
+        self._measured: dict[str, float] = {}
         if self._every:
             self.on_train_batch_end = self._write_batch  # type: ignore[method-assign]
 
@@ -49,8 +53,18 @@ class TensorBoard(Callback):
             writer.add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
         if "learning_rate" not in (logs or {}):
             self._writer("train").add_scalar("epoch_learning_rate", self.model.learning_rate, epoch)
+        self._write_phases(epoch)
         for writer in self._writers.values():
             writer.flush()
+
+    def _write_phases(self, epoch: int) -> None:
+        """Seconds that the steps of the epoch spent in each phase, in this process."""
+        meter = active_meter()
+        values = {} if meter is None else meter.values()
+        for name, seconds in measures.since(values, self._measured).items():
+            if name in measures.PHASES:
+                self._writer("train").add_scalar(f"phases/{name}", seconds, epoch)
+        self._measured = values
 
     def on_test_end(self, logs: LogsArgument = None) -> None:
         if self.model.is_fitting or not self.model.strategy.is_lead:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stratagem.arguments import whole_numbers
 from stratagem.checkpoint.catalog import newest, read_step, was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
@@ -59,8 +60,7 @@ class EvalSpec:
     """An evaluator does not start an evaluation sooner after the start of the one before, but for the last."""
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.steps < 1:
-            raise ConfigurationError(f"expected steps of at least 1 or None, got {self.steps!r}")
+        whole_numbers(steps=self.steps)
         for name in ("start_delay_secs", "throttle_secs"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"expected {name} of at least 0, got {getattr(self, name)!r}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stratagem.arguments import whole_numbers
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
@@ -113,9 +114,7 @@ class Estimator:
         """
         if steps is not None and max_steps is not None:
             raise ConfigurationError("expected steps or max_steps, got both")
-        for name, value in (("steps", steps), ("max_steps", max_steps)):
-            if value is not None and value < 1:
-                raise ConfigurationError(f"expected {name} of at least 1, got {value!r}")
+        whole_numbers(steps=steps, max_steps=max_steps)
         given = Input(input_fn, ModeKeys.TRAIN, self.params, self.config)
         if self._training is None:
             strategy = _made(self.config.train_distribute) or strategy_from_environment()
@@ -145,8 +144,7 @@ class Estimator:
             CheckpointError: it is damaged or of another model.
             ConfigurationError: the input or ``model_fn`` is not what it should be.
         """
-        if steps is not None and steps < 1:
-            raise ConfigurationError(f"expected steps of at least 1, got {steps!r}")
+        whole_numbers(steps=steps)
         given = Input(input_fn, ModeKeys.EVAL, self.params, self.config)
         restored, path = self._restored_in(ModeKeys.EVAL), self._checkpoint(checkpoint_path)
         results = evaluation.evaluate(restored, given, path, steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,8 +23,9 @@ from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving
 from stratagem.training.estimator.spec import EstimatorSpec, MetricValue, ModeKeys
 from stratagem.training.fit.batches import sample_of
+from stratagem.training.fit.loop import first_batches
+from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.sources import devices_of, for_evaluation, for_prediction
-from stratagem.training.fit.tally import StepResult, Tally
 from stratagem.training.metrics import Mean, Metric, metrics_of
 
 logger = logging.getLogger(__name__)
@@ -92,16 +92,11 @@ class RestoredObjects:
     def results(self, step: Any, dataset: Iterable[Any], num_batches: int | None) -> Iterator[tuple[Any, ...]]:
         """What ``step(batch)`` returns on each local replica, batch by batch."""
         self.objects.train(False)
-        batches = iter(dataset)
-        try:
-            for batch in itertools.islice(batches, num_batches):
+        with contextlib.closing(first_batches(dataset, num_batches)) as batches:
+            for _, batch in batches:
                 with giving(self.objects), torch.no_grad():
                     result = self.strategy.run(step, args=(batch,))
                 yield self.strategy.local_results(result)
-        finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
 
     def _labels(self, labels: Any) -> Any:
         return None if self._mode is ModeKeys.PREDICT else labels
@@ -118,7 +113,7 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
     first = restored.build(batch)
     step = restored.load(path)
     strategy, device = restored.strategy, restored.device
-    tally = Tally(strategy, [_metrics(first.metrics, one) for one in devices_of(strategy, device)])
+    running = RunningMetrics(strategy, [_metrics(first.metrics, one) for one in devices_of(strategy, device)])
 
     def count(batch: Any) -> StepResult:
         size = num_examples(split(batch)[0])
@@ -132,8 +127,8 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
         return StepResult(size, dict(spec.metrics), None, spec.loss, float(size))
 
     for results in restored.results(count, for_evaluation(strategy, source, device), num_batches):
-        tally.add(results)
-    return {**tally.result(), "global_step": step}
+        running.add(results)
+    return {**running.result(), "global_step": step}
 
 
 def predict(restored: RestoredObjects, given: Input, path: Path | None) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from stratagem.errors import ConfigurationError
+from stratagem.arguments import whole_numbers
 
 if TYPE_CHECKING:
     from stratagem.training.estimator.estimator import Estimator
@@ -60,8 +60,7 @@ class LatestExporter:
     """
 
     def __init__(self, name: str = "latest", example_inputs: Any = None, exports_to_keep: int | None = 5) -> None:
-        if exports_to_keep is not None and exports_to_keep < 1:
-            raise ConfigurationError(f"expected exports_to_keep of at least 1 or None, got {exports_to_keep!r}")
+        whole_numbers(exports_to_keep=exports_to_keep)
         self.name = name
         self._example_inputs = example_inputs
         self._keep = exports_to_keep
@@ -75,13 +74,22 @@ class LatestExporter:
         is_the_final_export: bool,
     ) -> Path | None:
         """See :class:`Exporter`."""
+        if not self._is_wanted(export_path, eval_result, is_the_final_export):
+            return None
         folder = export_path / f"step-{int(eval_result['global_step']):08d}"
         estimator.export_model(folder, self._example_inputs, checkpoint_path=checkpoint_path)
         exports = sorted(path for path in export_path.iterdir() if _NAME.fullmatch(path.name))
         for old in exports[: -self._keep] if self._keep else ():
             if old != folder:
                 shutil.rmtree(old)
+        self._exported(export_path, eval_result)
         return folder
+
+    def _is_wanted(self, export_path: Path, eval_result: Results, is_final: bool) -> bool:
+        return True
+
+    def _exported(self, export_path: Path, eval_result: Results) -> None:
+        """There is an export of what was evaluated."""
 
 
 class FinalExporter(LatestExporter):
@@ -95,18 +103,8 @@ class FinalExporter(LatestExporter):
     def __init__(self, name: str = "final", example_inputs: Any = None) -> None:
         super().__init__(name, example_inputs, None)
 
-    def export(
-        self,
-        estimator: Estimator,
-        export_path: Path,
-        checkpoint_path: str,
-        eval_result: Results,
-        is_the_final_export: bool,
-    ) -> Path | None:
-        """See :class:`Exporter`."""
-        if not is_the_final_export:
-            return None
-        return super().export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)
+    def _is_wanted(self, export_path: Path, eval_result: Results, is_final: bool) -> bool:
+        return is_final
 
 
 def loss_smaller(best: Results, current: Results) -> bool:
@@ -134,21 +132,11 @@ class BestExporter(LatestExporter):
         super().__init__(name, example_inputs, exports_to_keep)
         self._is_better = compare_fn
 
-    def export(
-        self,
-        estimator: Estimator,
-        export_path: Path,
-        checkpoint_path: str,
-        eval_result: Results,
-        is_the_final_export: bool,
-    ) -> Path | None:
-        """See :class:`Exporter`."""
+    def _is_wanted(self, export_path: Path, eval_result: Results, is_final: bool) -> bool:
         file = export_path / "best.json"
-        best = json.loads(file.read_text()) if file.exists() else None
-        if best is not None and not self._is_better(best, eval_result):
-            return None
-        folder = super().export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)
+        return not file.exists() or self._is_better(json.loads(file.read_text()), eval_result)
+
+    def _exported(self, export_path: Path, eval_result: Results) -> None:
         draft = export_path / ".best.json"
         draft.write_text(json.dumps(dict(eval_result)))
-        draft.replace(file)
-        return folder
+        draft.replace(export_path / "best.json")

@@ -45,7 +45,7 @@ class Feed(Protocol):
 
 
 class InStepFeed:
-    """Of workers that run in step.
+    """Implements :class:`Feed` for workers that run in step.
 
     Args:
         dataset: this worker's part.
@@ -60,18 +60,16 @@ class InStepFeed:
         self._left: int | None = None
 
     def aim(self, step: int, target: int | None) -> int | None:
-        """See :class:`Feed`."""
         self._step, self._left = step, None if target is None else target - step
         return None if self._is_once else target
 
     def batches(self) -> Iterator[tuple[int, Any]]:
-        """See :class:`Feed`."""
         with Passes(self._dataset, None if self._is_once else self._left) as passes:
             yield from zip(itertools.count(self._step), itertools.islice(passes.epoch(), self._left), strict=False)
 
 
 class LeasedFeed:
-    """Of workers to whom the chief leases batches: exactly as many as there are updates to make.
+    """Implements :class:`Feed` for workers to whom the chief leases batches: exactly as many as updates are to be made.
 
     Args:
         strategy: of the job.
@@ -86,7 +84,6 @@ class LeasedFeed:
         self._loader: DataLoader[NumberedBatch]
 
     def aim(self, step: int, target: int | None) -> int | None:
-        """See :class:`Feed`."""
         self._step = step
         self._loader = repeated(self._source, None if target is None else target - step, step, ORDER_SEED)
         return step + len(self._loader)

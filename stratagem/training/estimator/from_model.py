@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
@@ -21,6 +20,7 @@ from stratagem.training.estimator.objects import get_or_create
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.fit.batches import call
+from stratagem.training.fit.steps import precision
 from stratagem.training.metrics import Metric, metrics_of
 from stratagem.training.model import Model
 
@@ -78,7 +78,7 @@ class _Function:
             return fresh[0][0]
 
         module = get_or_create("model", make_module)
-        with self._precision(features):
+        with precision(self._compiled.autocast, features):
             outputs = call(module, features)
             if mode == ModeKeys.PREDICT:
                 return EstimatorSpec(mode, predictions=outputs)
@@ -95,13 +95,6 @@ class _Function:
 
     def _full(self, leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is self._compiled.autocast else leaf
-
-    def _precision(self, features: Any) -> contextlib.AbstractContextManager[Any]:
-        if self._compiled.autocast is None:
-            return contextlib.nullcontext()
-        devices: list[str] = []
-        map_leaves(features, lambda leaf: devices.append(leaf.device.type) if isinstance(leaf, torch.Tensor) else None)
-        return torch.autocast(devices[0] if devices else "cpu", dtype=self._compiled.autocast)
 
 
 def _by_name(compiled: Compiled) -> dict[str, Callable[[torch.device], Metric]]:

@@ -31,7 +31,7 @@ class Predictor(nn.Module):
         self.eval()
 
     def forward(self, features: Any) -> Any:
-        """The predictions."""
+        """The predictions that ``model_fn`` gives for these features in mode ``PREDICT``."""
         with giving(self):
             return self._function(features, None, ModeKeys.PREDICT).predictions
 

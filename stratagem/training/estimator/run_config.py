@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
+from stratagem.arguments import above_zero, whole_numbers
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 
@@ -45,13 +46,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
             raise ConfigurationError("expected save_checkpoints_steps or save_checkpoints_secs, got both")
-        for name in ("save_summary_steps", "save_checkpoints_steps"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigurationError(f"expected {name} of at least 1, got {value!r}")
-        if self.save_checkpoints_secs is not None and not self.save_checkpoints_secs > 0:
-            raise ConfigurationError(f"expected save_checkpoints_secs above 0, got {self.save_checkpoints_secs!r}")
-        if self.keep_checkpoint_max is not None and self.keep_checkpoint_max < 0:
-            raise ConfigurationError(f"expected keep_checkpoint_max of at least 0, got {self.keep_checkpoint_max!r}")
+        whole_numbers(save_summary_steps=self.save_summary_steps, save_checkpoints_steps=self.save_checkpoints_steps)
+        above_zero(save_checkpoints_secs=self.save_checkpoints_secs)
+        whole_numbers(0, keep_checkpoint_max=self.keep_checkpoint_max)
         for name in ("train_distribute", "eval_distribute"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Strategy) and not callable(value):

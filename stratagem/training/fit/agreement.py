@@ -13,7 +13,7 @@ from stratagem.cluster.topic import Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import Servers
-from stratagem.training.fit.tally import StepResult, Tally
+from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.unit_counts import UnitCounts
 
 
@@ -38,11 +38,11 @@ class FitAgreement(Protocol):
     def add(self, results: Sequence[StepResult]) -> None:
         """A step was made."""
 
-    def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
+    def logs(self, epoch: int, running: RunningMetrics) -> dict[str, float] | None:
         """What all workers have counted in an epoch; None if nobody has counted anything.
 
         Args:
-            tally: of this worker.
+            running: of this worker.
         """
 
     def record(self, epoch: int, logs: dict[str, float]) -> None:
@@ -53,7 +53,7 @@ class FitAgreement(Protocol):
 
 
 class InStep:
-    """Of workers that run in step, or one alone.
+    """Implements :class:`FitAgreement` for workers that run in step, or one alone.
 
     Args:
         strategy: theirs.
@@ -64,47 +64,45 @@ class InStep:
     def __init__(self, strategy: Strategy) -> None:
         self._workers = strategy.communicator
         self.is_alone = self._workers is None
+        if self._workers is not None and self._workers.healing is not None:
+            self._workers.healing.refuse_newcomer("fit")
 
     def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`FitAgreement`."""
         return contextlib.nullcontext()
 
     def begin(self, epoch: int) -> dict[str, float] | None:
-        """See :class:`FitAgreement`."""
         return None
 
     def add(self, results: Sequence[StepResult]) -> None:
         """See :class:`FitAgreement`."""
 
-    def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
-        """See :class:`FitAgreement`."""
-        return tally.result()
+    def logs(self, epoch: int, running: RunningMetrics) -> dict[str, float] | None:
+        return running.result()
 
     def record(self, epoch: int, logs: dict[str, float]) -> None:
         """See :class:`FitAgreement`."""
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        """See :class:`FitAgreement`."""
         if self._workers is None:
             return wish
         return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
 
 
 class FitOnServers:
-    """Of workers under parameter servers: their chief keeps what each unit has counted.
+    """Implements :class:`FitAgreement` under parameter servers, as a :class:`UnitListener`: the chief keeps all counts.
 
     Args:
         servers: theirs.
-        tally: to count single units with.
+        running: to count single units with.
     """
 
     is_alone = False
     shares_epochs = True
 
-    def __init__(self, servers: Servers, tally: Tally) -> None:
+    def __init__(self, servers: Servers, running: RunningMetrics) -> None:
         self._servers = servers
         self._shared = servers.counts
-        self._units = UnitCounts(self._shared, tally)
+        self._units = UnitCounts(self._shared, running)
         self._counted = self._shared.new_group("fit")
         self._logs = f"{self._counted}, logs of epochs"
         self.group = f"{self._counted}, ends of epochs"
@@ -114,22 +112,18 @@ class FitOnServers:
     # What units are counted under; UnitListener
 
     def begin_unit(self) -> None:
-        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._units.begin()
 
     def collect(self) -> tuple[Topic, bytes]:
-        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         return Topic(self._counted, self._epoch), self._units.collect()
 
     def flush(self) -> None:
-        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._flush()
 
     # Agreement
 
     @contextlib.contextmanager
     def listening(self, flush: Callable[[], None]) -> Iterator[None]:
-        """See :class:`FitAgreement`."""
         self._flush = flush
         try:
             with self._servers.listened(self):
@@ -140,24 +134,19 @@ class FitOnServers:
             raise
 
     def begin(self, epoch: int) -> dict[str, float] | None:
-        """See :class:`FitAgreement`."""
         self._epoch = epoch
         return self._shared.logs(self._logs, epoch)
 
     def add(self, results: Sequence[StepResult]) -> None:
-        """See :class:`FitAgreement`."""
         self._units.add(results)
 
-    def logs(self, epoch: int, tally: Tally) -> dict[str, float] | None:
-        """See :class:`FitAgreement`."""
+    def logs(self, epoch: int, running: RunningMetrics) -> dict[str, float] | None:
         return self._units.result(self._counted, epoch)
 
     def record(self, epoch: int, logs: dict[str, float]) -> None:
-        """See :class:`FitAgreement`."""
         self._shared.record(self._logs, epoch, {name: float(value) for name, value in logs.items()})
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        """See :class:`FitAgreement`."""
         return bool(self._shared.agree(self.group, epoch, int(wish)))
 
 

@@ -17,9 +17,9 @@ from stratagem.strategy.ps.evaluation import EvaluatedUnits
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.fit.loop import evaluating, first_batches
+from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import for_evaluation
 from stratagem.training.fit.steps import FitSteps
-from stratagem.training.fit.tally import Tally
 from stratagem.training.fit.unit_counts import UnitCounts
 
 
@@ -31,7 +31,7 @@ class Evaluation:
 
     Args:
         steps: what replicas do.
-        new_tally: makes what counts.
+        new_running_metrics: makes what counts.
         source: gives GLOBAL batches, or is a distributed dataset.
         device: of the module; of interest under the pass-through strategy.
         callbacks: called all along.
@@ -42,7 +42,7 @@ class Evaluation:
     def __init__(
         self,
         steps: FitSteps,
-        new_tally: Callable[[], Tally],
+        new_running_metrics: Callable[[], RunningMetrics],
         source: Any,
         device: torch.device,
         callbacks: CallbackList,
@@ -50,15 +50,15 @@ class Evaluation:
         sampled: Callable[[Any], Any],
     ) -> None:
         self._steps = steps
-        self._tally = new_tally()
+        self._running = new_running_metrics()
         self._callbacks = callbacks
         self._num_steps = num_steps
         self._units: EvaluatedUnits | None = None
         self._counts: UnitCounts | None = None
         strategy = steps.strategy
         if strategy.servers is not None:
-            dataset, self._units = _lent(strategy, strategy.servers, source, num_steps)
-            self._counts = UnitCounts(strategy.servers.counts, new_tally())
+            dataset, self._units = _leased(strategy, strategy.servers, source, num_steps)
+            self._counts = UnitCounts(strategy.servers.counts, new_running_metrics())
             self._units.counted_by(self._counts.begin, self._counts.collect)
             self._num_steps = None
         else:
@@ -71,9 +71,9 @@ class Evaluation:
         Args:
             is_silent: no callback hears of it: this worker only does its part of what others evaluate.
         """
-        steps, tally = self._steps, self._tally
+        steps, running = self._steps, self._running
         callbacks = self._callbacks.silenced() if is_silent else self._callbacks
-        tally.reset()
+        running.reset()
         callbacks.call("on_test_begin")
         begins, ends = callbacks.hears("on_test_batch_begin"), callbacks.hears("on_test_batch_end")
         with evaluating(steps.strategy, steps.module):
@@ -81,23 +81,23 @@ class Evaluation:
                 if begins:
                     callbacks.call_batch("on_test_batch_begin", number)
                 results = steps.strategy.local_results(steps.strategy.run(steps.test, args=(batch,)))
-                tally.add(results)
+                running.add(results)
                 if self._counts is not None:
                     self._counts.add(results)
                 if ends:
-                    callbacks.call_batch("on_test_batch_end", number, tally.logs())
+                    callbacks.call_batch("on_test_batch_end", number, running.logs())
         logs = self._result()
         callbacks.call("on_test_end", logs)
         return logs
 
     def _result(self) -> dict[str, float]:
         if self._counts is None or self._units is None:
-            return self._tally.result()
+            return self._running.result()
         logs = self._counts.result(self._units.group, self._units.num_passes - 1)
-        return self._tally.result() if logs is None else logs
+        return self._running.result() if logs is None else logs
 
 
-def _lent(strategy: Strategy, servers: Servers, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:
+def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | None) -> tuple[Any, EvaluatedUnits]:
     if isinstance(source, DistributedDataset):
         source = source.loader
     if isinstance(source, DataLoader) and can_be_planned(source):

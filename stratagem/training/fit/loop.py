@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.callbacks.history import History
 from stratagem.training.fit.agreement import FitAgreement
 from stratagem.training.fit.position import FitPosition
+from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import Passes, close
 from stratagem.training.fit.steps import FitSteps
-from stratagem.training.fit.tally import Tally
 from stratagem.training.model_state import ModelState
 
 
@@ -29,7 +29,7 @@ class Training:
     Args:
         model: whose training it is; asked for ``stop_training``.
         steps: what replicas do.
-        tally: counts the epoch.
+        running: counts the epoch.
         position: how far it has come.
         callbacks: called all along.
         passes: gives the batches.
@@ -41,7 +41,7 @@ class Training:
         self,
         model: ModelState,
         steps: FitSteps,
-        tally: Tally,
+        running: RunningMetrics,
         position: FitPosition,
         callbacks: CallbackList,
         passes: Passes,
@@ -51,7 +51,7 @@ class Training:
         self._model = model
         self._steps = steps
         self._strategy = steps.strategy
-        self._tally = tally
+        self._running = running
         self._position = position
         self._callbacks = callbacks
         self._passes = passes
@@ -81,9 +81,9 @@ class Training:
 
     def _epoch(self, number: int) -> dict[str, float] | None:
         """The logs of an epoch; None if it is none of this worker's."""
-        position, callbacks, tally = self._position, self._callbacks, self._tally
+        position, callbacks, running = self._position, self._callbacks, self._running
         if not position.step:
-            tally.reset()
+            running.reset()
         others_logs = self._agreement.begin(number)
         batches = iter(()) if position.is_trained else self._passes.epoch(position.step)
         logs: dict[str, float] | None = None
@@ -92,19 +92,19 @@ class Training:
             if not first and others_logs is not None:
                 self._pass_by(number, others_logs)
                 return None
-            if not first and (logs := self._agreement.logs(number, tally)) is None:
+            if not first and (logs := self._agreement.logs(number, running)) is None:
                 return None  # nobody has lived it since the job was resumed
             batches = itertools.chain(first, batches)
         callbacks.call("on_epoch_begin", number)
         self._train(batches)
         position.is_trained = True
-        logs = logs or self._agreement.logs(number, tally) or tally.result()
+        logs = logs or self._agreement.logs(number, running) or running.result()
         if self._validate is not None:
             logs.update((f"val_{name}", value) for name, value in self._validate(False).items())
         return logs
 
     def _train(self, batches: Iterable[Any]) -> None:
-        position, callbacks, tally = self._position, self._callbacks, self._tally
+        position, callbacks, running = self._position, self._callbacks, self._running
         self._steps.module.train()
         begins = callbacks.hears("on_train_batch_begin")
         ends = callbacks.hears("on_train_batch_end")
@@ -113,13 +113,13 @@ class Training:
                 callbacks.call_batch("on_train_batch_begin", position.step)
             result = self._strategy.run(self._steps.train, args=(batch, position.num_waiting))
             results = self._strategy.local_results(result)
-            tally.add(results)
+            running.add(results)
             self._agreement.add(results)
             position.num_waiting = (position.num_waiting + 1) % self._steps.accumulate_steps
             position.step += 1
             position.num_steps += 1
             if ends:
-                callbacks.call_batch("on_train_batch_end", position.step - 1, tally.logs())
+                callbacks.call_batch("on_train_batch_end", position.step - 1, running.logs())
             if self._model.stop_training and self._agreement.is_alone:  # several stop together, after the epoch
                 break
         self._flush()
@@ -190,7 +190,7 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
             module.train()
 
 
-def first_batches(dataset: Iterable[Any], number: int | None) -> Iterator[tuple[int, Any]]:
+def first_batches(dataset: Iterable[Any], number: int | None) -> Generator[tuple[int, Any]]:
     """The first ``number`` batches (None: all), numbered; the others are let go of."""
     batches = iter(dataset)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratagem.strategy.metric_states import pack, unpack
-from stratagem.training.fit.tally import Tally
+from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.object_states import Stateful
 
 
@@ -18,14 +18,14 @@ class FitPosition:
 
     Args:
         dataset: that is gone through.
-        tally: of the epoch.
+        running: of the epoch.
         callbacks: whose state belongs to it.
         epoch: the first one.
     """
 
-    def __init__(self, dataset: Any, tally: Tally, callbacks: Sequence[Stateful], epoch: int) -> None:
+    def __init__(self, dataset: Any, running: RunningMetrics, callbacks: Sequence[Stateful], epoch: int) -> None:
         self._dataset = dataset
-        self._tally = tally
+        self._running = running
         self._callbacks = callbacks
         self.epoch = epoch
         self.step = 0
@@ -45,7 +45,7 @@ class FitPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors of bytes."""
-        counted = self._tally.states() if self.step else []
+        counted = self._running.states() if self.step else []
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -63,9 +63,9 @@ class FitPosition:
         self.epoch, self.step, self.num_steps = int(state["epoch"]), int(state["step"]), int(state["num_steps"])
         self.is_trained = bool(state.get("is_trained"))
         self.is_resumed = True
-        self._tally.reset()
-        self._tally.num_steps = self.step
-        self._tally.add_states([unpack(part) for part in state["counted"]])
+        self._running.reset()
+        self._running.num_steps = self.step
+        self._running.add_states([unpack(part) for part in state["counted"]])
         if self._is_placed and state["data"]:
             self._dataset.load_state_dict(state["data"])
         saved = list(state["callbacks"])

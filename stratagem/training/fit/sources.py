@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from stratagem.data.distribute import checked_batch_size, distribute
+from stratagem.arguments import whole_number
+from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
 from stratagem.data.options import DistributeOptions
-from stratagem.data.placement import InputPlacement
+from stratagem.data.placement import InputPlacement, StepCounter
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -85,7 +86,7 @@ def source_of(
     Raises:
         ConfigurationError: arguments that do not go together.
     """
-    num_in_batch = DEFAULT_BATCH_SIZE if batch_size is None else checked_batch_size(batch_size)
+    num_in_batch = DEFAULT_BATCH_SIZE if batch_size is None else whole_number("a batch_size", batch_size)
     if _is_arrays(x, y):
         if sample_weight is not None and y is None:
             raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
@@ -107,7 +108,9 @@ def source_of(
             "expected arrays, a Dataset, a DataLoader, an iterable of batches or a distributed dataset, got "
             f"{type(x).__name__}"
         )
-    return x
+    if isinstance(x, DataLoader | Distributed):
+        return x
+    return (_with_tensors(batch) for batch in x) if isinstance(x, Iterator) else _OfTensors(x)
 
 
 def validation_source(data: Any, batch_size: int | None) -> Any:
@@ -154,7 +157,8 @@ def for_evaluation(strategy: Strategy, source: Any, device: torch.device) -> Any
     workers = strategy.communicator
     if workers is None:
         return distribute(source, placement=InputPlacement(devices_of(strategy, device)))
-    return distribute(source, placement=InputPlacement(strategy.local_devices, workers.size, workers.rank, workers))
+    placement = InputPlacement(strategy.local_devices, workers.size, workers.rank, workers)
+    return distribute(source, placement=placement, listener=StepCounter(workers))
 
 
 def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> SplitDataset:
@@ -165,6 +169,16 @@ def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> Spl
             "the arrays, the Dataset or the DataLoader"
         )
     return distribute(source, placement=InputPlacement(devices_of(strategy, device)))
+
+
+def steps_in(dataset: Any, asked: int | None) -> int | None:
+    """GLOBAL batches of an epoch: as many as were asked for, else those of a pass; None: nobody knows."""
+    if asked is not None:
+        return asked
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def devices_of(strategy: Strategy, device: torch.device) -> tuple[torch.device, ...]:
@@ -180,6 +194,23 @@ def _is_arrays(x: Any, y: Any) -> bool:
     if isinstance(x, list | tuple) and x:  # several inputs; a list of batches has a tuple, list or dict for each
         return isinstance(x[0], torch.Tensor | np.ndarray)
     return False
+
+
+class _OfTensors:
+    """An iterable of batches whose arrays are tensors."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_with_tensors, self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def _with_tensors(batch: Any) -> Any:
+    return map_leaves(batch, lambda leaf: _tensor(leaf) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def _tensor(leaf: Any) -> torch.Tensor:
@@ -221,7 +252,7 @@ class Heard:
         self._dataset = dataset
         self._hear = hear
         self._has_heard = False
-        self.is_lent = isinstance(dataset, DistributedDataset)
+        self.is_leased = isinstance(dataset, DistributedDataset)
         """Whether the chief leases the batches."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -240,7 +271,7 @@ class Heard:
                 yield batch
         finally:
             close(batches)
-        if self.is_lent and not self._has_heard and self._dataset.plan.num_examples:
+        if self.is_leased and not self._has_heard and self._dataset.plan.num_examples:
             self._hear(self._dataset.first_example())
             self._has_heard = True
 
@@ -259,7 +290,7 @@ class Passes:
         self._dataset = dataset
         self._num_steps = num_steps
         self._open: Iterator[Any] | None = None
-        leased = dataset if isinstance(dataset, Heard) and dataset.is_lent else None
+        leased = dataset if isinstance(dataset, Heard) and dataset.is_leased else None
         self._parts = leased.parts(num_steps) if leased is not None and num_steps is not None else None
         self._epoch: Generator[Any] | None = None
 

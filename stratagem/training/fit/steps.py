@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.data.nested import map_leaves, num_examples
+from stratagem.data.nested import map_leaves, num_examples, tensors
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.fit.batches import Batch, call, unpack
-from stratagem.training.fit.tally import StepResult
+from stratagem.training.fit.running_metrics import StepResult
 from stratagem.training.losses import Loss
 
 
@@ -68,14 +68,14 @@ class FitSteps:
         parts = unpack(batch)
         if not num_examples(parts.inputs):
             return None
-        with self._precision(parts.inputs):
+        with precision(self.autocast, parts.inputs):
             outputs = call(self.module, parts.inputs)
         return map_leaves(outputs, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
 
     def _forward(self, parts: Batch) -> tuple[Any, torch.Tensor, float | None]:
         if self.loss is None:
             raise ConfigurationError("the model has no loss: give compile(loss=...)")
-        with self._precision(parts.inputs):
+        with precision(self.autocast, parts.inputs):
             outputs = call(self.module, parts.inputs)
             loss, divisor = self.loss(outputs, parts.targets, parts.weights)
         return outputs, loss, divisor
@@ -94,9 +94,9 @@ class FitSteps:
         leaf = leaf.detach()
         return leaf.float() if leaf.dtype is self.autocast else leaf
 
-    def _precision(self, inputs: Any) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        devices: list[str] = []
-        map_leaves(inputs, lambda leaf: devices.append(leaf.device.type) if isinstance(leaf, torch.Tensor) else None)
-        return torch.autocast(devices[0] if devices else "cpu", dtype=self.autocast)
+
+def precision(autocast: torch.dtype | None, inputs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Mixed precision, if any, on the device of the inputs."""
+    if autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(next((tensor.device.type for tensor in tensors(inputs)), "cpu"), dtype=autocast)

@@ -8,7 +8,7 @@ from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.ps.counts import SharedCounts
-from stratagem.training.fit.tally import StepResult, Tally
+from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 
 
 class UnitCounts:
@@ -16,20 +16,20 @@ class UnitCounts:
 
     Args:
         shared: the counts of the job.
-        tally: of this object alone.
+        running: of this object alone.
     """
 
-    def __init__(self, shared: SharedCounts, tally: Tally) -> None:
+    def __init__(self, shared: SharedCounts, running: RunningMetrics) -> None:
         self._shared = shared
-        self._tally = tally
+        self._running = running
 
     def begin(self) -> None:
         """A unit begins."""
-        self._tally.reset()
+        self._running.reset()
 
     def add(self, results: Sequence[StepResult]) -> None:
         """Counts a step of the unit: one result for each local replica."""
-        self._tally.add(results)
+        self._running.add(results)
 
     def collect(self) -> bytes:
         """What was counted since the unit began.
@@ -37,7 +37,7 @@ class UnitCounts:
         Raises:
             ConfigurationError: it is too large to travel.
         """
-        (states,) = self._tally.states()  # a worker of parameter servers has one replica
+        (states,) = self._running.states()  # a worker of parameter servers has one replica
         data = to_bytes(states)
         if len(data) > MAX_STATE_BYTES:
             raise ConfigurationError(
@@ -47,14 +47,14 @@ class UnitCounts:
         return data
 
     def result(self, group: str, ordinal: int) -> dict[str, float] | None:
-        """Loss and metrics over all units of a tally, the same on every worker; None if there are none."""
+        """Loss and metrics over all units of a topic, the same on every worker; None if there are none."""
         found = self._shared.states(group, ordinal)
         if isinstance(found, dict):
             return found
         if not found:
             return None
-        self._tally.reset()
-        self._tally.add_states([from_bytes(data) for data in found])
-        logs = self._tally.result()
-        self._tally.reset()
+        self._running.reset()
+        self._running.add_states([from_bytes(data) for data in found])
+        logs = self._running.result()
+        self._running.reset()
         return self._shared.record(group, ordinal, logs)

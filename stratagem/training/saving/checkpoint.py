@@ -15,8 +15,9 @@ from typing import Any, overload
 
 import torch
 
+from stratagem.arguments import whole_numbers
 from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
-from stratagem.checkpoint.draft import CheckpointDraft, sweep
+from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import (
     DESCRIPTION,
@@ -30,12 +31,14 @@ from stratagem.checkpoint.server_state import ServerState
 from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
 from stratagem.errors import CheckpointError, ConfigurationError
+from stratagem.measuring import measures
 from stratagem.strategy.base import Strategy, current_strategy
 from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.random_states import all_random_states, set_all_random_states
 from stratagem.training.saving.members import CheckpointMembers
 from stratagem.training.saving.object_states import kind_of, put_back, states_of_variables, take
-from stratagem.training.saving.random_states import all_random_states, set_all_random_states
 from stratagem.worker.runtime import active_runtime
+from stratagem.worker.step_meter import timed_phase
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class Restored:
     """What :meth:`Checkpoint.restore` found."""
 
     path: str
-    """The checkpoint."""
+    """Folder of the checkpoint."""
     step: int
     """Its number."""
 
@@ -161,7 +164,8 @@ class Checkpoint:
         text = os.fspath(prefix)
         path = pathlib.Path(text)
         folder, name = (path, "step") if text.endswith("/") or path.is_dir() else (path.parent, path.name)
-        return self._save(folder, name, step, blocking, lambda written: None)
+        with timed_phase(measures.SAVE):
+            return self._save(folder, name, step, blocking, lambda written: None)
 
     def write(self, folder: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
         """Saves the only checkpoint in ``folder``: once it is complete, older ones in there are removed.
@@ -169,7 +173,8 @@ class Checkpoint:
         For a path that a script chooses itself, as "best" or "epoch-3"; :meth:`restore` takes the folder. Arguments,
         result and errors as of :meth:`save`.
         """
-        return self._save(pathlib.Path(folder), "step", step, blocking, _remove_others)
+        with timed_phase(measures.SAVE):
+            return self._save(pathlib.Path(folder), "step", step, blocking, _remove_others)
 
     def wait(self) -> None:
         """Returns when an asynchronous save is complete.
@@ -232,9 +237,9 @@ class Checkpoint:
         own = {name: item for name, item in self._objects.items() if name in states}
         values = {name: kind_and_state(states[name]) for name in own}
         if self._servers is None:
-            put_back(own, values, None)
+            put_back(own, values)
         else:
-            self._servers.load_once(partial(put_back, own, values, self._servers))
+            self._servers.load_once(partial(put_back, own, values))
         self._objects |= own
         if place["random"]:
             generators = kind_and_state(states[RANDOM])[1]
@@ -250,8 +255,7 @@ class Checkpoint:
         blocking: bool | None,
         then: Callable[[pathlib.Path], None],
     ) -> str:
-        if step is not None and step < 0:
-            raise ConfigurationError(f"expected a step of at least 0, got {step}")
+        whole_numbers(0, step=step)
         started = time.monotonic()
         self.wait()
         blocking = not self._asynchronous if blocking is None else blocking
@@ -269,7 +273,7 @@ class Checkpoint:
             served = None if self._servers is None else _served_draft(folder, self._servers)
 
             def write() -> None:
-                sweep(folder)
+                remove_unfinished(folder)
                 with served or CheckpointDraft(folder) as draft:
                     self._write(draft, target, number, states)
                 then(target)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 
+from stratagem.arguments import check_kind, whole_numbers
 from stratagem.checkpoint.catalog import named, newest_undamaged, remove
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.errors import ConfigurationError
 from stratagem.training.saving.checkpoint import Checkpoint
 
 
@@ -31,8 +31,8 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         checkpoint_name: str = "step",
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ConfigurationError(f"expected max_to_keep of at least 1 or None, got {max_to_keep}")
+        check_kind(checkpoint, Checkpoint)
+        whole_numbers(max_to_keep=max_to_keep)
         self.checkpoint = checkpoint
         self.directory = pathlib.Path(directory)
         self._max_to_keep = max_to_keep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -12,6 +11,7 @@ import torch
 from stratagem.checkpoint.tree import EncodedState, Json
 from stratagem.errors import CheckpointError
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.state_broadcast import broadcast_json, broadcast_tensors
 
 BEAT_S = 1.0
 """While rank 0 is busy it says so this often: the others wait in a collective, which has a time-out."""
@@ -25,7 +25,12 @@ class CheckpointMembers:
     """
 
     def __init__(self, communicator: Communicator | None) -> None:
-        self._ring = communicator if communicator is not None and communicator.size > 1 else None
+        self._communicator = communicator
+
+    @property
+    def _ring(self) -> Communicator | None:
+        """None: this process is alone now; a newcomer to a ring is, until it joins."""
+        return self._communicator if self._communicator is not None and self._communicator.size > 1 else None
 
     @property
     def rank(self) -> int:
@@ -70,18 +75,11 @@ class CheckpointMembers:
 
         def read_here() -> Json:
             states.update(read())
-            return {
-                name: [state.tree, [[key, _name(t.dtype), list(t.shape)] for key, t in state.tensors.items()]]
-                for name, state in states.items()
-            }
+            return {name: state.tree for name, state in states.items()}
 
-        for name, (tree, entries) in self.from_first(read_here).items():
-            state = states.setdefault(name, EncodedState(tree, {}))
-            for key, dtype, shape in entries:
-                if self._ring.rank:
-                    state.tensors[key] = torch.empty(shape, dtype=getattr(torch, dtype))
-                if state.tensors[key].numel():
-                    self._ring.broadcast(state.tensors[key].view(-1).view(torch.uint8))
+        for name, tree in self.from_first(read_here).items():
+            own = states.get(name, EncodedState(tree, {}))
+            states[name] = EncodedState(tree, broadcast_tensors(self._ring, own.tensors))
         return states
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -94,14 +92,5 @@ class CheckpointMembers:
 
     def _tell(self, ring: Communicator, news: dict[str, Json] | None) -> dict[str, Json]:
         """Rank 0's news, on every rank."""
-        data = bytearray(json.dumps(news).encode())
-        length = ring.broadcast(torch.tensor([len(data)]))
-        text = (
-            torch.frombuffer(data, dtype=torch.uint8) if ring.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        )
-        heard: dict[str, Json] = json.loads(bytes(ring.broadcast(text).tolist()))
+        heard: dict[str, Json] = broadcast_json(ring, news)
         return heard
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -64,7 +64,6 @@ def take(
     Args:
         objects: by name.
         strategy: whose replicas they have.
-        servers: where variables live, if not here.
         copy: whether later changes must not show.
         keep: whether this process is the one that writes; the others only do their part.
 
@@ -157,13 +156,12 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
     return states
 
 
-def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]], servers: Servers | None) -> None:
+def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> None:
     """Gives objects the states that were read; plain values are replaced in ``objects``.
 
     Args:
         objects: by name.
         states: kind and state of each.
-        servers: where variables live, if not here.
 
     Raises:
         CheckpointError: an object is not what the checkpoint says it was.
@@ -175,8 +173,6 @@ def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]], ser
     models = [name for name, kind in kinds.items() if kind == MODEL]
     for name in models:
         _put_one(objects, name, MODEL, *states[name])
-    if models and servers is not None:
-        servers.push_weights()
     for name, kind in kinds.items():
         if kind != MODEL:
             _put_one(objects, name, kind, *states[name])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--until", type=Path, help="go on with further epochs until this file is there")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--ahead", type=int, default=0, help="batches that the script takes ahead of time")
     parser.add_argument("--data-workers", type=int, default=0)
@@ -92,7 +94,8 @@ def main() -> None:
             optimizer.zero_grad()
 
     step = 0
-    for _ in range(options.epochs):
+    epochs = itertools.takewhile(lambda _: not options.until.exists(), itertools.count()) if options.until else None
+    for _ in epochs or range(dataset.epoch, options.epochs):
         for number, batch in enumerate(ahead(dataset, options.ahead)):
             faults.at_step(task, step)
             if options.pause_s:

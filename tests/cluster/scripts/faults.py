@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from stratagem.worker.ps_client import PendingCall, PsClient
+from stratagem.worker.push.ps_client import PendingCall, PsClient
 from stratagem.worker.runtime import active_runtime
 
 
@@ -87,6 +87,9 @@ def at_step(task: str, step: int) -> None:
             _resend()
         elif fault["action"] == "raise":
             raise RuntimeError("a fault of the test")
+        elif fault["action"] == "wait":
+            while not (folder / f"fault-{fault['for']}").exists():
+                time.sleep(0.01)
         elif fault["action"] == "slow":
             time.sleep(fault["seconds"])
         else:

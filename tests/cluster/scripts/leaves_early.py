@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 
 import stratagem.distributed  # noqa: F401
 
-dist.init_process_group("stratagem")
+dist.init_process_group(sys.argv[1])
 if dist.get_rank() == 1:
     dist.all_reduce(torch.ones(1), async_op=True).wait()
     dist.barrier(async_op=True)

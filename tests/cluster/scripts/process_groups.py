@@ -1,12 +1,19 @@
-"""Under torchrun, four ranks: what trains over ``torch.distributed`` ends as in one process. Says "ok NAME" of each."""
+"""Four ranks: what trains over ``torch.distributed`` ends as in one process. Says "ok NAME" of each check.
+
+Alone it is the four ranks itself, forked when all is imported; under torchrun it is one of them.
+"""
 
 from __future__ import annotations
 
+import datetime
+import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -187,6 +194,32 @@ def objects_and_batches() -> None:
     dist.barrier()
 
 
+def groups_by_other_names() -> None:
+    """Backends by device, and ``split_group``, which torch lends to hosts with an accelerator alone: pretended here."""
+    size = dist.get_world_size()
+    for backend in ("cpu:stratagem", "cpu:stratagem,cuda:nccl"):
+        group = dist.new_group(backend=backend)
+        total = torch.ones(2)
+        dist.all_reduce(total, group=group)
+        dist.barrier(group, timeout=datetime.timedelta(seconds=60))
+        DistributedDataParallel(model(), process_group=group)(torch.zeros(1, 12)).sum().backward()
+        assert total.tolist() == [size] * 2 and dist.get_backend(group) == backend
+        dist.destroy_process_group(group)
+    world, cpu = dist.group.WORLD, torch.device("cpu", 0)
+    assert world is not None
+    world.bound_device_id = cpu
+    with (
+        patch("torch.accelerator.is_available", lambda: True),
+        patch("torch.accelerator.current_accelerator", lambda: cpu),
+    ):
+        half = dist.split_group(split_ranks=[[0, 1], [2, 3]], timeout=datetime.timedelta(seconds=60))
+    world.bound_device_id = None
+    assert half is not None
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total, group=half)
+    assert int(total) == (1 if dist.get_rank() < 2 else 5)
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     ddp,
     fsdp2,
@@ -195,9 +228,28 @@ CHECKS: tuple[Callable[[], None], ...] = (
     pipeline,
     checkpoint,
     objects_and_batches,
+    groups_by_other_names,
 )
 
+SIZE = 4
+
+
+def forked() -> int:
+    """The number of this fork; the process they come from ends with the number of those that failed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    forks = []
+    for rank in range(SIZE):
+        if not (fork := os.fork()):
+            return rank
+        forks.append(fork)
+    sys.exit(sum(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) != 0 for fork in forks))
+
+
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        os.environ["RANK"] = str(forked())
     dist.init_process_group("stratagem")
     wanted = sys.argv[1:]
     for check in CHECKS:

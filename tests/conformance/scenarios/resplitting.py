@@ -144,7 +144,8 @@ def shuffled(strategy: sg.Strategy) -> dict[str, Any]:
     """Two epochs; the order also depends on how many datasets the script has distributed before."""
     reader = Reader(strategy)
     dataset = strategy.distribute_dataset(numbers(14, 4, shuffle=True))
-    return {"ordinal": vars(strategy)["_num_datasets"], "epochs": [reader.epoch(dataset), reader.epoch(dataset)]}
+    epochs = [reader.epoch(dataset) for _ in range(dataset.epoch, 2)]
+    return {"ordinal": vars(strategy)["_num_datasets"], "epochs": epochs, "counted": dataset.epoch}
 
 
 class AnyOrder(Sampler[int]):

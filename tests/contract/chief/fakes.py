@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import serve_aio
+from stratagem.rpc.units import unit_to_proto
 
 DEADLINE_S = 10.0
 
@@ -59,12 +60,14 @@ class Chief:
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
         await self._server.server.stop(None)
+        self.job.close()
 
 
 @contextlib.asynccontextmanager
 async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief]:
     """A chief for two workers and two ps, unless ``config`` says otherwise."""
-    defaults: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "heartbeat_interval_s": 0.05, "session_timeout_s": 5.0}
+    defaults: dict[str, Any] = {"num_workers": 2, "num_ps": 2, "heartbeat_interval_s": 0.05}
+    defaults["session_timeout_s"] = 60.0  # longer than a scenario may last: a fake that is silent is not lost
     defaults["session_grace_s"] = 0.0  # a fake that dies is dead
     defaults["checkpoint_roots"] = tempfile.gettempdir()
     settings = ChiefConfig(bind=bind, **{**defaults, **config})
@@ -89,7 +92,15 @@ async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief
 class Task:
     """A task with a session."""
 
-    def __init__(self, chief_address: str, task: str, address: str = "", resume: int = 0, held: Any = ()) -> None:
+    def __init__(
+        self,
+        chief_address: str,
+        task: str,
+        address: str = "",
+        resume: int = 0,
+        held: Any = (),
+        store_epoch: int = 0,
+    ) -> None:
         self.task = task
         self.incarnation = resume
         self.events: list[chief_pb2.SessionEvent] = []
@@ -97,7 +108,9 @@ class Task:
         self.channel = connect_aio(chief_address)
         self.stub: Any = chief_pb2_grpc.ChiefStub(self.channel)
         self._outbox: asyncio.Queue[chief_pb2.SessionRequest | None] = asyncio.Queue()
-        join = chief_pb2.Join(task=task, address=address, pid=7, resume_incarnation=resume, held=held)
+        join = chief_pb2.Join(
+            task=task, address=address, pid=7, resume_incarnation=resume, held=held, store_epoch=store_epoch
+        )
         self._outbox.put_nowait(chief_pb2.SessionRequest(join=join))
         self._listening = asyncio.create_task(self._listen())
 
@@ -127,8 +140,10 @@ class Task:
         self._outbox.put_nowait(chief_pb2.SessionRequest(goodbye=goodbye))
         self._outbox.put_nowait(None)
 
-    def beat(self, **progress: Any) -> None:
-        heartbeat = chief_pb2.Heartbeat(progress=chief_pb2.Progress(**progress))
+    def beat(self, measures: dict[str, Any] | None = None, lines: Sequence[str] = (), **progress: Any) -> None:
+        said = None if measures is None else chief_pb2.Measures(**measures)
+        told = [chief_pb2.LogLine(at=1.0, level="WARNING", text=text) for text in lines]
+        heartbeat = chief_pb2.Heartbeat(progress=chief_pb2.Progress(**progress), measures=said, lines=told)
         self._outbox.put_nowait(chief_pb2.SessionRequest(heartbeat=heartbeat))
 
     async def die(self) -> None:
@@ -172,22 +187,29 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
     def __init__(self, index: int, saved: dict[str, Any] | None = None) -> None:
         self.index = index
         self.calls: list[str] = []
+        self.num_described = 0
         self.fenced: dict[str, int] = {}
         self.open: dict[Update, int] = {}
         self.closed: dict[tuple[int, int], UnitBitmap] = {}
         self.closings: dict[int, tuple[list[Unit], list[Update]]] = {}
-        self.committed_refs: list[tuple[int, int]] = []
+        self.committed_slices: list[tuple[int, Unit]] = []
         self.step = 0
         self.initialized = True
         self.token = 0
         self.admits: list[Update] = []
         self.on_admit: Callable[[Update], None] = lambda update: None
         self.restored_from = ""
+        self.num_ps = 0
+        """Of how many it was told to be one."""
+        self.taken_from: tuple[str, int] | None = None
+        self.refusal = ""
         self.session: Task | None = None
         self.fence_gate = asyncio.Event()
         self.fence_gate.set()
         self.restore_gate = asyncio.Event()
         self.restore_gate.set()
+        self.save_gate = asyncio.Event()
+        self.save_gate.set()
 
     def apply(self, unit: Unit, ordinal: int = 0, num_servers: int = 2) -> None:
         self.open[Update((unit,), ordinal)] = num_servers
@@ -200,7 +222,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
     async def Fence(self, request: Any, context: Any) -> Any:
         await self.fence_gate.wait()
         self.fenced[request.task] = max(self.fenced.get(request.task, 0), request.incarnation)
-        return ps_pb2.FenceReply(committed=[ps_pb2.StepRef(step=s, ordinal=o) for s, o in self.committed_refs])
+        slices = [ps_pb2.CommittedSlice(step=step, unit=unit_to_proto(unit)) for step, unit in self.committed_slices]
+        return ps_pb2.FenceReply(committed=slices)
 
     async def CloseStep(self, request: Any, context: Any) -> Any:
         included = [Unit(unit.dataset, unit.epoch, unit.index) for unit in request.included]
@@ -218,6 +241,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         )
 
     async def DescribeUnits(self, request: Any, context: Any) -> Any:
+        self.num_described += 1
         return self.describe()
 
     async def HoldCommits(self, request: Any, context: Any) -> Any:
@@ -243,6 +267,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         name = f"ps-{self.index}.safetensors"
         Path(request.directory, name).write_bytes(content)
         file = ps_pb2.SavedFile(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        await self.save_gate.wait()
         return ps_pb2.SaveShardsReply(files=[file], step=self.step)
 
     async def ReleaseCommits(self, request: Any, context: Any) -> Any:
@@ -252,7 +277,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
 
     async def RestoreShards(self, request: Any, context: Any) -> Any:
         await self.restore_gate.wait()
-        self.restored_from = request.directory
+        self.restored_from, self.num_ps = request.directory, request.num_ps
+        self.calls.append("restore")
         self.open, self.closed, self.initialized = {}, {}, True
         return ps_pb2.RestoreShardsReply(store_epoch=2)
 
@@ -263,6 +289,11 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             num_lost += len(UnitBitmap(each.bitmap) - mine)
             self.closed[each.dataset, each.epoch] = mine | UnitBitmap(each.bitmap)
         return ps_pb2.MarkLostReply(num_lost=num_lost)
+
+    async def TakeOver(self, request: Any, context: Any) -> Any:
+        self.taken_from = (request.holder, request.incarnation)
+        self.initialized = not self.refusal
+        return ps_pb2.TakeOverReply(refusal=self.refusal)
 
     def _workers_only(self, request: Any, context: Any) -> Any:
         raise AssertionError("the chief does not call this")
@@ -302,10 +333,15 @@ def _to_proto(update: Update) -> Any:
 
 @contextlib.asynccontextmanager
 async def cluster(**config: Any) -> AsyncIterator[tuple[Chief, list[Task], list[FakePs]]]:
+    """All tasks of a chief with ``config``; ``initialized=False``: the ps have no values yet."""
+    initialized = config.pop("initialized", True)
     async with contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(chief(**config))
         job = running.job.config
-        servers = [await stack.enter_async_context(ps(running.address, FakePs(i))) for i in range(job.num_ps)]
+        fakes = [FakePs(index) for index in range(job.num_ps)]
+        for fake in fakes:
+            fake.initialized = initialized
+        servers = [await stack.enter_async_context(ps(running.address, fake)) for fake in fakes]
         workers = [Task(running.address, f"worker:{index}") for index in range(job.num_workers)]
         for worker in workers:
             stack.push_async_callback(worker.die)

@@ -122,7 +122,7 @@ def test_other_weights_begin_anew() -> None:
 
 def test_a_ps_that_comes_back_is_held_before_anybody_uses_it() -> None:
     async def scenario() -> None:
-        async with cluster() as (running, workers, servers):
+        async with cluster(initialized=False) as (running, workers, servers):
             assert list((await evaluate(workers[0], attempt=0)).units) == [0]
             assert servers[1].session is not None
             await servers[1].session.die()

@@ -9,15 +9,17 @@ import logging
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stratagem.checkpoint import ended
-from stratagem.chief import job as chief_job
+from stratagem.chief import job_end
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.units import Unit
+from stratagem.errors import CheckpointError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc import session as rpc_session
 from stratagem.rpc.session import SessionClient
@@ -48,6 +50,47 @@ def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Pa
     run(scenario)
 
 
+class Damaged(FakePs):
+    """Finds its part of every checkpoint damaged."""
+
+    async def RestoreShards(self, request: Any, context: Any) -> Any:
+        raise CheckpointError(f"ps-{self.index}.json was altered")
+
+
+def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job was over: that it cannot go on was said to nobody, and what was saved last had half of the model."""
+
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path), num_workers=1, worker_timeout_s=0.5) as (
+            running,
+            [worker],
+            servers,
+        ):
+            await until(lambda: running.job.journal.history.checkpoint)
+            await worker.open()
+            await worker.next()
+            assert servers[0].session is not None and servers[1].session is not None
+            await servers[1].session.die()
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            servers[0].apply(Unit(1, 0, 0))
+            worker.goodbye()
+            await until(lambda: running.job.sessions.stopping)
+            reborn = Damaged(1)
+            reborn.initialized = False
+            async with ps(running.address, reborn):
+                assert reborn.session is not None
+                for session in (servers[0].session, reborn.session):
+                    await until(functools.partial(session.ended, "stop"))
+                    session.goodbye()
+                assert await running.exit_code() == 0
+                assert "save" not in reborn.calls
+
+    run(scenario)
+    assert "ps-1.json was altered" in caplog.text and "No last checkpoint" in caplog.text
+
+
 def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
@@ -69,7 +112,7 @@ def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> No
 
 
 def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chief_job, "LATE_S", 0.2)
+    monkeypatch.setattr(job_end, "LATE_S", 0.2)
 
     async def scenario() -> None:
         away = {"session_timeout_s": 1.0, "worker_timeout_s": 0.2}
@@ -133,6 +176,28 @@ def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
     run(scenario)
 
 
+def test_a_chief_that_is_killed_when_all_have_gone_is_followed_by_one_that_ends_too(tmp_path: Path) -> None:
+    """It began another job, and waited five minutes for workers that had finished."""
+
+    async def scenario() -> None:
+        state_dir = str(tmp_path / "state")
+        async with cluster(state_dir=state_dir) as (running, workers, servers):
+            for worker in workers:
+                worker.goodbye()
+            for server in servers:
+                assert server.session is not None
+                await until(functools.partial(server.session.ended, "stop"))
+                server.session.goodbye()
+            assert await running.exit_code() == 0
+            killed_here = Journal(state_dir)
+            killed_here.close()
+            assert killed_here.history.ending and killed_here.history.stopped is None
+            async with chief(state_dir=state_dir) as second:
+                assert await second.exit_code() == 0
+
+    run(scenario)
+
+
 def test_the_end_is_written_for_a_worker_that_the_others_did_without(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(checkpoint_dir=str(tmp_path), worker_timeout_s=0.2) as (running, workers, servers):
@@ -186,5 +251,43 @@ def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None:
             await asyncio.to_thread(session.goodbye, 0)
             await until(lambda: not running.job.sessions.tasks["ps:0"].open)
             assert running.job.sessions.tasks["ps:0"].state is SessionState.DONE
+
+    run(scenario)
+
+
+def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path: Path) -> None:
+    """At staleness 0 a ps that was started again took the memory of the others with it, after the last checkpoint."""
+    folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with chief(**folders, num_workers=1) as first:
+                servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+                worker = Task(first.address, "worker:0")
+                await worker.ready()
+                await until(lambda: first.job.journal.history.checkpoint)
+                await worker.open(batch_size=4, num_slices=2, staleness=0.0)
+                await worker.next()
+                for server in servers:
+                    server.apply(Unit(1, 0, 0))
+                await worker.next([0], wait=False)
+                worker.goodbye()
+                await until(lambda: first.job.journal.history.ending)
+                place = first.job.sessions.tasks["ps:1"].address
+                assert servers[0].session is not None and servers[1].session is not None
+                servers[0].session.goodbye()
+                await until(lambda: len(first.job.sessions.servers) == 1)
+                await first.kill()
+            reborn = FakePs(0)
+            reborn.initialized = False
+            async with chief(bind=first.address, **folders, num_workers=1) as second:
+                late = Task(second.address, "ps:1", place, servers[1].session.incarnation)
+                async with ps(second.address, reborn):
+                    assert reborn.session is not None
+                    for session in (late, reborn.session):
+                        await until(functools.partial(session.ended, "stop"))
+                        session.goodbye()
+                    assert await second.exit_code() == 0
+                    assert not servers[1].restored_from and second.job.get_status().updates_lost == 0
 
     run(scenario)

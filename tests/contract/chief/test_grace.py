@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ def test_a_worker_whose_port_is_closed_is_not_waited_for(caplog: pytest.LogCaptu
 
     run(scenario)
     assert "broke off without a goodbye, and nothing listens at its address" in caplog.text
+
+
+def test_a_chief_that_stood_still_takes_nobody_for_silent() -> None:
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=0, session_timeout_s=2.0) as running:
+            worker = Task(running.address, "worker:0")
+            await worker.ready()
+            time.sleep(4.0)  # the chief's loop is this one
+            ticked = running.job.streams._ticked_at
+            await until(lambda: running.job.streams._ticked_at > ticked)
+            assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
+            await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)  # its silence counts
+
+    run(scenario)
 
 
 def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
@@ -115,6 +130,24 @@ def test_a_worker_that_stays_away_longer_is_fenced() -> None:
             await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
             error = await refused(_resume(running.address, first.incarnation))
             assert "is not a live member of the cluster" in str(error)
+
+    run(scenario)
+
+
+def test_a_worker_that_was_fenced_when_it_finished_has_finished(tmp_path: Path) -> None:
+    """The chief waited for it, and ended the job as failed: who ends with 0 is started by nobody again."""
+
+    async def scenario() -> None:
+        config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "session_grace_s": 60.0, "state_dir": str(tmp_path)}
+        async with chief(**config) as running:
+            session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
+            await asyncio.to_thread(session.start)
+            await until(lambda: session.membership.ready)
+            running.job.streams.perform(running.job.sessions.tick(time.monotonic() + 1000))
+            await until(lambda: session.stopped)
+            await asyncio.to_thread(session.goodbye, 0)
+            assert await running.exit_code() == 0
+            assert running.job.journal.history.done
 
     run(scenario)
 

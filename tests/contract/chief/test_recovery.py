@@ -15,7 +15,7 @@ import pytest
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.cluster.units import Unit, UnitBitmap, Update
-from stratagem.errors import PeerUnavailableError
+from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import FakePs, Task, chief, cluster, indices, ps, refused, run, until
 
@@ -206,9 +206,221 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
                 reborn.apply(Unit(1, 0, 3), num_servers=1)
                 assert (await workers[0].next([3])).end
                 assert running.job.get_status().updates_lost == 2
+                assert reborn.session is not None
+                await reborn.session.die()
+                await until(lambda: not running.job.sessions.servers)
+            # Once more, from the same checkpoint: what was lost before is no further loss, what came since is.
+            async with ps(running.address, Saved(0)):
+                await until(lambda: running.job.sessions.live("ps"))
+                assert running.job.get_status().updates_lost == 3
 
     with logged(caplog, r"ps:0 restored step 0 from step-00000000: 1 updates lost"):
         run(scenario)
+
+
+def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
+    config = {
+        "state_dir": str(tmp_path / "state"),
+        "checkpoint_dir": str(tmp_path / "c"),
+        "num_workers": 1,
+        "num_ps": 1,
+    }
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with cluster(**config) as (first, [worker], [server]):
+                await until(lambda: first.job.journal.history.checkpoint)
+                await worker.open()
+                [lease] = (await worker.next()).leases
+                applied([server], 0)
+                assert server.session is not None
+                await server.session.die()
+                await until(lambda: not first.job.sessions.servers)
+                port, reborn = first.address, FakePs(0)
+                await stack.enter_async_context(ps(port, reborn))
+                await until(lambda: first.job.sessions.live("ps"))
+                place = first.job.sessions.tasks["ps:0"].address
+                await first.kill()
+            assert reborn.restored_from and reborn.session is not None
+            async with chief(bind=port, **config) as second:
+                resumed = Task(port, "worker:0", resume=worker.incarnation, held=[lease])
+                again = Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2)
+                await resumed.welcomed()
+                await resumed.next([0], wait=False)
+                assert second.job.get_status().updates_lost == 1
+                for task in (resumed, again):
+                    await task.die()
+
+    run(scenario)
+
+
+def test_a_ps_that_dies_while_a_checkpoint_is_written_goes_back_to_that(tmp_path: Path) -> None:
+    """What it had given to it was counted as lost, and is not."""
+
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+            await until(lambda: running.job.journal.history.checkpoint)
+            await worker.open()
+            await worker.next()
+            applied(servers, 0, close=True)
+            await worker.next([0], wait=False)
+            servers[0].save_gate.clear()
+            saving = asyncio.create_task(save(worker, tmp_path))
+            await until(lambda: all("save" in server.calls[-1:] for server in servers))
+            assert servers[1].session is not None
+            await servers[1].session.die()
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            async with ps(running.address, Saved(1)) as reborn:
+                await until(lambda: running.job.ps_pool.get(running.job.sessions.tasks["ps:1"].incarnation))
+                servers[0].save_gate.set()
+                await saving
+                await until(lambda: len(running.job.sessions.live("ps")) == 2)
+                assert reborn.restored_from == str(tmp_path / "step-00000001")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("refusal", ["", "ps:1 has no whole copy of ps:0 (incarnation 1)"])
+def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refusal: str
+) -> None:
+    async def scenario() -> None:
+        async with cluster(checkpoint_dir=str(tmp_path), ps_replicas=2) as (running, workers, servers):
+            await until(lambda: running.job.journal.history.checkpoint)
+            await workers[0].open()
+            await workers[0].next(want=4)
+            applied(servers, 0, 1, 2)
+            await workers[0].next([0, 1], held=[2, 3], wait=False)
+            assert servers[0].session is not None
+            await servers[0].session.die()
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            unfinished = FakePs(0)  # dies before it is put back: workers never heard of it
+            unfinished.initialized, unfinished.fence_gate = False, asyncio.Event()
+            workers[1].goodbye(1)
+            await until(lambda: running.job.sessions.fenced)
+            async with ps(running.address, unfinished):
+                pass
+            await until(lambda: len(running.job.sessions.servers) == 1)
+            reborn = Saved(0)
+            reborn.initialized, reborn.refusal, reborn.closed = False, refusal, servers[0].closed
+            reborn.open = servers[0].open
+            async with ps(running.address, reborn):
+                await until(lambda: len(running.job.sessions.live("ps")) == 2)
+                assert reborn.taken_from == ("ps:1", 1)
+                assert bool(reborn.restored_from) == bool(refusal)
+                assert running.job.get_status().updates_lost == (1 if refusal else 0)
+
+    pattern = (
+        r"ps:0 restored step 0 from step-00000000: 1 updates lost"
+        if refusal
+        else r"ps:0 goes on from step 0, which ps:1 had a copy of: 0 updates lost"
+    )
+    with logged(caplog, pattern):
+        run(scenario)
+
+
+def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
+        config["checkpoint_dir"] = str(tmp_path)
+        async with contextlib.AsyncExitStack() as stack:
+            async with chief(**config) as first:
+                port = first.address
+                dead = await stack.enter_async_context(ps(port, FakePs(0)))
+                holder = await stack.enter_async_context(ps(port, FakePs(1)))
+                worker = Task(port, "worker:0")
+                await worker.ready()
+                await worker.open()
+                await worker.next(want=2)
+                applied([dead, holder], 0)
+                await worker.next([0], held=[1], wait=False)
+                assert dead.session is not None and holder.session is not None
+                of_incarnation = dead.session.incarnation
+                await first.kill()
+            async with chief(bind=port, **config) as second:
+                reborn = FakePs(0)
+                reborn.initialized, reborn.open = False, dead.open
+                async with ps(port, reborn):
+                    tasks = [
+                        Task(port, "ps:1", _address(second, holder), holder.session.incarnation),
+                        Task(port, "worker:0", resume=worker.incarnation),
+                    ]
+                    await until(lambda: second.job.recovery.is_open and len(second.job.sessions.live("ps")) == 2)
+                    assert reborn.taken_from == ("ps:1", of_incarnation) and not reborn.restored_from
+                    assert second.job.get_status().updates_lost == 0
+                    for task in tasks:
+                        await task.die()
+            await worker.die()
+
+    run(scenario)
+
+
+def test_copies_are_refused_for_synchronous_steps() -> None:
+    async def scenario() -> None:
+        async with cluster(ps_replicas=2) as (_, workers, _):
+            error = await refused(workers[0].open(staleness=0.0, num_slices=2))
+            assert isinstance(error, ConfigurationError) and "for a staleness above 0" in str(error)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("plan", [{}, {"staleness": 0.0}], ids=["asynchronous", "staleness 0"])
+def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(tmp_path: Path, plan: dict[str, Any]) -> None:
+    """The next chief took what it held for all there was: accepted updates were gone without a word."""
+    folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with cluster(**folders, num_ps=1, num_workers=1) as (first, [worker], [server]):
+                await until(lambda: first.job.journal.history.checkpoint)
+                await worker.open(**plan)
+                await worker.next(want=1)
+                applied([server], 0)
+                await worker.next([0], held=[], wait=False)
+                assert server.session is not None
+                await server.session.die()
+                await until(lambda: not first.job.sessions.servers)
+                reborn = FakePs(0)
+                reborn.restore_gate.clear()
+                port = first.address
+                await stack.enter_async_context(ps(port, reborn))
+                await until(lambda: first.job.sessions.servers)
+                place = first.job.sessions.tasks["ps:0"].address
+                await first.kill()
+            reborn.restore_gate.set()
+            assert reborn.session is not None
+            async with chief(bind=port, **folders, num_ps=1, num_workers=1) as second:
+                resumed = Task(port, "worker:0", resume=worker.incarnation)
+                again = Task(port, "ps:0", place, resume=reborn.session.incarnation, store_epoch=2)
+                await until(lambda: second.job.recovery.is_open)
+                if plan:
+                    assert second.job.lease_book.epoch(1, 0).num_accepted == 0
+                else:
+                    assert second.job.get_status().updates_lost == 1 and 0 in reborn.closed[1, 0]
+                for each in (resumed, again):
+                    await each.die()
+
+    run(scenario)
+
+
+def test_a_ps_with_values_whose_welcome_was_lost_is_the_one_it_was(tmp_path: Path) -> None:
+    """It was taken for a new process without memory, and put back, or the job was ended for want of a checkpoint."""
+
+    async def scenario() -> None:
+        async with cluster(num_ps=1) as (running, _, [server]):
+            await until(lambda: running.job.journal.history.initialized)
+            known = running.job.sessions.tasks["ps:0"]
+            before = known.incarnation
+            again = Task(running.address, "ps:0", known.address, store_epoch=7)
+            await again.welcomed()
+            assert again.incarnation == before.number and not server.restored_from
+            new = Task(running.address, "ps:0", known.address)
+            await new.welcomed()
+            assert new.incarnation > before.number, "a process without values is another one"
+            for each in (again, new):
+                await each.die()
+
+    run(scenario)
 
 
 def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() -> None:
@@ -358,8 +570,9 @@ def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path)
                 ]
                 [other] = (await _welcomed(tasks))[1]
                 assert (other.unit.index, other.step, list(other.step_units)) == (1, 1, [0, 1])
+                applied([server], 0)
                 [later] = (await tasks[0].next([0])).leases
-                assert later.step == 2
+                assert later.step > 1
                 for task in tasks:
                     await task.die()
             for worker in workers:
@@ -369,6 +582,79 @@ def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path)
         for task in tasks:
             await task.welcomed()
         return [None, (await tasks[1].next()).leases]
+
+    run(scenario)
+
+
+def test_a_slice_that_was_closed_out_of_its_step_comes_in_a_later_one(tmp_path: Path) -> None:
+    """A chief that followed believed a worker that the step had it still, and leased it in that: no ps took it."""
+
+    async def scenario() -> None:
+        server = FakePs(0)
+        async with contextlib.AsyncExitStack() as stack:
+            async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
+                port = first.address
+                await stack.enter_async_context(ps(port, server))
+                workers = [Task(port, f"worker:{index}") for index in range(2)]
+                for worker in workers:
+                    await worker.ready()
+                    await worker.open(**SYNC)
+                [mine] = (await workers[0].next()).leases
+                await workers[1].die()
+                await until(lambda: 1 in server.closings)
+                assert server.closings[1] == ([Unit(1, 0, 0)], [])
+                place = first.job.sessions.tasks["ps:0"].address
+                await first.kill()
+            assert server.session is not None
+            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
+                resumed = Task(port, "worker:0", resume=workers[0].incarnation, held=[mine])
+                await until(lambda: second.job.sessions.live("worker"))
+                again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+                reborn = Task(port, "worker:1")
+                await reborn.welcomed()
+                applied([server], 0)
+                await resumed.next([0], wait=False)
+                [theirs] = (await reborn.next()).leases
+                assert theirs.unit.index == 1 and theirs.step > 1
+                for task in (resumed, again, reborn, workers[0]):
+                    await task.die()
+
+    run(scenario)
+
+
+def test_a_slice_counts_as_committed_whose_own_worker_committed_it(tmp_path: Path) -> None:
+    """A chief that followed took another slice of the same step, which nobody had computed, for committed too."""
+
+    async def scenario() -> None:
+        server = FakePs(0)
+        async with contextlib.AsyncExitStack() as stack:
+            async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
+                port = first.address
+                await stack.enter_async_context(ps(port, server))
+                workers = [Task(port, f"worker:{index}") for index in range(2)]
+                for worker in workers:
+                    await worker.ready()
+                    await worker.open(**SYNC)
+                assert [lease.unit.index for lease in (await workers[0].next()).leases] == [0]
+                place = first.job.sessions.tasks["ps:0"].address
+                server.fence_gate.clear()
+                await workers[0].die()
+                await until(lambda: first.job.journal.history.fenced)
+                await first.kill()
+            assert server.session is not None
+            server.committed_slices = [(1, Unit(1, 0, 0))]
+            server.fence_gate.set()
+            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
+                resumed = Task(port, "worker:1", resume=workers[1].incarnation)
+                again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+                await until(lambda: 1 in server.closings)
+                included, committed = server.closings[1]
+                assert included == [Unit(1, 0, 0), Unit(1, 0, 1)]
+                assert [update.units for update in committed] == [(Unit(1, 0, 0),)]
+                [mine] = (await resumed.next()).leases
+                assert (mine.step, mine.unit.index) == (1, 1)
+                for task in (resumed, again, workers[1]):
+                    await task.die()
 
     run(scenario)
 

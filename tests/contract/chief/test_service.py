@@ -11,11 +11,36 @@ import grpc.aio
 import pytest
 
 from stratagem.chief import wire
+from stratagem.chief.membership import session_streams
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
 from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import Task, chief, cluster, indices, refused, run, until
+
+
+def test_another_number_of_workers_is_told_to_all_and_refused_where_it_cannot_be() -> None:
+    async def scenario() -> None:
+        async with cluster() as (running, workers, _):
+            await workers[0].stub.Scale(chief_pb2.ScaleRequest(num_workers=1))
+            await until(lambda: workers[1].membership.wanted_workers == 1)
+            assert running.job.get_status().wanted_workers == 1
+            workers[1].goodbye(0)
+            await until(lambda: running.job.get_status().tasks[2].state == "done")
+            error = await refused(workers[0].open(staleness=0.0))
+            assert "cannot be added at staleness 0, nor another go" in str(error)
+        async with cluster() as (_, workers, _):
+            await workers[0].open(num_slices=2, staleness=0.0)
+            error = await refused(workers[0].stub.Scale(chief_pb2.ScaleRequest(num_workers=1)))
+            assert isinstance(error, ConfigurationError) and "at staleness 0 every batch is cut" in str(error)
+        async with cluster(num_ps=0) as (_, workers, _):
+            error = await refused(workers[0].stub.Scale(chief_pb2.ScaleRequest(num_workers=3)))
+            assert "a ring is scaled by" in str(error)
+        async with chief() as running:
+            error = await refused(Task(running.address, "worker:0").stub.Scale(chief_pb2.ScaleRequest(num_workers=3)))
+            assert "not complete yet" in str(error)
+
+    run(scenario)
 
 
 def test_everybody_hears_when_the_cluster_is_ready() -> None:
@@ -28,7 +53,7 @@ def test_everybody_hears_when_the_cluster_is_ready() -> None:
             assert servers[0].session is not None
             await servers[0].session.ready()
             welcome = workers[0].events[0].welcome
-            assert (welcome.chief_epoch, welcome.session_timeout_s, welcome.job_started) == (1, 5.0, False)
+            assert (welcome.chief_epoch, welcome.session_timeout_s, welcome.job_started) == (1, 60.0, False)
 
     run(scenario)
 
@@ -177,7 +202,9 @@ def test_of_many_tasks_each_sends_fewer_heartbeats() -> None:
     run(scenario)
 
 
-def test_changes_at_once_are_told_together() -> None:
+def test_changes_at_once_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_streams, "ANNOUNCE_S", 0.05)  # joining takes as long as the machine likes
+
     async def scenario() -> None:
         async with chief(num_workers=40, num_ps=0) as running:
             tasks = [Task(running.address, f"worker:{index}") for index in range(40)]
@@ -202,14 +229,14 @@ def test_synchronous_steps_go_on_without_a_dead_worker() -> None:
             [theirs] = (await workers[1].next()).leases
             assert (mine.step, list(mine.step_units), theirs.unit.index) == (1, [0, 1], 1)
             # worker:1 committed on ps:1 only, and died.
-            servers[1].committed_refs = [(1, 0)]
+            servers[1].committed_slices = [(1, Unit(1, 0, 1))]
             await workers[1].die()
             await until(lambda: all(1 in server.closings for server in servers))
             included, committed = servers[0].closings[1]
             assert included == [Unit(1, 0, 0), Unit(1, 0, 1)]
             assert [update.units for update in committed] == [(Unit(1, 0, 1),)]
             for server in servers:
-                server.committed_refs = []
+                server.committed_slices = []
             [alone] = (await workers[0].next([0])).leases
             assert (alone.unit.index, list(alone.step_units), alone.refresh) == (2, [2], False)
 

@@ -70,6 +70,34 @@ def test_all_reduce(groups: Groups, length: int, is_async: bool) -> None:
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+def test_all_reduce_of_sparse_tensors(groups: Groups, op: str) -> None:
+    def rows_of(rank: int) -> torch.Tensor:
+        """Some that several ranks have, one twice, and none at all on rank 1."""
+        rows = torch.tensor([2 * rank, 7, 7, 20]) if rank != 1 else torch.empty(0, dtype=torch.int64)
+        return torch.sparse_coo_tensor(
+            rows[None], values(rank, len(rows) * 3).view(-1, 3), (50, 3), check_invariants=True
+        )
+
+    def run(group: LaneProcessGroup) -> torch.Tensor:
+        tensor = rows_of(group.rank())
+        work = group.allreduce([tensor], reducing(getattr(dist.ReduceOp, op)))
+        assert work.wait() and work.result()[0] is tensor
+        return tensor
+
+    expected = torch.stack([rows_of(rank).to_dense() for rank in range(len(groups))]).sum(0)
+    for result in on_every_rank(groups, run):
+        assert result.is_sparse and torch.equal(result.to_dense(), expected / (len(groups) if op == "AVG" else 1))
+
+
+def test_sparse_tensors_elsewhere(groups: Groups) -> None:
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(ConfigurationError, match=r"float32 \[3, 3\] is sparse, and only all_reduce takes those"):
+        groups[0].broadcast([sparse], BroadcastOptions())
+    with pytest.raises(ConfigurationError, match="sparse tensors are summed or averaged, not reduced by MAX"):
+        groups[0].allreduce([sparse], reducing(dist.ReduceOp.MAX))
+
+
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda stacked: stacked.sum(0),
     "MIN": lambda stacked: stacked.amin(0),
@@ -321,6 +349,31 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(groups: Groups) ->
         groups[0].allgather([[torch.zeros(1)] * 7], [torch.zeros(1)])
     with pytest.raises(ConfigurationError, match="expected split sizes that add up to 3 rows"):
         groups[0].all_to_all_single(torch.zeros(3), torch.zeros(3), [1] * size, [2] * size)
+
+
+def test_a_rank_that_is_not_there_is_refused_and_the_group_goes_on(groups: Groups) -> None:
+    broadcasting, reduction, gathering, scattering = (
+        BroadcastOptions(),
+        ReduceOptions(),
+        GatherOptions(),
+        ScatterOptions(),
+    )
+    broadcasting.rootRank = reduction.rootRank = gathering.rootRank = scattering.rootRank = 7
+    one = torch.ones(1)
+    calls: list[Callable[[], object]] = [
+        lambda: groups[0].broadcast([one], broadcasting),
+        lambda: groups[0].reduce([one], reduction),
+        lambda: groups[0].gather([], [one], gathering),
+        lambda: groups[0].scatter([one], [], scattering),
+        lambda: groups[0].send([one], 7, 0),
+        lambda: groups[0].recv([one], -1, 0),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match=f"it has the ranks 0 to {len(groups) - 1}"):
+            call()
+    with pytest.raises(ConfigurationError, match="rank 0 cannot send to or receive from itself"):
+        groups[0].send([one], 0, 0)
+    on_every_rank(groups, lambda group: group.barrier().wait())
 
 
 def test_messages(groups: Groups) -> None:

@@ -8,12 +8,13 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.distributed.forming import own_host
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
-from stratagem.rpc.generated import common_pb2, worker_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
+from stratagem.worker.ring.lane_plan import RankInfo
 from stratagem.worker.ring.ring_service import RingService
 
 TASKS = ["worker:0", "worker:1", "worker:2"]
@@ -49,11 +50,10 @@ def test_a_second_life_of_a_group_does_not_read_words_of_the_first() -> None:
 def test_a_rank_that_is_asked_before_it_has_met_the_others_says_so() -> None:
     """Its server stands before it knows anybody."""
     members = StoreMembers(0, TASKS, OPEN)
-    entrance = RingService("127.0.0.1", lambda: members.membership, BytesMeter())
-    request = worker_pb2.MeetRequest(sender=common_pb2.Sender(task="worker:1", incarnation=1), generation=1, round=1)
+    ring_service = RingService("127.0.0.1", lambda: members.membership, BytesMeter())
     with pytest.raises(PeerUnavailableError, match=r"worker:1 .* is not known here yet; ask again"):
-        entrance.meet(request)
-    entrance.close()
+        ring_service.meet(Incarnation("worker:1", 1), 1, 1, RankInfo("worker:1"))
+    ring_service.close()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +11,19 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import Transport
+from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import JobStoppedError, LimitError, PeerUnavailableError, ProtocolError, SequenceError
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
-from stratagem.worker.ps_client import PsClient
+from stratagem.worker.push.ps_client import PsClient
 from tests.unit.ps.driver import CALL, CHIEF, poll
 
 SIZE = 6
@@ -32,12 +34,12 @@ class Worker:
     """A worker with one group of one variable, whose value is zero."""
 
     def __init__(self, address: str, transport: Transport, name: str = "worker:0") -> None:
-        self.tasks = [common_pb2.TaskInfo(task="ps:0", address=address, live=True)]
+        self.ps = Member("ps:0", address, 0, True)
         session: Any = SimpleNamespace(
             task=name,
             incarnation=1,
             security=OPEN,
-            membership=chief_pb2.Membership(tasks=self.tasks),
+            membership=Membership(True, (self.ps,)),
             raise_if_stopped=lambda: None,
             wait_stopped=lambda timeout_s: None,
         )
@@ -173,8 +175,8 @@ def test_a_worker_that_leaves_while_its_commit_waits_is_noticed(worker: Worker, 
 def test_a_worker_does_not_wait_for_a_ps_that_the_chief_has_lost(worker: Worker, store: Store) -> None:
     store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
     call = worker.client.start("CommitUpdate", worker.request(0), sequenced=True)
-    lost = common_pb2.TaskInfo(task="ps:0", address=worker.tasks[0].address, live=False)
-    worker.session.membership = chief_pb2.Membership(tasks=[lost])
+    lost = dataclasses.replace(worker.ps, live=False)
+    worker.session.membership = Membership(True, (lost,))
     with pytest.raises(PeerUnavailableError, match="the chief has lost ps:0"):
         call.result()
     store.checkpoints.release_commits(5)

@@ -1,4 +1,4 @@
-"""``python -m stratagem.ps`` as a process, with a chief that is only its session."""
+"""``stratagem ps`` as a process, with a chief that is only its session."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, serve
+from tests import forks
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec
 
 SERVICE = "stratagem.ParameterServer"
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 class SessionOnly:
@@ -68,8 +70,8 @@ def chief() -> Iterator[tuple[SessionOnly, RunningServer]]:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "stratagem.ps", "--task", "ps:0", *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "stratagem.cli", "ps", "--task", "ps:0", *arguments]
+    return forks.Popen(command, stderr=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stratagem as sg
 from stratagem.cluster.communication import Transport
+from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import (
     ConfigurationError,
@@ -33,8 +34,8 @@ from stratagem.nn.remote_rows import RemoteRows
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
-from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.generated import ps_pb2
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import RunningServer, add_servicer, serve
@@ -42,10 +43,11 @@ from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.variables import OptimizedVariables, VariableGroups
-from stratagem.worker import gradient_push, remote_table
-from stratagem.worker.close_reports import CloseReports
-from stratagem.worker.gradient_push import GradientPush, PushPolicy
-from stratagem.worker.ps_client import PsClient
+from stratagem.worker.gradient_guard import GradientPolicy
+from stratagem.worker.push import gradient_push, remote_table
+from stratagem.worker.push.close_reports import CloseReports
+from stratagem.worker.push.gradient_push import GradientPush
+from stratagem.worker.push.ps_client import PsClient
 from stratagem.worker.step_meter import StepMeter
 from tests.unit.ps.driver import CALL, CHIEF, complete, poll
 
@@ -108,8 +110,8 @@ class Job:
             member.parameters,
             member.variables,
             member.staging,
-            PushPolicy(),
-            CloseReports(self.clients),
+            GradientPolicy(),
+            CloseReports(self.clients, self.groups.recover),
             StepMeter(),
             member.tables,
             self.groups.recover,
@@ -140,7 +142,7 @@ def start() -> Iterator[Callable[..., Job]]:
             lanes = SocketLanes(store, host.strip("[]"))
             server = start_server(store, lanes, host)
             stores.append(store)
-            tasks.append(common_pb2.TaskInfo(task=f"ps:{index}", address=server.address, live=True))
+            tasks.append(Member(f"ps:{index}", server.address, 0, True))
 
             def stop(store: Store = store, lanes: SocketLanes = lanes, server: RunningServer = server) -> None:
                 store.state.close_lanes(JobStoppedError("the test is over", 0))
@@ -152,7 +154,7 @@ def start() -> Iterator[Callable[..., Job]]:
             task="worker:0",
             incarnation=1,
             security=OPEN,
-            membership=chief_pb2.Membership(tasks=tasks),
+            membership=Membership(True, tuple(tasks)),
             raise_if_stopped=lambda: None,
             wait_stopped=lambda timeout_s: None,
         )
@@ -541,7 +543,7 @@ def test_what_tables_cannot_do_is_refused_at_prepare(start: Callable[..., Job]) 
     ):
         with pytest.raises(UnsupportedOptimizerError, match=match):
             job.prepare(model, optimizer)
-    assert isinstance(model, RemoteRows) and not model.remote_table.is_linked
+    assert isinstance(model, RemoteRows) and model.remote_table._link is None
     linear = nn.Linear(2, 2)
     with pytest.raises(UnsupportedOptimizerError, match=r"SparseAdam: it works on rows of sg\.nn\.Embedding"):
         job.prepare(linear, torch.optim.SparseAdam(linear.parameters(), 0.1))
@@ -555,3 +557,15 @@ def test_another_shape_of_the_same_table_is_refused(start: Callable[..., Job]) -
     again = VariableGroups(job.groups._runtime, None)
     with pytest.raises(VariableError, match="shape"):
         again.create([second], [torch.optim.SGD(second.parameters(), 0.1)], lambda: None)
+
+
+def test_at_the_end_of_an_epoch_a_ps_that_was_lost_is_waited_for_and_told(start: Callable[..., Job]) -> None:
+    job = start()
+    reports = CloseReports(job.clients, job.groups.recover)
+    reports.add([Unit(1, 0, 2)])
+    job.clients[1].close("the connection broke")
+    with pytest.raises(PeerUnavailableError):
+        reports.flush(1)
+    reports.deliver()
+    for store in job.stores:
+        assert store.state.units.to_json()["closed"] == [[1, 0, "04"]]

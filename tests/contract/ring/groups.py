@@ -20,7 +20,8 @@ from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
-from stratagem.rpc.lane import BytesMeter, Pieces, ReceivingLane, SendingLane
+from stratagem.rpc.lane import Pieces, ReceivingLane, SendingLane
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender, tune
 from stratagem.worker.ring.group import Group
 from stratagem.worker.ring.host_group import HostGroup

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import CommunicationOptions
-from stratagem.rpc.generated import chief_pb2, common_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.cluster.membership import Member, Membership
 from stratagem.rpc.lane_listener import LaneListener
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
@@ -30,15 +30,15 @@ CPU = torch.device("cpu")
 OVER_TCP = CommunicationOptions(transport="tcp", chunk_bytes=1 << 16)
 
 
-def session_of(index: int, membership: chief_pb2.Membership) -> Any:
+def session_of(index: int, members: list[Member]) -> Any:
     """What the chief says, without a chief."""
     return SimpleNamespace(
         task=f"worker:{index}",
         incarnation=index + 1,
         security=OPEN,
-        membership=membership,
+        membership=Membership(True, tuple(members)),
         on_membership=lambda callback: None,
-        wait_ready=lambda timeout_s: membership,
+        wait_ready=lambda timeout_s: None,
         wait_stopped=lambda timeout_s: None,
         raise_if_stopped=lambda: None,
     )
@@ -47,24 +47,24 @@ def session_of(index: int, membership: chief_pb2.Membership) -> Any:
 @contextlib.contextmanager
 def formed(host: str, doors: list[LaneListener], options: CommunicationOptions) -> Iterator[list[RingMember]]:
     """The ring of two workers whose servers listen at ``host``; ``doors`` let sockets in."""
-    membership = chief_pb2.Membership(ready=True, lead="worker:0")
+    known: list[Member] = []
     with contextlib.ExitStack() as undo:
-        members = []
+        members, ring_services = [], []
         for index, listener in enumerate(doors):
-            entrance = RingService(host, lambda: membership, BytesMeter())
-            entrance.listener = listener
+            ring_service = RingService(host, lambda: Membership(True, tuple(known)), BytesMeter())
+            ring_service.listener = listener
             running = serve(
                 f"[{host}]:0" if ":" in host else f"{host}:0",
-                lambda server, entrance=entrance: add_servicer(SERVICE, WorkerServicer(entrance), server),  # type: ignore[misc]
+                lambda server, ring_service=ring_service: add_servicer(SERVICE, WorkerServicer(ring_service), server),  # type: ignore[misc]
                 services=[SERVICE.full_name],
                 limits=ServerLimits(max_message_bytes=1 << 20),
                 insecure=False,
             )
             undo.callback(running.stop, 0)
-            membership.tasks.append(
-                common_pb2.TaskInfo(task=f"worker:{index}", address=running.address, incarnation=index + 1, live=True)
-            )
-            members.append(RingMember(entrance, session_of(index, membership), BytesMeter()))
+            known.append(Member(f"worker:{index}", running.address, index + 1, True))
+            ring_services.append(ring_service)
+        for index, ring_service in enumerate(ring_services):
+            members.append(RingMember(ring_service, session_of(index, known), BytesMeter()))
             undo.callback(members[-1].close, "the test is over")
         pool = undo.enter_context(futures.ThreadPoolExecutor(2))
         list(pool.map(lambda member: member.form(options, CPU, 60.0), members))
@@ -73,7 +73,7 @@ def formed(host: str, doors: list[LaneListener], options: CommunicationOptions) 
 
 def ring_of(members: list[RingMember]) -> list[Communicator]:
     """Their communicators."""
-    return [one for member in members if (one := member.entrance.communicator) is not None]
+    return [one for member in members if (one := member.ring_service.communicator) is not None]
 
 
 def sums(ring: list[Communicator]) -> list[float]:
@@ -114,7 +114,7 @@ def test_a_rank_that_is_late_is_named() -> None:
 def test_without_sockets_auto_takes_grpc_and_says_why(
     listener: LaneListener, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ring_member, "place_of_this_process", lambda: threading.current_thread().name)  # two hosts
+    monkeypatch.setattr(ring_member, "own_host_id", lambda: threading.current_thread().name)  # two hosts
     monkeypatch.setattr(ring_member, "OPEN_S", 1.0)  # the other rank waits for the visit that does not come
     options = CommunicationOptions(chunk_bytes=1 << 16)
     with caplog.at_level("INFO"), formed("127.0.0.1", [LaneListener("127.0.0.1"), listener], options) as members:

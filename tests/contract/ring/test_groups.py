@@ -79,6 +79,22 @@ def test_all_reduce(groups: Sequence[Group], op: ReduceOp) -> None:
             assert torch.equal(out, reduced(len(groups), length, dtype, op)), (dtype, length)
 
 
+def test_a_first_call_in_inference_mode(groups: Sequence[Group]) -> None:
+    """What a group keeps serves calls outside of that mode too."""
+    lengths = (3, 10_001)
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        outs = []
+        for is_inference in (True, False):
+            with torch.inference_mode(is_inference):
+                outs += [rank.all_reduce(values(rank.rank, length, torch.float32)) for length in lengths]
+        return outs
+
+    for outs in on_every_rank(groups, work):
+        for out, length in zip(outs, lengths * 2, strict=True):
+            assert torch.equal(out, reduced(len(groups), length, torch.float32, ReduceOp.SUM))
+
+
 def test_every_rank_has_the_same_bits(groups: Sequence[Group]) -> None:
     dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
     sources = torch.randn(len(groups), 9011, generator=torch.Generator().manual_seed(3))
@@ -152,6 +168,24 @@ def test_all_reduce_in_an_arena(groups: Sequence[Group]) -> None:
 
     for outs in on_every_rank(groups, work):
         for number, (out, (start, stop)) in enumerate(zip(outs, parts, strict=True), len(parts)):
+            assert torch.equal(out, reduced(len(groups), stop - start, torch.float32, ReduceOp.SUM, number))
+
+
+def test_all_reduce_in_place_in_an_arena(groups: Sequence[Group]) -> None:
+    """Half the memory, the same bits; the last one, too short to be cut, as well as the long one."""
+    parts = [(0, 100), (128, 300_007), (300_032, 300_035)]
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        arena = rank.group.arena(4 * 300_035, rank.tag(), in_place=True)
+        assert arena.source.data_ptr() == arena.result.data_ptr()
+        memory = arena.source.view(torch.float32)
+        for number, (start, stop) in enumerate(parts):
+            memory[start:stop] = values(rank.rank, stop - start, torch.float32, number)
+            rank.group.all_reduce(memory[start:stop], memory[start:stop], ReduceOp.SUM, rank.tag())
+        return [memory[start:stop].clone() for start, stop in parts]
+
+    for outs in on_every_rank(groups, work):
+        for number, (out, (start, stop)) in enumerate(zip(outs, parts, strict=True)):
             assert torch.equal(out, reduced(len(groups), stop - start, torch.float32, ReduceOp.SUM, number))
 
 

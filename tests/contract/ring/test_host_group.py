@@ -512,7 +512,7 @@ def test_who_is_named_is_the_same_everywhere() -> None:
         for outcome in outcomes:
             assert isinstance(outcome.error, CollectiveError)
             assert outcome.error.rank == 2
-            assert "rank 2 stood still for 1 s" in str(outcome.error)
+            assert "rank 2 stood still beyond the timeout of 1 s" in str(outcome.error)
         (late,) = outcomes_of([functools.partial(works, groups[2], 1)])
         assert isinstance(late.error, CollectiveError)
         assert late.error.rank == 2

@@ -189,7 +189,7 @@ def test_a_stopped_process_is_named_when_the_time_is_up() -> None:
         assert_ended_in_the_middle(result, rank=1, size=2)
         error = error_of(group)
         assert error.rank == 1
-        assert str(error) == "rank 1 stood still for 3 s while rank 0 waited for it in collective 2"
+        assert str(error) == "rank 1 stood still beyond the timeout of 3 s while rank 0 waited for it in collective 2"
         stopped.send_signal(signal.SIGCONT)  # it hears what became of it
         assert result_of(stopped) == [str(error), 1]
 

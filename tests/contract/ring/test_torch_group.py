@@ -22,6 +22,7 @@ from stratagem.errors import CollectiveError
 from stratagem.worker.ring.group import Tag
 from stratagem.worker.ring.schedule import cut
 from stratagem.worker.ring.torch_group import TorchGroup, free_store_address
+from tests import forks
 from tests.contract.ring.groups import in_threads, outcomes_of
 
 CPU = torch.device("cpu")
@@ -128,18 +129,18 @@ def test_ranks_that_do_not_find_each_other() -> None:
         TorchGroup(0, 2, "gloo", free_store_address("127.0.0.1"), 0.3, CPU)
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_killed_process() -> None:
     address = free_store_address("127.0.0.1")
     command = [sys.executable, "-m", "tests.contract.ring.torch_rank"]
     processes = [
-        subprocess.Popen(
+        forks.Popen(
             [*command, str(rank), "2", address],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
         )
         for rank in range(2)
     ]

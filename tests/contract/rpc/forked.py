@@ -13,7 +13,7 @@ import torch
 
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.generated import frame_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 

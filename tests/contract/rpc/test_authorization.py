@@ -21,6 +21,7 @@ from stratagem.cluster.identity import ROLES
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, ps_pb2, worker_pb2
 from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.observer import OBSERVER
 from stratagem.rpc.permissions import OPEN_METHODS, PERMISSIONS
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.server import serve, serve_aio
@@ -33,6 +34,7 @@ SERVICES: list[ServiceDescriptor] = [
     chief_pb2.DESCRIPTOR.services_by_name["Chief"],
     ps_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
     worker_pb2.DESCRIPTOR.services_by_name["Worker"],
+    OBSERVER,
 ]
 BUILT_IN: list[Any] = [
     health_pb2.DESCRIPTOR.services_by_name["Health"],
@@ -55,21 +57,26 @@ ALLOWED: dict[str, set[str]] = {
         *("ParameterServer.Fence", "ParameterServer.CloseStep", "ParameterServer.DescribeUnits"),
         *("ParameterServer.HoldCommits", "ParameterServer.AdmitUpdates", "ParameterServer.SaveShards"),
         *("ParameterServer.ReleaseCommits", "ParameterServer.RestoreShards", "ParameterServer.MarkLost"),
+        "ParameterServer.TakeOver",
     },
     "worker": HEALTH
     | REFLECTION
     | {
         *("Chief.Session", "Chief.OpenDataset", "Chief.NextUnits", "Chief.StartStep"),
-        *("Chief.GetMetricStates", "Chief.RecordLogs", "Chief.Agree"),
+        *("Chief.GetMetricStates", "Chief.RecordLogs", "Chief.Agree", "Chief.TakeIn"),
         *("Chief.SaveCheckpoint", "Chief.GetStatus"),
         *("ParameterServer.Hello", "ParameterServer.Transfer", "ParameterServer.OpenLane"),
         *("ParameterServer.CreateVariables", "ParameterServer.AssignValues", "ParameterServer.PrepareUpdate"),
         *("ParameterServer.CommitUpdate", "ParameterServer.CloseUnits", "ParameterServer.PullWeights"),
         *("Worker.Meet", "Worker.OpenLane", "Worker.Exchange", "Worker.Abort", "Worker.GetPosition"),
     },
-    "ps": HEALTH | REFLECTION | {"Chief.Session"},
+    "ps": HEALTH
+    | REFLECTION
+    | {"Chief.Session", "ParameterServer.Hello", "ParameterServer.Transfer", "ParameterServer.OpenLane"},
     "evaluator": HEALTH | REFLECTION | {"Chief.Session", "Chief.GetStatus"},
-    "operator": HEALTH | REFLECTION | {"Chief.GetStatus", "Worker.GetStack"},
+    "operator": HEALTH
+    | REFLECTION
+    | {"Chief.GetStatus", "Chief.Scale", "Observer.GetStack", "Observer.StartTrace", "Observer.StopTrace"},
 }
 """Which role may call what; "" is a caller without an identity."""
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -24,12 +23,14 @@ from stratagem.errors import FrameError, LimitError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
-from stratagem.rpc.lane import BytesMeter, ReceivingLane, SendingLane
+from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.rpc.lane_listener import LaneListener, connect_lane
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
+from tests import forks
 from tests.contract.rpc.securities import make_certificates, with_tls
 
 KIND = frame_pb2.COLLECTIVE
@@ -181,6 +182,25 @@ def test_payload_goes_into_the_memory_given_where_the_lane_can(pair: Pair) -> No
         assert frame.tensor.data_ptr() == into.data_ptr()
 
 
+def test_a_place_is_asked_for_each_frame_of_the_transfer_once_its_header_is_here() -> None:
+    into, asked = torch.zeros(10), []
+
+    def place(*of: int) -> torch.Tensor | None:
+        asked.append(of)
+        return into if of[2] == 0 else None
+
+    with tcp_pair() as pair:
+        for transfer, offset in ((7, 0), (1, 0), (1, 10)):
+            pair.sender.send(KIND, transfer, 3, offset, lambda: (torch.arange(10.0),), 10)
+        receiver = pair.receiver
+        assert isinstance(receiver, TcpReceiver)
+        first, second = (receiver.receive(1, soon(), place) for _ in range(2))
+        assert first.tensor is into and asked == [(KIND, 3, 0, 10), (KIND, 3, 10, 10)]
+        assert second.offset == 10 and torch.equal(second.tensor, torch.arange(10.0))
+        into.zero_()
+        assert torch.equal(receiver.receive(7, soon(), place).tensor, torch.arange(10.0)) and not into.any()
+
+
 def test_memory_is_free_after_a_flush(pair: Pair) -> None:
     tensor = torch.ones(200_000)
     for _ in range(8):
@@ -269,6 +289,23 @@ def test_bytes_that_are_no_frame_are_refused() -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_frames_that_come_together_are_told_apart(tls: bool) -> None:
+    sizes = [1, 0, 1000, 1018, 1019, 1020, 3, 100_000, 5, 2048, 0]  # 1,019 int64 fill what is read ahead
+    payloads = [torch.full((size,), place) for place, size in enumerate(sizes)]
+    with tcp_pair(tls) as pair:
+        assert isinstance(pair.sender, TcpSender) and isinstance(pair.receiver, TcpReceiver)
+        with pair.sender.corked():
+            for place, payload in enumerate(payloads):
+                send(pair, payload, transfer=place + 1)
+        for place, payload in enumerate(payloads):
+            assert pair.receiver.readable or tls or place not in (1, 2, 3)  # these were read with the first one
+            frame = pair.receiver.receive(0, soon(), torch.zeros_like(payload) if place % 2 else None)
+            assert frame.transfer == place + 1
+            assert torch.equal(frame.tensor.long(), payload)
+        assert not pair.receiver.readable
+
+
 def test_bytes_are_counted(pair: Pair) -> None:
     send(pair, torch.zeros(1 << 18))
     pair.receiver.receive(1, soon())
@@ -325,6 +362,15 @@ def test_corked_frames_leave_at_the_end_in_their_order(make: Any) -> None:
             assert torch.equal(pair.receiver.receive(0, soon()).tensor, torch.full((size,), float(number)))
 
 
+def test_a_small_frame_over_a_socket_that_another_thread_has_closed_is_the_end_of_the_lane() -> None:
+    outward, inward = socket.socketpair()
+    sender = ShmSender(outward, "b", BytesMeter(), lambda: 40 << 20, patient=False)
+    outward.close()  # as close() does while a thread of the ps is about to answer
+    with inward, pytest.raises(PeerUnavailableError, match="the lane to b broke"):
+        sender.send(KIND, 1, 0, 0, lambda: [torch.ones(4)], 4)
+    sender.close("the test is over")
+
+
 def test_an_impatient_sender_never_waits_for_who_does_not_read_small_frames() -> None:
     outward, inward = socket.socketpair()
     sender = ShmSender(outward, "b", BytesMeter(), lambda: 40 << 20, patient=False)
@@ -337,9 +383,10 @@ def test_an_impatient_sender_never_waits_for_who_does_not_read_small_frames() ->
     receiver.close("done")
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_forked_children_neither_hold_a_lane_open_nor_speak_on_it(kind: str) -> None:
     script = Path(__file__).with_name("forked.py")
     environment = {**os.environ, "PYTHONPATH": str(script.parents[3])}
-    done = subprocess.run([sys.executable, script, kind], env=environment, capture_output=True, text=True, timeout=60)
+    done = forks.run([sys.executable, script, kind], env=environment, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -172,18 +172,21 @@ def test_another_lane_than_the_one_asked_for_is_refused() -> None:
         check_lane("shm", "tcp")
 
 
+@pytest.mark.usefixtures("forked")
 def test_gloo_is_measured() -> None:
     samples, versions = to_samples(jobs.run_gloo(2, [4096]))
     assert samples[0]["median_s"] is not None
     assert versions["torch"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_our_lane_is_measured() -> None:
     samples, versions = to_samples(jobs.run_stratagem(2, [1 << 20], "shm", "float32"))
     assert samples[0]["median_s"] is not None
     assert versions["stratagem"]
 
 
+@pytest.mark.usefixtures("forked")
 def test_our_lane_is_measured_under_tls() -> None:
     samples, _ = to_samples(jobs.run_stratagem_tls(2, [1 << 20]))
     assert samples[0]["median_s"] is not None

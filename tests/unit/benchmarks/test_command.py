@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from benchmarks import __main__ as command
 from benchmarks import apply, commands, machine, memory, start
 from benchmarks.jobs import JobFailedError
-from benchmarks.peers import PeerMissingError, find_tensorflow
+from benchmarks.peers import MPI, TENSORFLOW, PeerMissingError
 from benchmarks.runner import Case, Sample
 from stratagem.ps.shard_group import ShardGroup
 
@@ -88,15 +88,28 @@ def test_a_peer_that_is_asked_for_must_be_there(benchmark: str) -> None:
 
 
 def test_finding_tensorflow(tmp_path: Path) -> None:
-    assert find_tensorflow(None, {}, required=False) is None
+    assert TENSORFLOW.find(None, {}, required=False) is None
     with pytest.raises(PeerMissingError, match="--tf-python or STRATAGEM_TF_PYTHON"):
-        find_tensorflow(None, {}, required=True)
+        TENSORFLOW.find(None, {}, required=True)
     with pytest.raises(PeerMissingError, match="found none"):
-        find_tensorflow(None, {"STRATAGEM_TF_PYTHON": sys.executable}, required=False)
+        TENSORFLOW.find(None, {"STRATAGEM_TF_PYTHON": sys.executable}, required=False)
     good = tmp_path / "python"
     good.write_text("#!/bin/sh\nexit 0\n")
     good.chmod(0o755)
-    assert find_tensorflow(str(good), {"STRATAGEM_TF_PYTHON": "/other"}, required=True) == str(good)
+    assert TENSORFLOW.find(str(good), {"STRATAGEM_TF_PYTHON": "/other"}, required=True) == str(good)
+
+
+def test_finding_a_peer_that_needs_a_program_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    good = tmp_path / "python"
+    good.write_text("#!/bin/sh\nexit 0\n")
+    good.chmod(0o755)
+    assert MPI.find(None, {}, required=False) is None
+    for python, required in [(None, True), (str(good), False)]:
+        with pytest.raises(PeerMissingError, match="expected mpirun for --peer mpi on the PATH"):
+            MPI.find(python, {}, required=required)
+    (tmp_path / "mpirun").symlink_to(good)
+    assert MPI.find(None, {"STRATAGEM_MPI_PYTHON": str(good)}, required=True) == str(good)
 
 
 def test_apply_measures_and_checks_a_small_group() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chief, job_files
+from benchmarks import chief, job_files, meter
 from benchmarks.pull import PullResult, WrongPullError
 from benchmarks.pull import to_sample as pull_sample
 from benchmarks.training import result as results
@@ -122,9 +122,26 @@ def test_rows_of_train() -> None:
         cases = train_cases(WORKLOADS[workload], 4, ["shm", "tcp"], ddp=True, tf_python=tf_python)
         return [tuple(case.identities[0][name] for name in ("system", "lane", "workers")) for case in cases]  # type: ignore[misc]
 
-    ours = [("stratagem", "shm", 4), ("stratagem", "tcp", 4), ("ddp", "gloo", 4)]
+    ours = [("stratagem", "shm", 4), ("stratagem", "tcp", 4), ("ddp", "gloo", 4), ("ddp", "shm", 4), ("ddp", "tcp", 4)]
     assert systems("dense", "/somewhere/python") == [*ours, ("tensorflow", "grpc", 4), ("torch alone", None, 1)]
     assert systems("charlm", "/somewhere/python") == [*ours, ("torch alone", None, 1)]
+
+
+def test_pairs_of_blocks_say_what_the_meter_costs_a_step() -> None:
+    good = meter.PairedResult([(5_200_000, 110_000)] * 4, [(5_000_000, 100_000)] * 4, meter.WARMUP_STEPS + 21)
+    sample = meter.to_sample(good, 4)
+    assert (sample["step_us"], sample["meter_us"], sample["percent"], sample["meter_cpu_us"]) == (1000, 40, 4, 2)
+    assert (sample["low_us"], sample["high_us"]) == (40, 40)
+    with pytest.raises(meter.WrongMeterError, match="84 steps counted, got 4 and 4 blocks and 64 steps"):
+        meter.to_sample(dataclasses.replace(good, num_counted=meter.WARMUP_STEPS), 4)
+    with pytest.raises(meter.WrongMeterError, match="got 3 and 4 blocks"):
+        meter.to_sample(dataclasses.replace(good, counted=good.counted[:3]), 4)
+
+
+def test_the_interval_of_a_median_holds_it_and_narrows() -> None:
+    few, many = (meter.median_between([float(each % 100) for each in range(num)]) for num in (100, 1600))
+    assert few[0] == many[0] == 49.5
+    assert few[1] < many[1] < 49.5 < many[2] < few[2]
 
 
 def test_a_pull_that_is_wrong_is_refused() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.checkpoint.draft import sweep
+from stratagem.checkpoint.draft import remove_unfinished
 from stratagem.checkpoint.manifest import SavedFile
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
+from stratagem.chief.checkpointing.saving import untaken
+from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 
@@ -101,6 +103,14 @@ def test_drafts_of_an_earlier_life_are_swept(tmp_path: Path) -> None:
     os.close(checkpoints.begin(str(tmp_path))._lock)  # its process died
     under_way = checkpoints.begin(str(tmp_path))
     commit(tmp_path, manifest_of(5))
-    assert len(sweep(tmp_path)) == 1 and under_way.path.is_dir()
+    assert len(remove_unfinished(tmp_path)) == 1 and under_way.path.is_dir()
     under_way.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "step-00000005"]
+
+
+def test_a_checkpoint_waits_until_all_of_the_last_one_is_on_some_ps() -> None:
+    half = ServerDescription(origin_elements=10, taken_elements=5)
+    assert untaken([half, ServerDescription(origin_elements=10)]) == 5
+    assert untaken([half, half]) == 0
+    assert untaken([half, ServerDescription()]) == 0, "it has gone back to a later one, which had all"
+    assert untaken([]) == 0

@@ -34,8 +34,11 @@ def write_all(journal: Journal) -> None:
     journal.write("over", task="worker:0", incarnation=1, done=False)
     journal.write("join", task="worker:0", incarnation=4)
     journal.write("over", task="worker:1", incarnation=2, done=True)
-    journal.write("lost", updates=3)
-    journal.write("lost", updates=2)
+    journal.write("prepared", task="ps:0", incarnation=3)
+    journal.write("put_back", task="ps:0", incarnation=3)
+    journal.write("lost", task="ps:0", units=[[1, 0, "07"]])
+    journal.write("lost", task="ps:0", units=[[1, 0, "06"], [1, 1, "01"]])
+    journal.write("lost", task="ps:1", units=[[1, 0, "01"]])
     journal.write("checkpoint", path="/c/step-00000006")
 
 
@@ -43,6 +46,8 @@ EXPECTED = JobHistory(
     chief_epoch=4,
     newest_incarnation=4,
     live={"worker:0": 4, "ps:0": 3},
+    prepared={"ps:0": 3},
+    put_back={"ps:0": 3},
     done={"worker:1": 2},
     fenced={"worker:0": 1, "worker:1": 2},
     ready=True,
@@ -51,7 +56,7 @@ EXPECTED = JobHistory(
     accepted={(1, 0): UnitBitmap.of([2, 3])},
     steps={6: (Unit(1, 0, 4),)},
     next_step=7,
-    updates_lost=5,
+    lost={"ps:0": {(1, 0): UnitBitmap.of([0, 1, 2]), (1, 1): UnitBitmap.of([0])}, "ps:1": {(1, 0): UnitBitmap.of([0])}},
     checkpoint="/c/step-00000006",
 )
 
@@ -73,7 +78,7 @@ def test_without_a_directory_nothing_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tail", [b'{"kind":"lost","upd', b'{"kind":"lost","updates":1}', b"\x00\x00\x00", b"nonsense\n"]
+    "tail", [b'{"kind":"lost","ta', b'{"kind":"lost","task":"ps:0","units":[]}', b"\x00\x00\x00", b"nonsense\n"]
 )
 def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path, tail: bytes) -> None:
     journal = Journal(str(tmp_path))
@@ -83,11 +88,11 @@ def test_a_torn_last_line_is_left_out_and_written_over(tmp_path: Path, tail: byt
         file.write(tail)
     torn = Journal(str(tmp_path))
     assert torn.history == EXPECTED
-    torn.write("lost", updates=10)
+    torn.write("lost", task="ps:1", units=[[1, 0, "ff"]])
     torn.close()
     again = Journal(str(tmp_path))
     again.close()
-    assert again.history.updates_lost == 15
+    assert again.history.updates_lost == 12
 
 
 def test_a_bad_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) -> None:
@@ -100,7 +105,7 @@ def test_a_long_journal_is_replaced_by_its_summary(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), compact_bytes=2000)
     write_all(journal)
     for _ in range(200):
-        journal.write("lost", durable=False, updates=0)
+        journal.write("lost", durable=False, task="ps:0", units=[])
     journal.close()
     assert (tmp_path / NAME).stat().st_size < 3000
     again = Journal(str(tmp_path))
@@ -115,7 +120,8 @@ def test_a_job_that_is_over_is_followed_by_a_new_one(tmp_path: Path) -> None:
     journal.close()
     again = Journal(str(tmp_path))
     again.close()
-    assert again.history == JobHistory(chief_epoch=4)
+    assert again.history == JobHistory(chief_epoch=4, newest_incarnation=4, earlier_incarnations=4)
+    assert again.history.is_new
 
 
 def test_a_roll_back_replaces_what_was_accepted(tmp_path: Path) -> None:
@@ -123,6 +129,14 @@ def test_a_roll_back_replaces_what_was_accepted(tmp_path: Path) -> None:
     write_all(journal)
     journal.write("roll_back", accepted=[[1, 0, "04"]])
     assert journal.history.accepted == {(1, 0): UnitBitmap.of([2])}
+
+
+def test_a_unit_is_in_one_step_after_a_roll_back() -> None:
+    journal = Journal("")
+    journal.write("step", durable=False, step=5, units=[[1, 0, 2], [1, 0, 3]])
+    journal.write("roll_back", accepted=[])
+    journal.write("step", durable=False, step=6, units=[[1, 0, 2], [1, 0, 3]])
+    assert list(journal.history.steps) == [6]
 
 
 def test_what_was_counted_and_decided_is_known_again(tmp_path: Path) -> None:
@@ -146,7 +160,7 @@ def test_what_was_counted_and_decided_is_known_again(tmp_path: Path) -> None:
     assert again.history.metric_states.page(evaluation, 0, 99).states == (b"new",)
     assert again.history.metric_states.logs(Topic("fit 0", 3)) == (("loss", 0.5),)
     assert again.history.evaluations[evaluation].attempt == 2
-    again.write("lost", updates=1)  # replaces the file by its summary
+    again.write("lost", task="ps:0", units=[])  # replaces the file by its summary
     again.close()
     summed = Journal(str(tmp_path))
     assert summed.history == again.history and summed.history.agreed == {Topic("fit 1, ends", 0): 1}
@@ -164,3 +178,30 @@ def test_a_large_summary_is_not_written_with_every_record(tmp_path: Path) -> Non
         journal.write("state", durable=False, state=encode_state(state))
     journal.close()
     assert (tmp_path / NAME).read_text().count("\n") > 3
+
+
+def test_a_chief_that_is_started_for_another_number_of_ps_wants_it(tmp_path: Path) -> None:
+    def started(num_ps: int) -> JobHistory:
+        journal = Journal(str(tmp_path))
+        journal.write("chief", epoch=1, num_ps=num_ps)
+        journal.close()
+        return journal.history
+
+    assert (started(1).num_ps, started(1).wanted_ps) == (1, 0)
+    journal = Journal(str(tmp_path))
+    journal.write("wanted", workers=2, ps=3)
+    journal.write("prepared", task="ps:0", incarnation=1)
+    journal.write("routed", num_ps=3)
+    assert journal.history.prepared == {}, "whatever it holds is for another number of ps"
+    assert journal.history.initialized == ["ps:0", "ps:1", "ps:2"]
+    journal.close()
+    after = started(1)
+    assert (after.num_ps, after.wanted_ps, after.wanted_workers) == (3, 3, 2), "it was started for 1 before, too"
+    after = started(4)
+    assert (after.num_ps, after.wanted_ps) == (3, 4)
+    journal = Journal(str(tmp_path), compact_bytes=1)
+    journal.write("ready")
+    journal.close()
+    summed = Journal(str(tmp_path))
+    summed.close()
+    assert dataclasses.asdict(summed.history) == dataclasses.asdict(journal.history)

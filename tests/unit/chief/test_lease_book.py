@@ -345,6 +345,9 @@ def test_a_roll_back_reopens_units_of_open_epochs_and_loses_those_of_closed_ones
     assert back.revoked == 2
     assert lease_book.epoch(1, 0).closed and lease_book.epoch(1, 1).num_accepted == 0
     assert lease_book.examples_accepted == 4
+    assert lease_book.roll_back({}, is_last=True).lost == {(1, 0): UnitBitmap.of([0, 1, 2, 3])}
+    lease_book.know_accepted({(1, 1): UnitBitmap.of([0])})
+    assert (1, 1) in lease_book.roll_back({}, is_last=True).lost, "nobody asks for an open epoch again either"
 
 
 def test_after_a_roll_back_units_come_in_the_order_of_the_plan_again() -> None:
@@ -380,3 +383,22 @@ def test_units_lent_before_a_restore_are_doubtful() -> None:
     lease_book.restores += 1
     lease_book.ask(B, 1, 0, (), 1, [A, B])
     assert lease_book.doubtful(A, 1, 0, [0, 2]) == [Unit(1, 0, 0), Unit(1, 0, 2)]
+
+
+def test_what_a_worker_brings_back_was_perhaps_computed_before_a_ps_went_back() -> None:
+    """Its session broke while all ps were put back: what it reported then was believed, and was on none of them."""
+    lease_book = sync_lending()
+    lease_book.restores = 1
+    lease_book.resume(A, [Lease(Unit(1, 0, 0), 2, 1, (0, 1))])
+    assert lease_book.doubtful(A, 1, 0, [0]) == [Unit(1, 0, 0)]
+
+
+def test_a_report_that_is_repeated_after_all_ps_went_back_is_looked_at_again() -> None:
+    """The unit was leased anew in a reply that was lost with it: the report was about what the ps had no more."""
+    lease_book = sync_lending()
+    lease_book.ask(A, 1, 0, (), 1, [A])
+    lease_book.accept(A, 1, 0, [0])
+    lease_book.restores += 1
+    lease_book.roll_back({})
+    assert [lease.unit.index for lease in lease_book.ask(A, 1, 0, (), 1, [A]).granted] == [0]
+    assert lease_book.doubtful(A, 1, 0, [0]) == [Unit(1, 0, 0)]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from stratagem.chief.events import Member
 from stratagem.chief.monitoring.metrics import MAX_REPORTED, families
-from stratagem.chief.monitoring.progress import TaskProgress
-from stratagem.chief.monitoring.status import JobStatus, TaskReport
-from stratagem.chief.wire import progress_from_proto
 from stratagem.rpc.generated import chief_pb2
+from stratagem.rpc.status_view import StatusView, TaskState, from_reply
 
 
-def task(name: str, state: str = "live", clock: int = 0, units_held: int = 0) -> TaskReport:
-    return TaskReport(Member(name, "", 3, state == "live"), b"", 0.5, 1, units_held, clock, state)
+def task(name: str, state: str = "live", **said: Any) -> TaskState:
+    return TaskState(name, state, incarnation=3, heartbeat_age_s=0.5, pid=1, **said)
 
 
-def status(*tasks: TaskReport, checkpoint: str = "", stop_reason: str = "") -> JobStatus:
-    return JobStatus(
+def status(*tasks: TaskState, checkpoint: str = "", stop_reason: str = "") -> StatusView:
+    return StatusView(
         tasks=tasks,
         chief_epoch=2,
         ready=True,
@@ -28,20 +25,17 @@ def status(*tasks: TaskReport, checkpoint: str = "", stop_reason: str = "") -> J
         units_accepted=3,
         units_planned=9,
         epoch=4,
-        examples_accepted=96,
+        examples=96,
         checkpoint=checkpoint,
         updates_lost=5,
-        waiting_for=(),
         stop_reason=stop_reason,
-        restored="",
-        updates_undone=0,
     )
 
 
-def samples(page: JobStatus, progress: Mapping[str, TaskProgress]) -> dict[str, float]:
+def samples(page: StatusView) -> dict[str, float]:
     """Each series as ``name{label=value}`` without the prefix, and its value."""
     found: dict[str, float] = {}
-    metrics: list[Metric] = list(families(page, progress))
+    metrics: list[Metric] = list(families(page))
     assert len({metric.name for metric in metrics}) == len(metrics), "a name twice"
     for metric in metrics:
         assert metric.documentation.endswith(".")
@@ -54,28 +48,37 @@ def samples(page: JobStatus, progress: Mapping[str, TaskProgress]) -> dict[str, 
 
 
 def test_the_job() -> None:
-    found = samples(status(task("chief:0"), checkpoint="/c/step-00000120"), {})
+    found = samples(status(task("chief:0"), checkpoint="/c/step-00000120"))
     assert found["ready"] == 1 and found["ending"] == 0 and found["chief_epoch"] == 2 and found["epoch"] == 4
     assert (found["units_accepted"], found["units_planned"]) == (3, 9)
     assert (found["examples_total"], found["updates_lost_total"], found["checkpoint_step"]) == (96, 5, 120)
-    assert "checkpoint_step" not in samples(status(), {})
-    assert samples(status(stop_reason="over"), {})["ending"] == 1
+    assert "checkpoint_step" not in samples(status())
+    assert samples(status(stop_reason="over"))["ending"] == 1
 
 
 def test_tasks_by_state() -> None:
-    found = samples(status(task("worker:0"), task("worker:1", "lost"), task("ps:0", "waiting")), {})
+    found = samples(status(task("worker:0"), task("worker:1", "lost"), task("ps:0", "waiting")))
     assert found["tasks{type=worker,state=live}"] == 1 and found["tasks{type=worker,state=lost}"] == 1
     assert found["tasks{type=ps,state=waiting}"] == 1 and found["tasks{type=ps,state=live}"] == 0
     assert found["task_up{task=worker:0}"] == 1 and found["task_up{task=worker:1}"] == 0
 
 
 def test_what_workers_and_ps_say() -> None:
-    said = {
-        "worker:0": TaskProgress(step=7, examples=224, loss=0.5, step_s=0.2, exposed_s=0.1, skipped=1, waiting_s=0.3),
-        "worker:1": TaskProgress(step=4),
-        "ps:0": TaskProgress(step=11, store_epoch=2, bytes_held=4096),
+    first: dict[str, Any] = {
+        "step": 7,
+        "examples": 224,
+        "loss": 0.5,
+        "step_s": 0.2,
+        "exposed_s": 0.1,
+        "skipped": 1,
+        "waiting_s": 0.3,
     }
-    found = samples(status(task("worker:0", clock=7, units_held=2), task("worker:1", clock=4), task("ps:0")), said)
+    page = status(
+        task("worker:0", clock=7, units_held=2, **first),
+        task("worker:1", clock=4, step=4),
+        task("ps:0", step=11, store_epoch=2, bytes_held=4096),
+    )
+    found = samples(page)
     assert found["steps_total{task=worker:0}"] == 7 and found["worker_examples_total{task=worker:0}"] == 224
     assert found["loss{task=worker:0}"] == 0.5 and "loss{task=worker:1}" not in found
     assert found["step_seconds{task=worker:0}"] == 0.2 and found["step_exposed_seconds{task=worker:0}"] == 0.1
@@ -89,20 +92,29 @@ def test_what_workers_and_ps_say() -> None:
     assert "steps_total{task=ps:0}" not in found and "bytes_held{task=worker:0}" not in found
 
 
+def test_what_is_measured_has_the_names_of_the_table() -> None:
+    measured = {"data_wait_s": 2.5, "peer_wait_s|ps:0": 1.0, "cores": 4.0, **{f"staleness|{n}": n for n in range(99)}}
+    found = samples(status(task("worker:0", measures=measured)))
+    assert found["data_wait_s_total{task=worker:0}"] == 2.5 and found["cores{task=worker:0}"] == 4
+    assert found["peer_wait_s_total{task=worker:0,peer=ps:0}"] == 1
+    assert len([series for series in found if series.startswith("staleness_total{")]) == MAX_REPORTED
+
+
 def test_the_dead_say_nothing_more() -> None:
-    found = samples(status(task("worker:0", "lost", clock=3)), {"worker:0": TaskProgress(step=7, loss=1.0)})
+    found = samples(status(task("worker:0", "lost", clock=3, step=7, loss=1.0)))
     assert not {series for series in found if "worker:0" in series} - {"task_up{task=worker:0}"}
 
 
 def test_a_script_that_reports_much_makes_no_more_series() -> None:
     reported = {f"name {number:03d}": 1.0 for number in range(1000)}
-    found = samples(status(task("worker:0")), {"worker:0": TaskProgress(reported=reported)})
+    found = samples(status(task("worker:0", metrics=reported)))
     assert len([series for series in found if series.startswith("reported{")]) == MAX_REPORTED
     assert found["reported{task=worker:0,name=name 019}"] == 1.0
 
 
 def test_progress_comes_from_the_wire() -> None:
     message = chief_pb2.Progress(step=3, has_loss=True, loss=math.inf, metrics={"accuracy": 0.9}, bytes_held=8)
-    said = progress_from_proto(message.SerializeToString())
-    assert (said.step, said.loss, said.reported, said.bytes_held) == (3, math.inf, {"accuracy": 0.9}, 8)
-    assert progress_from_proto(b"").loss is None
+    tasks = [chief_pb2.TaskStatus(progress=message), chief_pb2.TaskStatus()]
+    said, silent = from_reply(chief_pb2.GetStatusReply(tasks=tasks)).tasks
+    assert (said.step, said.loss, said.metrics, said.bytes_held) == (3, math.inf, {"accuracy": 0.9}, 8)
+    assert silent.loss is None

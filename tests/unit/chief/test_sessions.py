@@ -110,6 +110,45 @@ def test_silence_loses_a_session_and_heartbeats_keep_it() -> None:
         sessions.check(W1)
 
 
+def test_a_ps_that_is_to_end_serves_until_it_is_let_go_and_its_next_process_does_not_leave() -> None:
+    sessions = ready()
+    assert sessions.heartbeat("ps:0", 3, 1.0, leaving=True) == [Announce()] and sessions.is_live(PS)
+    assert sessions.heartbeat("ps:0", 3, 1.5, leaving=True) == []
+    (leaving,) = sessions.leaving
+    assert Dismiss(PS, 3, f"{PS} is lost: it was told to end, and has handed over what it held") in sessions.let_go(
+        leaving, 2.0
+    )
+    assert sessions.leaving == [] and not sessions.is_live(PS)
+    join(sessions, "ps:0", 4)
+    assert sessions.leaving == [] and sessions.is_live(Incarnation("ps:0", 4))
+
+
+def test_a_ps_that_waits_to_serve_and_is_to_end_does_not_wait_any_more() -> None:
+    sessions = ready()
+    sessions.join("ps:1", "host:4", 1, 0, 4, 1.0)
+    assert [str(session.task) for session in sessions.newcomers] == ["ps:1"]
+    sessions.heartbeat("ps:1", 4, 2.0, leaving=True)
+    assert sessions.newcomers == [] and [str(session.task) for session in sessions.leaving] == ["ps:1"]
+
+
+def test_who_was_often_late_may_be_silent_for_longer() -> None:
+    sessions = ready()
+    now = 0.0
+    for _ in range(40):  # worker:0 comes twice a second, worker:1 every half second or every five
+        for pause_s in (0.5, 0.5, 0.5, 4.5):
+            for _ in range(int(pause_s / 0.5)):
+                now += 0.5
+                sessions.heartbeat("worker:0", 1, now)
+                sessions.heartbeat("ps:0", 3, now)
+            sessions.heartbeat("worker:1", 2, now)
+    assert sessions.tasks["worker:0"].heartbeats.phi(1.2) > 3 > sessions.tasks["worker:1"].heartbeats.phi(4.5)
+    assert sessions.tick(now + 5.9) == []
+    assert [action.incarnation for action in sessions.tick(now + 6.1) if isinstance(action, Fence)] == [W0]
+    assert sessions.is_live(W1)
+    sessions.tick(now + 18.1)
+    assert not sessions.is_live(W1)
+
+
 def test_a_new_process_in_place_of_a_live_one_fences_it() -> None:
     sessions = ready()
     actions = join(sessions, "worker:1", 9, 1.0)
@@ -207,7 +246,11 @@ def test_a_cluster_that_does_not_come_up_names_who_is_missing() -> None:
 
 def test_a_restarted_chief_waits_for_the_sessions_that_were_live() -> None:
     sessions = make(
-        newest_incarnation=3, awaited={"worker:0": 1, "worker:1": 2, "ps:0": 3}, fenced={}, ready=True, now=100.0
+        newest_incarnation=3,
+        awaited={"worker:0": 1, "worker:1": 2, "ps:0": 3},
+        prepared={"ps:0": 3},
+        ready=True,
+        now=100.0,
     )
     assert not is_settled(sessions)
     join(sessions, "ps:0", 1, 101.0, resume=3)
@@ -351,3 +394,132 @@ def test_who_breaks_off_while_the_job_ends_is_not_waited_for() -> None:
     sessions = ready(session_grace_s=3.0)
     sessions.stop(0, "done")
     assert any(isinstance(action, Dismiss) for action in sessions.stream_ended("worker:1", 2, 1.0))
+    assert sessions.stream_ended("ps:0", 3, 1.0) == [], "but a ps, whose memory is in the last checkpoint"
+    assert sessions.absent_servers == ["ps:0"]
+    assert any(isinstance(action, Dismiss) for action in sessions.tick(4.1))
+
+
+def ring(**more: Any) -> Sessions:
+    """worker:0 … worker:2, incarnations 1 … 3 on streams of these numbers, of which two are enough."""
+    sessions = make(num_workers=3, num_ps=0, min_workers=2, **more)
+    for stream in (1, 2, 3):
+        join(sessions, f"worker:{stream - 1}", stream)
+    return sessions
+
+
+def test_a_ring_goes_on_without_a_lost_worker_however_long_and_ends_well() -> None:
+    sessions = ring()
+    before = sessions.generation
+    sessions.stream_ended("worker:1", 2, 1.0)
+    assert sessions.generation > before
+    for stream in (1, 3):
+        sessions.heartbeat(f"worker:{stream - 1}", stream, 100.0)
+    assert sessions.tick(100.0) == []
+    sessions.goodbye("worker:0", 1, 0, "", 101.0)
+    assert sessions.stopping is None
+    assert sessions.goodbye("worker:2", 3, 0, "", 102.0)[-1] == StopJob(0, "every worker has finished")
+
+
+def test_a_ring_with_too_few_workers_left_is_given_up_after_a_while() -> None:
+    sessions = ring()
+    for stream in (2, 3):
+        sessions.stream_ended(f"worker:{stream - 1}", stream, 1.0)
+    sessions.heartbeat("worker:0", 1, 60.0)
+    assert sessions.tick(60.0) == []
+    sessions.heartbeat("worker:0", 1, 62.0)
+    stop = sessions.tick(62.0)[-1]
+    assert isinstance(stop, StopJob) and stop.exit_code == 1 and "worker:1 was lost" in stop.reason
+
+
+def test_generations_grow_over_losses_and_over_restarts_of_the_chief() -> None:
+    sessions = ring()
+    first = sessions.generation
+    sessions.stream_ended("worker:1", 2, 1.0)
+    second = sessions.generation
+    sessions.goodbye("worker:0", 1, 0, "", 1.0)
+    assert sessions.generation == second > first, "who has finished leaves no gap"
+    again = make(
+        num_workers=3,
+        num_ps=0,
+        min_workers=2,
+        newest_incarnation=3,
+        awaited={"worker:2": 3},
+        done={"worker:0": 1},
+        fenced={"worker:1": 2},
+        ready=True,
+    )
+    assert again.generation == second
+    assert make(num_workers=3, num_ps=0).generation == 0
+
+
+def test_a_ring_takes_a_newcomer_in_when_it_says_so_and_the_newcomer_waits() -> None:
+    sessions = ring(max_workers=4)
+    sessions.stream_ended("worker:0", 1, 1.0)
+    generations = [sessions.generation]
+    with pytest.raises(ConfigurationError, match="A ring is as large as it started or as max_workers says"):
+        join(sessions, "worker:4", 4, 2.0)
+    again, other = Incarnation("worker:0", 4), Incarnation("worker:3", 5)
+    for stream, one in enumerate((again, other), 4):
+        join(sessions, one.task, stream, 2.0)
+        assert sessions.tasks[one.task].incarnation == one
+    generations.append(sessions.generation)
+    oldest = Incarnation("worker:1", 2)
+    assert sessions.take_in(oldest, [again]) == [], "it does not wait yet"
+    assert sessions.take_in(oldest, []) == [] and not sessions.tasks["worker:1"].waits, "who is in waits for nothing"
+    for one in (again, other):
+        sessions.take_in(one, [])
+    sessions.goodbye("worker:3", 5, 2, "it failed", 3.0)
+    assert sessions.stopping is None, "the ring has never had it"
+    assert sessions.take_in(oldest, [again, other]) == [again]
+    generations.append(sessions.generation)
+    assert generations == sorted(set(generations)), "each change grows"
+    assert sessions.lead == "worker:1", "who came later leads later"
+    sessions.goodbye("worker:1", 2, 0, "", 4.0)
+    sessions.stream_ended("worker:2", 3, 4.0)
+    assert sessions.goodbye("worker:0", 4, 0, "", 5.0)[-1] == StopJob(0, "every worker has finished")
+
+
+def test_a_chief_that_is_started_again_knows_who_was_taken_in() -> None:
+    more = {"newest_incarnation": 5, "fenced": {"worker:0": 1}, "ready": True, "max_workers": 4}
+    awaited = {"worker:0": 4, "worker:1": 2, "worker:2": 3, "worker:3": 5}
+    late = {"joining": {"worker:3": 5}, "taken_in": {"worker:0": 4}}
+    again = make(num_workers=3, num_ps=0, min_workers=2, awaited=awaited, **late, **more)
+    for stream, (task, number) in enumerate(awaited.items(), 6):
+        again.join(task, "host:1", 1, number, stream, 1.0)
+    assert [task for task, session in again.tasks.items() if session.joining] == ["worker:3"]
+    assert again.generation == 2 * (4 + 2 + 3 + 5) - 1 and again.lead == "worker:1"
+
+
+@pytest.mark.parametrize(("num_workers", "num_ps"), [(3, 1), (1, 0)])
+def test_min_workers_are_of_a_ring_and_no_more_than_it_has(num_workers: int, num_ps: int) -> None:
+    with pytest.raises(ConfigurationError, match="min_workers says with how many"):
+        make(num_workers=num_workers, num_ps=num_ps, min_workers=2)
+
+
+def test_the_number_of_workers_changes_while_training_runs() -> None:
+    sessions = ready()
+    with pytest.raises(ConfigurationError, match="is not a task of this cluster"):
+        join(sessions, "worker:2", 4)
+    assert sessions.want_workers(3) == [Announce()]
+    join(sessions, "worker:2", 4)
+    assert [str(session.task) for session in sessions.live("worker")] == ["worker:0", "worker:1", "worker:2"]
+    assert sessions.want_workers(1) == [Announce()]
+    assert sessions.required == ["worker:0", "ps:0"]
+    assert [str(s.task) for s in sessions.tasks.values() if sessions.is_dismissed(s)] == ["worker:1", "worker:2"]
+    sessions.goodbye("worker:2", 4, 0, "", 1.0)
+    with pytest.raises(ConfigurationError, match="worker:2 is not wanted: the job goes on with 1 workers"):
+        join(sessions, "worker:2", 5)
+    sessions.stream_ended("worker:1", 2, 2.0)  # it dies instead of ending: nobody waits for it
+    for task, stream in (("worker:0", 1), ("ps:0", 3)):
+        sessions.heartbeat(task, stream, 1000.0)
+    sessions.tick(1000.0)
+    assert sessions.stopping is None
+    actions = sessions.goodbye("worker:0", 1, 0, "", 1001.0)
+    assert actions[-1] == StopJob(0, "every worker has finished")
+
+
+def test_a_chief_that_is_back_knows_how_many_workers_there_are_to_be() -> None:
+    live = {"worker:0": 1, "worker:1": 2, "worker:2": 4, "ps:0": 3}
+    sessions = make(newest_incarnation=4, awaited=live, ready=True, wanted_workers=3)
+    join(sessions, "worker:2", 1, resume=4)
+    assert not sessions.is_dismissed(sessions.tasks["worker:2"])

@@ -17,13 +17,13 @@ import pytest
 from click.testing import CliRunner
 
 from stratagem.cli import __main__ as cli
-from stratagem.cli import roles, run, status
+from stratagem.cli import asking, roles, run
 from stratagem.cli.options import flag
 from stratagem.cluster.config import RoleConfig
 from stratagem.cluster.sources import ROLES
 from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableError
 from stratagem.launch.plan import LocalJob
-from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, worker_pb2, worker_pb2_grpc
+from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 
 CLUSTER_YAML = """
 cluster:
@@ -205,7 +205,7 @@ def test_a_chief_that_worker_0_owns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (role.called[0].bind, role.called[0].num_workers, role.called[0].num_ps) == ("127.0.0.1:4000", 1, 1)
 
 
-class _Job(chief_pb2_grpc.ChiefServicer, worker_pb2_grpc.WorkerServicer):
+class _Job(chief_pb2_grpc.ChiefServicer, observer_pb2_grpc.ObserverServicer):
     address = ""
 
     def GetStatus(self, request: chief_pb2.GetStatusRequest, context: grpc.ServicerContext) -> chief_pb2.GetStatusReply:
@@ -219,8 +219,10 @@ class _Job(chief_pb2_grpc.ChiefServicer, worker_pb2_grpc.WorkerServicer):
         ps.info.task = "ps:0"
         return reply
 
-    def GetStack(self, request: worker_pb2.GetStackRequest, context: grpc.ServicerContext) -> worker_pb2.GetStackReply:
-        return worker_pb2.GetStackReply(threads=["MainThread\n  train.py:3 in step"])
+    def GetStack(
+        self, request: observer_pb2.GetStackRequest, context: grpc.ServicerContext
+    ) -> observer_pb2.GetStackReply:
+        return observer_pb2.GetStackReply(threads=["MainThread\n  train.py:3 in step"], flight=["1 s ago: barrier"])
 
 
 @pytest.fixture
@@ -230,7 +232,7 @@ def job() -> Iterator[str]:
     server = grpc.server(pool)
     servicer = _Job()  # type: ignore[abstract]  # the others are not called
     chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server)
-    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    observer_pb2_grpc.add_ObserverServicer_to_server(servicer, server)
     servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     yield servicer.address
@@ -272,7 +274,7 @@ def test_status_is_told_who_the_operator_is(tmp_path: Path, monkeypatch: pytest.
         told.append(words)
         raise ClusterSpecError("far enough")
 
-    monkeypatch.setattr(status, "operator_security", stop)
+    monkeypatch.setattr(asking, "operator_security", stop)
     file = tmp_path / "c.yaml"
     file.write_text("defaults: {tls: certs, token_file: token, insecure: true}" if way == "file" else "{}")
     flags = ["--tls", "certs", "--token-file", "token", "--insecure"] if way == "flags" else []
@@ -304,7 +306,8 @@ def test_status_as_json_with_stacks(job: str) -> None:
     assert code == 0, err
     found = json.loads(out)
     assert (found["tasks"][0]["step"], found["tasks"][0]["loss"], found["tasks"][1]["loss"]) == (7, 0.5, None)
-    assert found["stacks"] == {"worker:0": ["MainThread\n  train.py:3 in step"]}
+    told = ["MainThread\n  train.py:3 in step", "last collectives and commits\n  1 s ago: barrier"]
+    assert found["stacks"] == {"worker:0": told}
 
 
 def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) -> None:
@@ -312,6 +315,22 @@ def test_status_finds_the_chief_in_the_cluster_file(job: str, tmp_path: Path) ->
     code, out, err = invoke("status", "--cluster", str(tmp_path / "c.yaml"), "--stacks")
     assert code == 0, err
     assert "train.py:3 in step" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("trace", "--chief", "{job}", "--steps", "0"), "0 is not in the range x>=1"),
+        (("trace", "--chief", "{job}", "-o", "{tmp}/none/trace.json"), "cannot write {tmp}/none/trace.json: there"),
+        (("why", "--chief", "{job}", "--summary", "{tmp}/summary.json"), "got both"),
+        (("why", "--summary", "{tmp}/summary.json"), "cannot read the summary {tmp}/summary.json: No such file"),
+    ],
+)
+def test_what_cannot_be_asked_or_written_is_said_at_once(
+    arguments: tuple[str, ...], words: str, job: str, tmp_path: Path
+) -> None:
+    code, out, err = invoke(*(each.format(job=job, tmp=tmp_path) for each in arguments))
+    assert (code, out) == (2, "") and words.format(tmp=tmp_path) in err
 
 
 def test_as_a_process() -> None:

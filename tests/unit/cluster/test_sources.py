@@ -69,6 +69,7 @@ def test_unknown_variable() -> None:
 
 def test_variables_of_others_are_left_alone() -> None:
     environ = {"STRATAGEM_REPORT_FILE": "r", "STRATAGEM_BENCHMARK_RESULT": "x", "STRATAGEM_SESSION_TIMEOUT_S": "1"}
+    environ |= {"STRATAGEM_TF_PYTHON": "python", "STRATAGEM_MPI_PYTHON": "python"}
     assert environment_layer(PsConfig, environ).values == {}
     with pytest.raises(ConfigurationError, match="unknown variable STRATAGEM_REPORT_FILES"):
         environment_layer(PsConfig, {"STRATAGEM_REPORT_FILES": "r"})
@@ -171,3 +172,10 @@ def test_gather_refuses(
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
         gather(role, environ, flags, document, "c.yaml")
+
+
+def test_fields_that_do_not_go_together() -> None:
+    with pytest.raises(ConfigurationError, match=r"^a chief that stands by takes over from a journal"):
+        gather("chief", {}, {"num_workers": 1, "standby": True})
+    with pytest.raises(ConfigurationError, match=r"^ps_replicas 2 needs as many ps"):
+        gather("chief", {}, {"num_workers": 1, "num_ps": 1, "ps_replicas": 2})

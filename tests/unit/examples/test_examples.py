@@ -13,7 +13,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests import forks
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
+pytestmark = pytest.mark.usefixtures("preloaded")
 TINY_GPT = [
     "--epochs",
     "2",
@@ -34,7 +37,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     environment.pop("TF_CONFIG", None)
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    return forks.run(command, timeout=100, env=environment)
 
 
 def load_example(name: str) -> ModuleType:

@@ -24,10 +24,10 @@ from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ClusterSpecError, FrameError, ProtocolError, StratagemError
 from stratagem.ps import snapshot
-from stratagem.ps.frames import read_message
+from stratagem.ps.frames import kind_of
 from stratagem.rpc.codec import Frame, decode_frame, encode_frame
 from stratagem.rpc.generated import frame_pb2
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.shm_lane import ShmReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver
 from tests.fuzz.mutations import mutated
@@ -72,7 +72,7 @@ def test_shapes_and_dtypes_that_cannot_be(shape: list[int], dtype: int, payload:
     message = b"\x0d" + struct.pack("<I", bare) + header + b"\x7a" + bytes((len(payload),)) + payload
     check_frame(message)
     with contextlib.suppress(ProtocolError):
-        read_message(message)
+        kind_of(decode_frame(message))
 
 
 def test_a_long_header_does_not_keep_a_short_payload_alive() -> None:

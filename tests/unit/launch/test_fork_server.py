@@ -147,6 +147,21 @@ def test_beside_triton_nothing_is_kept_from_the_collector_at_the_end(server: For
     assert out in (["True False"], ["False True"]), err
 
 
+def test_what_c_has_buffered_is_written_and_python_tidies_up_as_ever(server: ForkServer, tasks: Tasks) -> None:
+    source = """
+import atexit, ctypes, sys
+class Last:
+    def __del__(self):
+        libc.printf(b"deleted\\n")
+libc, last = ctypes.CDLL(None), Last()
+atexit.register(lambda: libc.printf(b"at exit\\n"))
+libc.printf(b"buffered\\n")
+sys.exit(3)
+"""
+    out, err = tasks.output(tasks.start(source, server.start))
+    assert (out, tasks.started[-1].returncode) == (["buffered", "at exit", "deleted"], 3), err
+
+
 def test_exit_codes_signals_and_what_a_task_leaves_behind(server: ForkServer, tasks: Tasks) -> None:
     failed = tasks.start("import sys; sys.exit(7)", server.start)
     waits = "import subprocess, sys, time\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"

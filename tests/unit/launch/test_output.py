@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -20,10 +21,10 @@ from stratagem.launch.display import LiveDisplay, PlainDisplay, make_display
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
 from stratagem.launch.processes import Stream
-from stratagem.launch.progress import JobPace, progress_words
-from stratagem.launch.status import StatusView, TaskState
+from stratagem.launch.progress import JobPace, progress_words, task_words
 from stratagem.launch.summary import build_summary, failure_words
 from stratagem.launch.supervisor import Failure, Supervisor
+from stratagem.rpc.status_view import StatusView, TaskState
 
 W0, W1, PS = TaskId("worker", 0), TaskId("worker", 1), TaskId("ps", 0)
 BLOCK = ["Traceback (most recent call last):", '  File "x.py", line 1', "ValueError: no"]
@@ -128,6 +129,16 @@ def test_plain_display_is_patient_and_silent_without_news() -> None:
     assert [line.split(" · ")[1] for line in err.getvalue().splitlines()] == ["units 1/100", "units 3/100"]
 
 
+def test_what_is_off_is_told_once_when_it_stays() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    display = make_display(out, err)
+    silent = (TaskState("worker:0", "live", step=3), TaskState("worker:1", "live", step=3, heartbeat_age_s=9.0))
+    for now, tasks in [(0.0, silent), (3.0, silent), (6.0, silent), (12.0, silent), (18.0, silent[:1])]:
+        display.update(_status(tasks=tasks), now)
+    told = [line for line in err.getvalue().splitlines() if "stratagem why" in line]
+    assert len(told) == 1 and told[0].startswith("stratagem: worker:1 is silent since 9.0 s"), err.getvalue()
+
+
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
@@ -220,6 +231,7 @@ def test_a_script_alone_has_no_cluster(tmp_path: Path) -> None:
     assert launch.command[-3:] == (str(tmp_path / "train.py"), "--epochs", "2")
     assert not any("--chief" in word for word in launch.command)
     assert (launch.environ["STRATAGEM_STRATEGY"], launch.environ["OMP_NUM_THREADS"]) == ("one", "7")
+    assert launch.environ["STRATAGEM_NUM_THREADS"] == "7"
     assert "TF_CONFIG" not in launch.environ and job.servers == ()
 
 
@@ -261,3 +273,11 @@ def test_newest_checkpoint_is_a_complete_one(tmp_path: Path) -> None:
             manifest = Manifest(step=int(name[5:]), files=())
             (tmp_path / name / "manifest.json").write_bytes(encode(manifest.content()))
     assert newest(tmp_path) == tmp_path / "step-00000010"
+
+
+def test_a_task_that_is_much_later_than_usual_is_called_slow() -> None:
+    task = TaskState("ps:0", "live", step=3, heartbeat_age_s=2.5, suspicion=3.5)
+    assert task_words(task) == "ps:0 slow, silent 2.5 s step 3"
+    assert task_words(dataclasses.replace(task, suspicion=2.5)) == "ps:0 live step 3"
+    assert task_words(dataclasses.replace(task, state="lost")) == "ps:0 lost step 3"
+    assert task_words(TaskState("chief:0", state="live")) == "chief:0 live"

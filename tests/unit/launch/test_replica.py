@@ -12,7 +12,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, placement_from_environment
 from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
 from stratagem.launch import joining, replica
-from stratagem.launch.status import StatusView, TaskState
+from stratagem.rpc.status_view import StatusView, TaskState
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def config(task: str, start_timeout_s: float = 5.0) -> WorkerConfig:
 
 
 def test_the_chief_says_the_cluster() -> None:
-    status = StatusView(tasks=tuple(TaskState(name, "live") for name in ("chief:0", "worker:0", "worker:1", "ps:0")))
+    status = StatusView(
+        num_ps=1, tasks=tuple(TaskState(name, "live") for name in ("chief:0", "worker:0", "worker:1", "ps:0"))
+    )
     cluster, task = joining.placement_of(config("worker:1"), status)
     assert (cluster.num_workers, cluster.num_ps, cluster.chief_address, str(task)) == (2, 1, "chief:2222", "worker:1")
     cluster, _ = joining.placement_of(config("worker:4"), status)
@@ -72,7 +74,9 @@ def test_the_chief_says_the_cluster() -> None:
 
 
 def test_an_evaluator_learns_the_cluster_too() -> None:
-    status = StatusView(tasks=tuple(TaskState(name, "live") for name in ("chief:0", "worker:0", "ps:0", "evaluator:0")))
+    status = StatusView(
+        num_ps=1, tasks=tuple(TaskState(name, "live") for name in ("chief:0", "worker:0", "ps:0", "evaluator:0"))
+    )
     cluster, task = joining.placement_of(EvaluatorConfig(chief="chief:2222", checkpoint_dir="/c"), status)
     assert (cluster.num_workers, cluster.num_ps, str(task)) == (1, 1, "evaluator:0")
     assert is_evaluator_by(emit_tf_config(cluster, TaskId("evaluator", 0)))

@@ -278,7 +278,7 @@ def test_a_ring_whose_script_goes_on_is_started_again_as_a_whole(code: int) -> N
 def test_a_ring_whose_script_does_not_go_on_has_failed() -> None:
     supervisor = _ring(resumes=False)
     assert supervisor.exited(W1, 143, 1.0) == [Signal(W0, signal.SIGTERM), Signal(CHIEF, signal.SIGTERM)]
-    assert supervisor.failure is not None and "cannot take a worker back" in supervisor.failure.reason
+    assert supervisor.failure is not None and "cannot lose a worker" in supervisor.failure.reason
 
 
 def test_a_ring_is_not_started_again_when_a_worker_has_finished() -> None:
@@ -442,3 +442,90 @@ def test_no_more_lives_than_allowed(max_restarts: int) -> None:
     while supervisor.exited(W0, -9, 1.0) == [Start(W0)]:
         lives += 1
     assert lives == max_restarts + 1
+
+
+def _shrinking(num_workers: int = 3, max_restarts: int = 0) -> Supervisor:
+    workers = [TaskId("worker", index) for index in range(num_workers)]
+    supervisor = Supervisor(workers, [CHIEF], dataclasses.replace(RING, min_workers=2, max_restarts=max_restarts))
+    supervisor.begin(0.0)
+    supervisor.listening(CHIEF)
+    return supervisor
+
+
+def test_a_ring_goes_on_with_those_who_are_left_and_ends_well() -> None:
+    supervisor = _shrinking()
+    supervisor.complete()
+    assert supervisor.exited(W1, -9, 1.0) == []
+    assert supervisor.lost == {W1} and supervisor.num_restarts == 0
+    supervisor.exited(W0, 0, 2.0)
+    supervisor.exited(TaskId("worker", 2), 0, 2.0)
+    assert supervisor.phase is Phase.DRAINING
+    assert supervisor.exited(CHIEF, 0, 3.0) == [Finish(0)]
+
+
+def test_a_worker_of_such_a_ring_comes_back_as_long_as_restarts_are_left_and_it_trains() -> None:
+    supervisor = _shrinking(max_restarts=2)
+    supervisor.complete()
+    assert supervisor.exited(W1, -9, 1.0) == [Start(W1)]
+    assert not supervisor.lost and supervisor.restarts == {W1: 1}
+    assert supervisor.exited(W1, 2, 2.0) == [], "a newcomer that cannot join harms nobody"
+    assert supervisor.lost == {W1} and supervisor.failure is None
+    supervisor = _shrinking(max_restarts=2)
+    supervisor.complete()
+    for _ in range(2):
+        supervisor.exited(W1, -9, 1.0)
+    assert supervisor.exited(W1, -9, 1.0) == [] and supervisor.lost == {W1}
+    supervisor = _shrinking(max_restarts=2)
+    supervisor.complete()
+    supervisor.exited(W0, 0, 1.0)
+    assert supervisor.exited(W1, -9, 1.0) == [], "the others end"
+
+
+def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
+    supervisor = _shrinking(2)
+    supervisor.complete()
+    supervisor.exited(W1, -9, 1.0)
+    assert supervisor.failure is not None
+    assert supervisor.failure.reason.startswith("fewer than --min-workers 2 are left; start")
+    early = _shrinking()
+    early.exited(W1, -9, 1.0)
+    assert early.failure is not None and early.lost == set()
+
+
+def test_a_worker_that_must_not_be_retried_ends_a_ring_whoever_is_left() -> None:
+    supervisor = _shrinking()
+    supervisor.complete()
+    supervisor.exited(W1, 2, 1.0)
+    assert supervisor.failure is not None and supervisor.failure.code == 2
+
+
+def test_a_ps_that_ends_because_it_was_not_wanted_may_be_wanted_again_before_the_launcher_hears_of_either() -> None:
+    supervisor = _running()
+    p1 = TaskId("ps", 1)
+    assert supervisor.want("ps", 2) == [Start(p1)]
+    assert supervisor.want("ps", 2, [p1]) == [], "it is on its way"
+    assert supervisor.exited(p1, 0, 1.0) == []
+    assert supervisor.want("ps", 2) == [], "its chief has it still: the job may be over"
+    assert supervisor.want("ps", 2, [p1]) == [Start(p1)]
+    assert supervisor.want("ps", 1, [p1]) == []
+    assert supervisor.want("ps", 2, [p1]) == [], "it has been told to end, and has not yet"
+    assert supervisor.exited(p1, 0, 2.0) == []
+    assert supervisor.want("ps", 2, [p1]) == [Start(p1)]
+
+
+def test_tasks_that_are_wanted_are_started_and_those_that_are_not_may_end_as_they_like() -> None:
+    supervisor = _running()
+    w2 = TaskId("worker", 2)
+    assert supervisor.want("worker", 3) == [Start(w2)]
+    assert supervisor.want("worker", 3) == []
+    assert supervisor.want("worker", 1) == []
+    assert supervisor.exited(w2, 0, 1.0) == []
+    assert supervisor.exited(W1, 1, 1.0) == [], "no failure: it was told to end"
+    assert supervisor.want("worker", 2) == [Start(W1)]
+    assert supervisor.want("ps", 2) == [Start(TaskId("ps", 1))]
+    assert supervisor.exited(W1, -9, 2.0) == [Start(W1)], "it is wanted now"
+    assert supervisor.exited(W0, 0, 3.0) == []
+    assert supervisor.want("worker", 1) == []
+    assert supervisor.exited(W1, 0, 4.0) == []
+    assert supervisor.phase is Phase.DRAINING
+    assert supervisor.want("worker", 2) == [], "the job ends"

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import stratagem as sg
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
+from stratagem.nn import remote_rows
 from stratagem.nn.embedding import RemoteEmbedding
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
@@ -171,15 +174,15 @@ def test_the_gradient_of_a_table_is_clipped_by_prepare() -> None:
 @pytest.mark.parametrize(
     ("choose", "expected"),
     [
-        (lambda weight: nn.init.normal_(weight, std=0.5), ("NORMAL", 0.0, 0.5)),
-        (lambda weight: weight.data.normal_(1.0, 0.5), ("NORMAL", 1.0, 0.5)),
-        (lambda weight: nn.init.uniform_(weight, -2, 3), ("UNIFORM", -2.0, 3.0)),
-        (lambda weight: weight.data.uniform_(-2, 3), ("UNIFORM", -2.0, 3.0)),
-        (lambda weight: nn.init.xavier_uniform_(weight), ("UNIFORM", -((6 / 14) ** 0.5), (6 / 14) ** 0.5)),
-        (lambda weight: nn.init.kaiming_normal_(weight), ("NORMAL", 0.0, 0.5**0.5)),
-        (lambda weight: nn.init.constant_(weight, 3), ("CONSTANT", 3.0, 0.0)),
-        (lambda weight: nn.init.zeros_(weight), ("CONSTANT", 0.0, 0.0)),
-        (lambda weight: nn.init.ones_(weight), ("CONSTANT", 1.0, 0.0)),
+        (lambda weight: nn.init.normal_(weight, std=0.5), ("normal", 0.0, 0.5)),
+        (lambda weight: weight.data.normal_(1.0, 0.5), ("normal", 1.0, 0.5)),
+        (lambda weight: nn.init.uniform_(weight, -2, 3), ("uniform", -2.0, 3.0)),
+        (lambda weight: weight.data.uniform_(-2, 3), ("uniform", -2.0, 3.0)),
+        (lambda weight: nn.init.xavier_uniform_(weight), ("uniform", -((6 / 14) ** 0.5), (6 / 14) ** 0.5)),
+        (lambda weight: nn.init.kaiming_normal_(weight), ("normal", 0.0, 0.5**0.5)),
+        (lambda weight: nn.init.constant_(weight, 3), ("constant", 3.0, 0.0)),
+        (lambda weight: nn.init.zeros_(weight), ("constant", 0.0, 0.0)),
+        (lambda weight: nn.init.ones_(weight), ("constant", 1.0, 0.0)),
     ],
 )
 def test_functions_of_torch_choose_initial_values(
@@ -188,8 +191,9 @@ def test_functions_of_torch_choose_initial_values(
     layer = remote_model()[0]
     choose(layer.weight)
     initial = layer.remote_table._initial
-    name = type(initial).Distribution.Name(initial.distribution)
-    assert (name, initial.first, initial.second) == (expected[0], *map(pytest.approx, expected[1:]))
+    assert isinstance(initial, InitialRows)
+    made = initial.distribution, initial.first, initial.second
+    assert made == (expected[0], *map(pytest.approx, expected[1:]))
 
 
 @pytest.mark.parametrize("function", [nn.init.trunc_normal_, nn.init.orthogonal_, nn.init.kaiming_uniform_])
@@ -233,3 +237,19 @@ def test_arguments_of_torch_s_layers(is_remote: bool) -> None:
     offsets = torch.tensor([0, 1, 4])
     assert torch.equal(bags(ids, offsets), flat(ids, offsets)) and bags(ids, offsets).shape == (2, 4)
     assert torch.equal(bags.export_form()(ids, offsets), flat(ids, offsets))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("shape", [(6, 5), (1, 1), (40, 1), (3, 70)])
+def test_bags_of_one_size_give_the_gradients_of_torch(mode: str, shape: tuple[int, int]) -> None:
+    place = torch.randint(0, 7, shape, generator=torch.Generator().manual_seed(3))
+    place.view(-1)[: min(7, place.numel())] = torch.arange(min(7, place.numel()))
+    values = torch.randn(int(place.max()) + 1, 4)
+    weights = torch.randn(shape[0], 4)
+    expected, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
+    pooled = [functional.embedding_bag(place, expected, mode=mode), remote_rows.pooled(ours, place, mode)]
+    assert torch.equal(*pooled)
+    for each in pooled:
+        (each * weights).sum().backward()
+    assert expected.grad is not None and ours.grad is not None and not ours.grad.is_sparse
+    torch.testing.assert_close(ours.grad, expected.grad)

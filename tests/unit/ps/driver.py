@@ -16,7 +16,7 @@ from stratagem.checkpoint.durable import hash_file
 from stratagem.checkpoint.manifest import MANIFEST, encode
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError
-from stratagem.ps.frames import read_message, weights_message
+from stratagem.ps.frames import kind_of, weights_message
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import (
     AssignValues,
@@ -70,6 +70,9 @@ class ListLane:
         self.messages: list[bytes] = []
         self.frames: list[HeldFrame] = []
         self.closed: StratagemError | None = None
+
+    def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
+        return HeldFrame(group, offset, torch.empty(num_elements, dtype=dtype))
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         return HeldFrame(group, offset, piece.clone())
@@ -136,7 +139,7 @@ class DirectWorker:
             rng.shuffle(pieces)
         for start, stop in pieces:
             message = encode_frame(number, self.transfer, self.spec.group, start, flat[start:stop])
-            self.store.variables.stage(self.sender, *read_message(message))
+            self.store.variables.stage(self.sender, kind_of(frame := decode_frame(message)), frame)
         return TransferRef(self.transfer, len(pieces))
 
     def request(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.cluster.units import Unit
 from stratagem.ps.requests import CommitResult, FrameKind, TransferRef
-from stratagem.ps.row_values import InitialRows
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 from functools import partial
 from typing import Any
@@ -257,3 +258,17 @@ def test_groups_survive_a_file_only_as_they_are(tmp_path: pathlib.Path) -> None:
     (path / "ps-0.json").write_text(text)
     with pytest.raises(CheckpointError):
         new_store().checkpoints.restore_shards(str(path))
+
+
+def test_a_call_to_go_back_that_is_late_does_not_go_back_a_second_time(tmp_path: pathlib.Path) -> None:
+    """The chief repeats a call that it had no answer to: training may have gone on when the first is done reading."""
+    store = new_store()
+    early, late = (checkpoint(tmp_path / name, [store], 0) for name in ("early", "late"))
+    content = (early / "manifest.json").read_bytes()
+    (early / "manifest.json").unlink()
+    os.mkfifo(early / "manifest.json")  # a disk that does not answer yet
+    first = in_thread(lambda: store.checkpoints.restore_shards(str(early)))
+    with (early / "manifest.json").open("wb") as answer:  # opens when the store reads
+        epoch = store.checkpoints.restore_shards(str(late))
+        answer.write(content)
+    assert first.result() == store.state.store_epoch == epoch

@@ -10,13 +10,13 @@ import torch
 from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import CheckpointError, ForbiddenError, LimitError, ProtocolError, SequenceError
 from stratagem.ps import units
-from stratagem.ps.frames import read_message
+from stratagem.ps.frames import kind_of
 from stratagem.ps.requests import AssignValues, Sender, TransferRef
-from stratagem.ps.senders import MAX_LIVES, Senders
+from stratagem.ps.senders import MAX_INCARNATIONS, Senders
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitClose, UnitLedger
-from stratagem.rpc.codec import encode_frame
+from stratagem.rpc.codec import decode_frame, encode_frame
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import frame_pb2
 from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec
@@ -30,7 +30,7 @@ def stage(worker: DirectWorker, num_pieces: int) -> TransferRef:
     step = 1000 // num_pieces
     for start in range(0, 1000, step):
         message = encode_frame(frame_pb2.GRADIENT, worker.transfer, 1, start, torch.ones(step))
-        worker.store.variables.stage(worker.sender, *read_message(message))
+        worker.store.variables.stage(worker.sender, kind_of(frame := decode_frame(message)), frame)
     return TransferRef(worker.transfer, num_pieces)
 
 
@@ -57,7 +57,7 @@ def test_what_was_committed_or_replaced_counts_no_more() -> None:
         stage(worker, 4)
         worker.send(worker.request(stage(worker, 4), [Unit(1, 0, index)]))
     assert store.state.staging.num_bytes == 0
-    assert [desk.num_bytes for desk in store.state.staging._desks.values()] == [0]
+    assert [buffers.num_bytes for buffers in store.state.staging._buffers.values()] == [0]
 
 
 def test_the_share_grows_with_what_is_held() -> None:
@@ -68,16 +68,16 @@ def test_the_share_grows_with_what_is_held() -> None:
 
 def test_lives_that_introduce_themselves_are_counted() -> None:
     senders = Senders(max_peers=10)
-    for incarnation in range(MAX_LIVES):
+    for incarnation in range(MAX_INCARNATIONS):
         senders.hello(Sender("worker:0", incarnation), 1)
     senders.hello(Sender("worker:0", 0), 1)  # known already
-    with pytest.raises(LimitError, match=rf"{MAX_LIVES} lives of worker:0"):
+    with pytest.raises(LimitError, match=rf"{MAX_INCARNATIONS} incarnations of worker:0"):
         senders.hello(Sender("worker:0", 99), 1)
     senders.hello(Sender("worker:1", 1), 1)
     senders.hello(Sender("worker:2", 1), 1)
-    with pytest.raises(LimitError, match="10 process lives are remembered here, which is max_peers"):
+    with pytest.raises(LimitError, match="10 incarnations are remembered here, which is max_peers"):
         senders.hello(Sender("worker:3", 1), 1)
-    senders.fence("worker:0", MAX_LIVES)
+    senders.fence("worker:0", MAX_INCARNATIONS)
     senders.hello(Sender("worker:3", 1), 1)
     with pytest.raises(SequenceError, match="next request below"):
         senders.hello(Sender("worker:4", 1), (1 << 64) - 1)

@@ -20,6 +20,8 @@ SHAPES = [(7, 3), (5,), (), (16, 2, 3), (1,), (300,), (11,)]
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "maximize": True}),
+    ("SGD", {"lr": 0.1, "weight_decay": 0.01}),
     ("SGD", {"lr": 0.1, "momentum": 0.9}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),

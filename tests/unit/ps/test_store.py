@@ -233,6 +233,20 @@ def test_a_failed_request_may_be_tried_again_under_its_number() -> None:
     assert worker.send(request).applied
 
 
+def test_an_update_without_units_whose_reply_is_lost_is_not_applied_again() -> None:
+    store, (worker,) = started()
+    request = worker.request(worker.stage(torch.ones(10)), [])
+    with store.state.locked_groups[1].lock:
+        call = in_thread(lambda: worker.send(request))
+        poll(lambda: bool(store.state.inside))
+        store.close_lane(worker.sender, worker.lane)
+    with pytest.raises(ProtocolError, match="has no lane to send weights over"):
+        call.result()
+    worker.connect()
+    assert not worker.send(request).applied
+    assert store.state.step == 1 and torch.equal(worker.received(), weights(store))
+
+
 def test_torn_update_completes_where_it_is_missing() -> None:
     stores = [started()[0] for _ in range(2)]
     first = [DirectWorker(store, "worker:1", SPEC) for store in stores]

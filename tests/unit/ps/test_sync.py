@@ -79,7 +79,7 @@ def test_nothing_is_applied_before_every_slice_is_committed() -> None:
     units = units_of(1, 2)
     first = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
     two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2))
-    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [(1, 0)])
+    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
     assert not first.done and store.state.step == 0
     two.send(two.request(two.stage(torch.ones(SIZE)), [units[1]], slice=part_of(1, units, 2)))
     assert first.result().applied and store.state.step == 1
@@ -148,8 +148,8 @@ def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     units = units_of(1, 2)
     call = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
     two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units, 2))
-    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [(1, 0)])
-    assert store.fence(CHIEF, "worker:0", 1, CALL) == [(1, 0)]
+    poll(lambda: store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
+    assert store.fence(CHIEF, "worker:0", 1, CALL) == [((1, 0), units[0])]
     store.fence(CHIEF, "worker:1", 1, CALL)
     store.commits.sync.close_step(CHIEF, 1, [units[0]], [Update((units[0],), 0)], CALL)
     store.commits.sync.close_step(CHIEF, 1, [units[0]], [Update((units[0],), 0)], CALL)
@@ -211,7 +211,7 @@ def test_contributors_that_differ_are_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match="expected the planned slices"):
         two.prepare(two.stage(torch.ones(SIZE)), units[1], part_of(1, units[::-1], 2))
     waiting = commit(one, torch.ones(SIZE), units[0], part_of(1, units, 2))
-    poll(lambda: one.store.state.steps.committed_by("worker:0", 1) == [(1, 0)])
+    poll(lambda: one.store.state.steps.committed_by("worker:0", 1) == [((1, 0), units[0])])
     with pytest.raises(ConfigurationError, match=r"commits apply with scale 1.0, worker:1 .* scale 0.5"):
         commit(two, torch.ones(SIZE), units[1], part_of(1, units, 2), scale=0.5).result()
     one.store.fence(CHIEF, "worker:0", 1, CALL)

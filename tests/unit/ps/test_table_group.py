@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import (
     ConfigurationError,
     FrameError,
@@ -16,7 +17,7 @@ from stratagem.errors import (
     VariableError,
 )
 from stratagem.ps.merge import facts_of
-from stratagem.ps.row_values import BLOCK_ROWS, InitialRows, fill_rows
+from stratagem.ps.row_values import BLOCK_ROWS, fill_rows
 from stratagem.ps.rows import merge_rows, unpack
 from stratagem.ps.specs import GroupSpec, ShardSpec, check_group
 from stratagem.ps.table_group import MAX_ANSWER_BYTES, TableGroup
@@ -113,6 +114,11 @@ def test_a_ps_with_two_shards_of_a_table() -> None:
     whole = torch.empty(10, 2)
     fill_rows(whole, 0, initial)
     assert torch.equal(group.rows(torch.tensor([0, 2, 3, 4])), whole[[0, 2, 6, 7]])
+    for numbers in ([0, 4], [2, 4], [3, 4]):
+        gradient = packed(torch.tensor(numbers), torch.ones(2, 2))
+        group.apply([gradient], (True, True), [{"lr": 0.1, "maximize": False}])
+    found = dict(group.hottest_rows())
+    assert found == {"t:7": 0.5, "t:0": pytest.approx(1 / 6), "t:2": pytest.approx(1 / 6), "t:6": pytest.approx(1 / 6)}
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from stratagem.checkpoint.server_state import consolidate
+from stratagem.cluster.initial_rows import InitialRows
 from stratagem.cluster.units import Unit
 from stratagem.errors import FencedError, FrameError, LimitError, ProtocolError, VariableError
 from stratagem.ps.requests import AssignValues, FrameKind, Merge, RequestedSlice, TransferRef
-from stratagem.ps.row_values import InitialRows, fill_rows
+from stratagem.ps.row_values import fill_rows
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame

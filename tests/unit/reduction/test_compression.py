@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.compress_int8 import Int8Compression
-from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback
+from stratagem.worker.reduction.compress_interface import BucketPart, ErrorFeedback, FullBucket
 from stratagem.worker.reduction.compress_powersgd import PowerSGDCompression, orthogonal
 from stratagem.worker.reduction.compression import GradientCompression, compression_named
 from stratagem.worker.ring.communicator import Communicator
@@ -47,8 +47,8 @@ def source_of(rank: int, step: int) -> torch.Tensor:
 
 def reduce(compression: GradientCompression, source: torch.Tensor, communicator: Communicator, **how: Any) -> Any:
     result = torch.empty_like(source)
-    how = {"again": False, **how}
-    communicator.submit(lambda: compression.reduce(0, PARTS, source, result, communicator, **how)).result()
+    bucket = FullBucket(0, PARTS, source, result, **how)
+    communicator.submit(lambda: compression.reduce(bucket, communicator)).result()
     return torch.cat([result[part.start : part.start + torch.Size(part.shape).numel()] for part in PARTS])
 
 
@@ -160,7 +160,7 @@ def test_bytes_saved(name: str) -> None:
         source = torch.randn(64, 256).view(-1)
         parts = [BucketPart(0, (64, 256))]
         before = group.sent_bytes
-        new(name).reduce(0, parts, source, torch.empty_like(source), communicator, again=False)
+        new(name).reduce(FullBucket(0, parts, source, torch.empty_like(source)), communicator)
         return float(group.sent_bytes - before) / source.nbytes  # an all-reduce of two ranks sends every byte once
 
     assert max(run_ranks(2, work)) < BYTES_LEFT[name]
@@ -205,7 +205,7 @@ def test_powersgd_finds_gradients_of_low_rank() -> None:
 
     def work(communicator: Communicator) -> torch.Tensor:
         result, source = torch.empty(384), low.reshape(-1) * (communicator.rank + 1)
-        PowerSGDCompression(rank=2).reduce(0, PARTS[:1], source, result, communicator, again=False)
+        PowerSGDCompression(rank=2).reduce(FullBucket(0, PARTS[:1], source, result), communicator)
         return result
 
     torch.testing.assert_close(run_ranks(2, work)[0].view(16, 24), 3 * low, atol=1e-4, rtol=1e-4)

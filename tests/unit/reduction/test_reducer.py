@@ -12,6 +12,7 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.reducer import Weight
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.group import Arena, Tag
 from tests.unit.reduction.reducing import (
     SHARES,
     Net,
@@ -505,10 +506,10 @@ def test_buckets_are_reduced_while_backward_runs() -> None:
         assert 0 < early < buckets  # scale is unused here, so its bucket and those behind it leave at the end
 
 
-def test_sources_stay_as_they_are_until_the_next_backward() -> None:
+def test_sources_stay_as_they_are_until_the_next_backward_where_they_are_kept() -> None:
     def work(communicator: Communicator) -> None:
         model = build()
-        with reducing(model, communicator, weight_of([3, 1], communicator.rank)) as reducer:
+        with reducing(model, communicator, weight_of([3, 1], communicator.rank), keep_sources=True) as reducer:
             values = share_of(batch(0), [3, 1], communicator.rank)
             local = torch.autograd.grad(mean_loss(model, *values), list(model.parameters()))
             mean_loss(model, *values).backward()
@@ -517,6 +518,31 @@ def test_sources_stay_as_they_are_until_the_next_backward() -> None:
             weight = [3, 1][communicator.rank] / 4
             sources = {slot.index: slot.source for bucket in reducer.buckets for slot in bucket.slots}
             assert_same([sources[i] for i in range(len(local))], [weight * grad for grad in local])
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("keep_sources", [False, True])
+def test_gradients_have_one_place_and_a_second_where_sources_are_kept(keep_sources: bool) -> None:
+    def work(communicator: Communicator) -> None:
+        model = build()
+        given: list[int] = []
+        make = communicator.group.arena
+
+        def arena(num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
+            arena = make(num_bytes, tag, in_place)
+            memories = (arena.source, arena.result)
+            given.extend({memory.data_ptr(): memory.nbytes for memory in memories}.values())
+            return arena
+
+        communicator.group.arena = arena  # type: ignore[method-assign]
+        weight = weight_of(EQUAL, communicator.rank)
+        with reducing(model, communicator, weight, keep_sources=keep_sources) as reducer:
+            mean_loss(model, *share_of(batch(0), EQUAL, communicator.rank)).backward()
+            own = sum(bucket.area.source.nbytes for bucket in reducer.buckets)
+            assert sum(given) == (2 if keep_sources else 1) * own
+            places = {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}
+            assert places == {reducer.buckets[0].area.result.untyped_storage().data_ptr()}
 
     run_ranks(2, work)
 

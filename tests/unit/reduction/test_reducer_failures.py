@@ -106,6 +106,33 @@ def test_a_failure_inside_no_sync_is_this_ranks_own() -> None:
     assert_bit_identical(run_ranks(2, work))
 
 
+@pytest.mark.parametrize("breaks", ["locally", "on one rank"])
+def test_pending_gradients_that_a_failed_backward_has_changed_are_gone(breaks: str) -> None:
+    """Not what they were plus a part of the backward that failed; what was reduced before them stays."""
+
+    def work(communicator: Communicator) -> None:
+        model = build()
+        with reducing(model, communicator, weight_of(EQUAL, communicator.rank)) as reducer:
+            backward(model, communicator, 0)
+            reduced = gradients(model)
+            with reducer.no_sync():
+                backward(model, communicator, 1)
+            assert reducer.has_pending
+            if breaks == "locally":
+                with reducer.no_sync(), pytest.raises(ArithmeticError):
+                    backward(model, communicator, 2, breaks=True)
+                changed = {"last.weight", "last.bias", "second.weight", "second.bias"}
+            else:
+                with pytest.raises((ArithmeticError, CollectiveError)):
+                    backward(model, communicator, 2, breaks=communicator.rank == 1)
+                changed = {name for name, _ in model.named_parameters()}
+            names = [name for name, _ in model.named_parameters()]
+            kept = [value for name, value in zip(names, gradients(model), strict=True) if name in changed]
+            assert_same(kept, [value for name, value in zip(names, reduced, strict=True) if name in changed])
+
+    run_ranks(2, work)
+
+
 def test_autograd_grad_that_raises_loses_no_gradient() -> None:
     def work(communicator: Communicator) -> None:
         model = build()

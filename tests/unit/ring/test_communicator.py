@@ -146,7 +146,7 @@ def test_positions_tell_collectives_apart() -> None:
 
 def test_without_shared_memory_an_arena_is_memory_of_this_process(caplog: pytest.LogCaptureFixture) -> None:
     class Poor(ThreadGroup):
-        def arena(self, num_bytes: int, tag: Tag) -> Arena:
+        def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
             raise SegmentError("no shared memory of 64 bytes: none is left")
 
     communicator = Communicator(Poor(Meeting(1), 0), lambda error, position: error)

@@ -10,7 +10,7 @@ import torch
 
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.lane import BytesMeter
+from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.tls_files import TlsFiles
 from stratagem.worker.ring.ring_member import RingMember

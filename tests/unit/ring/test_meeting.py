@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ConfigurationError, PeerUnavailableError
-from stratagem.rpc.generated import chief_pb2, common_pb2
 from stratagem.worker.ring.meeting import MeetingRoom
 from stratagem.worker.ring.members import members_of
 
@@ -56,9 +56,8 @@ def test_a_rank_that_is_none_is_refused() -> None:
         MeetingRoom[str]().meet(1, 1, 2, 2, "x", 0.0)
 
 
-def membership(*tasks: tuple[str, int, bool]) -> chief_pb2.Membership:
-    infos = [common_pb2.TaskInfo(task=t, address=f"h{n}:1", incarnation=n, live=live) for t, n, live in tasks]
-    return chief_pb2.Membership(ready=True, tasks=infos)
+def membership(*tasks: tuple[str, int, bool]) -> Membership:
+    return Membership(True, tuple(Member(task, f"h{number}:1", number, live) for task, number, live in tasks))
 
 
 def test_ranks_follow_the_indices_and_the_newest_incarnation_is_the_generation() -> None:
@@ -67,6 +66,6 @@ def test_ranks_follow_the_indices_and_the_newest_incarnation_is_the_generation()
     assert [rank.task for rank in members.ranks] == ["worker:0", "worker:2", "worker:10"]
     assert members.generation == 7
     assert members.rank_of("worker:10") == 2
-    assert (members.ranks[0].address, members.ranks[1].host) == ("", "h7")
+    assert (members.ranks[0].live, members.ranks[1].host) == (False, "h7")
     assert members.lost(now) == [0]
     assert members.lost(membership(("worker:0", 1, True), ("worker:2", 8, True), ("worker:10", 5, True))) == [1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -94,7 +92,7 @@ def test_the_expected_message() -> None:
     ],
 )
 def test_any_other_message_breaks_the_ring(change: dict[str, object], named: str) -> None:
-    right, left = ScriptedLane(), ScriptedLane(dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]
+    right, left = ScriptedLane(), ScriptedLane(GOOD._replace(**change))  # type: ignore[arg-type]
     neighbours = between(right, left)
     with pytest.raises(CollectiveError) as raised:
         neighbours.receive(torch.zeros(3), 100, TAG)

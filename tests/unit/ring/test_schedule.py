@@ -15,7 +15,6 @@ from stratagem.worker.ring.schedule import (
     ChunkAction,
     RingStep,
     Schedule,
-    all_gather_schedule,
     all_reduce_schedule,
     chunks,
     cut,
@@ -163,11 +162,6 @@ def test_all_gather_of_differing_lengths(counts: list[int], chunk: int) -> None:
     ring.run()
     assert all(torch.equal(has, whole) for has in ring.has)
     assert sum(ring.num_sent) == (size - 1) * total
-
-
-def test_all_gather_cuts_as_the_reduce_scatter_does() -> None:
-    for rank in range(3):
-        assert all_gather_schedule(3, rank, 11, 2) == gather_slices(tuple(cut(11, 3)), rank, 2)
 
 
 @pytest.mark.parametrize("size", SIZES)

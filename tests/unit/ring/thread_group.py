@@ -59,6 +59,7 @@ class ThreadGroup:
     """
 
     name = "threads"
+    timeout_s = 60.0
 
     def __init__(self, meeting: Meeting, rank: int, fail_at: Sequence[int] = ()) -> None:
         self.rank, self.size = rank, meeting.size
@@ -69,10 +70,10 @@ class ThreadGroup:
         self._meeting = meeting
         self._error: CollectiveError | None = None
 
-    def arena(self, num_bytes: int, tag: Tag) -> Arena:
+    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         self._exchange("arena", tag, [torch.tensor([num_bytes])], lambda offers: None)
         # Memory that was used before: whoever needs zeros has to write them.
-        return Arena(*(torch.full((num_bytes,), 0x7F, dtype=torch.uint8) for _ in range(2)))
+        return Arena.of(lambda: torch.full((num_bytes,), 0x7F, dtype=torch.uint8), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         total = self._exchange("all_reduce", tag, [source], lambda offers: reduced([one[0] for one in offers], op))

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.errors import FrameError
-from stratagem.rpc.codec import ALIGNMENT, decode_frame, encode_frame, encode_pieces, from_wire_dtype, to_wire_dtype
+from stratagem.rpc.codec import (
+    ALIGNMENT,
+    TOGETHER_OVERHEAD_BYTES,
+    decode_frame,
+    decode_frames,
+    encode_frame,
+    encode_pieces,
+    encode_together,
+    from_wire_dtype,
+    to_wire_dtype,
+)
 from stratagem.rpc.generated import frame_pb2
 
 DTYPES = [
@@ -104,3 +114,50 @@ def test_mutated_frames_are_refused_or_decoded(data: st.DataObject) -> None:
     except FrameError:
         return
     assert frame.tensor.numel() * frame.tensor.itemsize <= len(message)
+
+
+def test_frames_that_leave_together_arrive_as_they_are() -> None:
+    sent = [torch.arange(5000.0), torch.arange(3, dtype=torch.int64), torch.zeros(0), torch.ones(2, 3)]
+    frames = [encode_frame(1, index, 2, 3, tensor) for index, tensor in enumerate(sent)]
+    message = encode_together([[frame] for frame in frames])
+    assert frame_pb2.Frame.FromString(message).kind == frame_pb2.FRAMES
+    assert len(message) <= sum(tensor.nbytes + TOGETHER_OVERHEAD_BYTES for tensor in sent) + ALIGNMENT
+    came = decode_frames(message)
+    assert [(frame.kind, frame.transfer, frame.group, frame.offset) for frame in came] == [
+        (1, i, 2, 3) for i in range(4)
+    ]
+    assert all(torch.equal(frame.tensor, tensor) for frame, tensor in zip(came, sent, strict=True))
+    assert [frame.transfer for frame in decode_frames(frames[2])] == [2]
+
+
+def test_a_small_frame_does_not_keep_those_beside_it_alive() -> None:
+    message = encode_together([[encode_frame(1, 1, 1, 0, torch.ones(size))] for size in (10_000, 10)])
+    first = torch.frombuffer(message, dtype=torch.uint8).data_ptr()
+    large, small = (frame.tensor.data_ptr() in range(first, first + len(message)) for frame in decode_frames(message))
+    assert large and not small
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_mutated_frames_together_are_refused_or_decoded(data: st.DataObject) -> None:
+    frame = encode_frame(1, 5, 2, 3, torch.arange(10.0))
+    message = bytearray(encode_together([[frame], [frame]]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    message = message[: data.draw(st.integers(0, len(message)))]
+    try:
+        frames = decode_frames(bytes(message))
+    except FrameError:
+        return
+    assert sum(frame.tensor.nbytes for frame in frames) <= len(message)
+
+
+def test_frames_together_hold_no_others_and_end_with_the_message() -> None:
+    frame = encode_frame(1, 5, 2, 3, torch.arange(10.0))
+    together = encode_together([[frame], [frame]])
+    with pytest.raises(FrameError, match="that hold no others"):
+        decode_frames(encode_together([[frame], [together]]))
+    for num_bytes in (1, 63, 64, 100, len(frame)):
+        cut = [decode_frame(together).tensor[:num_bytes]]
+        with pytest.raises(FrameError):
+            decode_frames(encode_pieces(int(frame_pb2.FRAMES), 0, 0, 0, cut, (num_bytes,)))

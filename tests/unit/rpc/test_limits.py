@@ -13,9 +13,9 @@ import torch
 from stratagem.cluster.config import PsConfig
 from stratagem.errors import ForbiddenError, LimitError
 from stratagem.rpc import logs
-from stratagem.rpc.codec import Frame
+from stratagem.rpc.codec import Frame, frame_of
 from stratagem.rpc.confinement import AllowedFolders
-from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
+from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.inbox import Inbox
 from stratagem.rpc.limits import CallCounter, ServerLimits, check_ids
 from stratagem.rpc.throttle import Throttle
@@ -115,6 +115,11 @@ def test_frames_that_nobody_asked_for_are_bounded() -> None:
         inbox.put(frame)
     inbox.forget(5)
     assert inbox.put(Frame(1, 6, 1, 0, torch.zeros(16)))
+    replies = Inbox("ps:0", max_bytes=64)
+    reply = frame_of(frame_pb2.COMMIT_UPDATE, 5, 0, 0, torch.uint8, bytearray(40))  # travels without a tensor
+    assert reply.message and replies.put(reply)
+    with pytest.raises(LimitError, match=r"80 bytes of frames from ps:0 wait"):
+        replies.put(reply)
 
 
 @pytest.mark.parametrize(

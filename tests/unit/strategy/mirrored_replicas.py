@@ -18,6 +18,15 @@ INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = INPUTS.sum(1, keepdim=True)
 
 
+def mirror(
+    objects: Sequence[Any], devices: Sequence[torch.device], which: Callable[[], int | None], **more: Any
+) -> Mirrors:
+    """Mirrors that have been given ``objects``."""
+    mirrors = Mirrors(devices, which, **more)
+    mirrors.add(objects)
+    return mirrors
+
+
 class Replicas:
     """Two replicas on the CPU, unless other devices are given."""
 
@@ -45,7 +54,7 @@ class Replicas:
         """Has ``callback`` called after each step of an optimizer, with the number of the replica and its optimizer."""
         for replica, own in enumerate(self.copies(optimizer)):
             own.register_step_post_hook(lambda own, args, kwargs, replica=replica: callback(replica, own))
-        self.mirrors.settle()
+        self.mirrors.record()
 
     def average_gradients(self, model: torch.nn.Module) -> None:
         """In a step, after backward: every replica gets the mean of all replicas' gradients."""

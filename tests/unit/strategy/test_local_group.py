@@ -444,7 +444,7 @@ def test_only_what_all_replicas_wait_for_counts_as_communication(two: Replicas) 
 
     class Recorder(StepMeter):
         @contextlib.contextmanager
-        def exposed(self, waiting_on: WaitingOn, step: int = 0) -> Iterator[None]:
+        def exposed(self, waiting_on: WaitingOn, step: int = 0, phase: str = "", peer: str = "") -> Iterator[None]:
             inside.append(str(waiting_on))
             yield
             inside.append("no more")

@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.strategy.replicas.mirrors import mirror
 from stratagem.strategy.replicas.replica_threads import current_replica
 from tests.unit.strategy.mirrored_replicas import (
     INPUTS,
@@ -21,6 +20,7 @@ from tests.unit.strategy.mirrored_replicas import (
     Replicas,
     equal,
     loss_of,
+    mirror,
     net,
     objects_of,
     proxies,

@@ -199,7 +199,7 @@ def test_hooks_that_each_replica_was_given_stay_its_own(replicas: Replicas, own:
     steps: list[int] = []
     for replica, its in enumerate(replicas.copies(optimizer)):
         its.register_step_pre_hook(lambda its, args, kwargs, replica=replica: steps.append(replica))
-    replicas.mirrors.settle()
+    replicas.mirrors.record()
     optimizer.register_step_pre_hook(lambda its, args, kwargs: steps.append(9))
     replicas.run(lambda _: optimizer.step())
     assert sorted(steps) == [0, 1, 9, 9]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 import stratagem as sg
 from stratagem.data.nested import map_values
+from stratagem.data.values import PerReplica
+from stratagem.errors import ConfigurationError
 
 
 class Pair(NamedTuple):
@@ -49,3 +53,28 @@ def test_a_step_may_take_and_return_a_defaultdict() -> None:
     )
     assert strategy.reduce("sum", strategy.run(step, (given,)))["loss"] == 3.0
     strategy.close()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        float,
+        int,
+        bool,
+        list,
+        "{:.3f}".format,
+        lambda value: value + 1,
+        lambda value: 2 * value,
+        lambda value: value < 3,
+    ],
+)
+def test_values_of_replicas_are_no_number(use: Callable[[Any], object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"one value for each replica: strategy.reduce_mean makes one of them"):
+        use(PerReplica((torch.ones(()),)))
+
+
+def test_values_of_replicas_have_no_methods_of_tensors() -> None:
+    value: Any = PerReplica((torch.ones(()),))
+    with pytest.raises(AttributeError, match=r"strategy.local_results gives those of this process.*no 'item'"):
+        value.item()
+    assert not hasattr(value, "cpu") and pickle.loads(pickle.dumps(value)).values == value.values

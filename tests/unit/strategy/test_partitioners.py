@@ -13,10 +13,15 @@ from stratagem.strategy.partitioners import (
     MaxSizePartitioner,
     MinSizePartitioner,
     place,
-    shard_rows,
 )
 
 F32 = torch.float32
+
+
+def shard_rows(rows: int, num_shards: int) -> list[tuple[int, int]]:
+    """First row and number of rows of each shard of a vector."""
+    ((*shards,),) = place([([rows], F32)], FixedShardsPartitioner(num_shards), [0])
+    return [(first, num) for _, first, num in shards]
 
 
 def test_rows_of_shards() -> None:

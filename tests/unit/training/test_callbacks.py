@@ -211,6 +211,9 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     assert scalars("validation", "epoch_mae") == list(enumerate(map(pytest.approx, history["val_mae"])))
     assert [step for step, _ in scalars("train", "batch_loss")] == [2, 4, 6, 8]
     assert scalars("train", "epoch_learning_rate")[0] == (0, pytest.approx(0.05))
+    for part in ("forward", "backward", "optimizer", "script"):
+        spent = scalars("train", f"phases/{part}_s")
+        assert [epoch for epoch, _ in spent] == [0, 1, 2] and all(seconds > 0 for _, seconds in spent), part
 
 
 def test_checkpoints_of_epochs_are_loaded_by_another_model(tmp_path: Path) -> None:

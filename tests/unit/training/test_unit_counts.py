@@ -16,7 +16,7 @@ from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.counts import SharedCounts
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.agreement import check_groups
-from stratagem.training.fit.tally import StepResult, Tally
+from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.unit_counts import UnitCounts
 from stratagem.training.metrics import metrics_of
 
@@ -36,10 +36,10 @@ class Shared(SharedCounts):
         return self.settled
 
 
-def new_tally() -> Tally:
+def new_running_metrics() -> RunningMetrics:
     auroc = torchmetrics.AUROC("multiclass", num_classes=3)  # keeps all outputs
     f1 = torchmetrics.F1Score("multiclass", num_classes=3, average="macro")
-    return Tally(
+    return RunningMetrics(
         DefaultStrategy(), [metrics_of({"accuracy": "accuracy", "auroc": auroc, "f1": f1}, torch.device("cpu"))]
     )
 
@@ -55,8 +55,8 @@ def results(number: int) -> list[list[StepResult]]:
 
 
 def test_units_add_up() -> None:
-    at_once = new_tally()
-    counts = UnitCounts(Shared([]), new_tally())
+    at_once = new_running_metrics()
+    counts = UnitCounts(Shared([]), new_running_metrics())
     data = []
     for result in results(6):
         at_once.add(result)
@@ -64,18 +64,18 @@ def test_units_add_up() -> None:
         counts.add(result)
         data.append(counts.collect())
     shared = Shared(data)
-    logs = UnitCounts(shared, new_tally()).result("evaluation 1", 0)
+    logs = UnitCounts(shared, new_running_metrics()).result("evaluation 1", 0)
     assert logs == pytest.approx(at_once.result(), rel=1e-9) and logs == shared.settled
     assert list(logs) == ["loss", "accuracy", "auroc", "f1"]
 
 
 def test_what_others_have_settled_stands_and_nothing_is_nothing() -> None:
-    assert UnitCounts(Shared({"loss": 3.0}), new_tally()).result("fit 1", 0) == {"loss": 3.0}
-    assert UnitCounts(Shared([]), new_tally()).result("fit 1", 0) is None
+    assert UnitCounts(Shared({"loss": 3.0}), new_running_metrics()).result("fit 1", 0) == {"loss": 3.0}
+    assert UnitCounts(Shared([]), new_running_metrics()).result("fit 1", 0) is None
 
 
 def test_too_much_to_travel_says_what_to_do() -> None:
-    counts = UnitCounts(Shared([]), new_tally())
+    counts = UnitCounts(Shared([]), new_running_metrics())
     size = MAX_STATE_BYTES // 12 + 1
     counts.begin()
     counts.add([StepResult(size, torch.randn(size, 3), torch.zeros(size, dtype=torch.long))])

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 
+import pytest
 import torch
 
-from stratagem.worker.step_meter import StepMeter
+import stratagem as sg
+from stratagem.measuring import measures
+from stratagem.worker import step_meter
+from stratagem.worker.step_meter import StepMeter, active_meter
 
 
 def test_who_is_waited_for_is_asked_when_somebody_wants_to_know() -> None:
     meter = StepMeter()
     late = ["ps:0", "ps:1"]
     with meter.exposed(lambda: f"{', '.join(late)} to apply step 7", 7):
-        assert (meter.progress().waiting_on, meter.progress().waiting_step) == ("ps:0, ps:1 to apply step 7", 7)
+        assert (meter.progress()["waiting_on"], meter.progress()["waiting_step"]) == ("ps:0, ps:1 to apply step 7", 7)
         late.remove("ps:0")
         with meter.exposed("rows"):
-            assert (meter.progress().waiting_on, meter.progress().waiting_step) == ("rows", 0)
-        assert meter.progress().waiting_on == "ps:1 to apply step 7"
+            assert (meter.progress()["waiting_on"], meter.progress()["waiting_step"]) == ("rows", 0)
+        assert meter.progress()["waiting_on"] == "ps:1 to apply step 7"
         meter.peer = lambda: ("worker:1 in barrier", 4.0)
-        assert (meter.progress().waiting_on, meter.progress().waiting_s) == ("worker:1 in barrier", 4.0)
+        assert (meter.progress()["waiting_on"], meter.progress()["waiting_s"]) == ("worker:1 in barrier", 4.0)
         meter.peer = lambda: None
-    assert (meter.progress().waiting_on, meter.progress().waiting_step) == ("", 0)
+    assert (meter.progress()["waiting_on"], meter.progress()["waiting_step"]) == ("", 0)
 
 
 def test_a_wait_inside_a_wait_counts_once() -> None:
@@ -32,7 +38,8 @@ def test_a_wait_inside_a_wait_counts_once() -> None:
             with meter.exposed("weights"):
                 threading.Event().wait(0.02)
     meter.step_done(1)
-    assert 0.06 <= meter.total_exposed_s <= meter.total_s
+    report = meter.report()
+    assert 0.06 <= report["exposed_communication_s"] <= report["step_time_s"]
 
 
 def test_training_does_not_wait_while_somebody_reads_a_loss_that_takes_long() -> None:
@@ -50,7 +57,7 @@ def test_training_does_not_wait_while_somebody_reads_a_loss_that_takes_long() ->
     meter.newest_loss = torch.zeros(()).as_subclass(Slow)
     said: list[float] = []
     readers = [
-        threading.Thread(target=lambda: said.append(meter.progress().loss)),
+        threading.Thread(target=lambda: said.append(meter.progress()["loss"])),
         threading.Thread(target=lambda: said.append(meter.report()["loss"])),
     ]
     for reader in readers:
@@ -63,4 +70,136 @@ def test_training_does_not_wait_while_somebody_reads_a_loss_that_takes_long() ->
     told.set()
     for reader in readers:
         reader.join(10)
-    assert said == [0.5, 0.5] and meter.progress().examples == 4
+    assert said == [0.5, 0.5] and meter.progress()["examples"] == 4
+
+
+def test_the_phases_of_computing_follow_one_another_and_nothing_is_counted_twice() -> None:
+    meter = StepMeter()
+    begun = time.perf_counter()
+    meter.start_clock()
+    meter.got_data()
+    with meter.exposed("rows", phase=measures.ROWS_WAIT):
+        meter.computes(measures.BACKWARD)  # a hook of another thread: what waits goes on waiting
+        pause()
+    told = [measures.FORWARD]
+    for phase, after in (
+        (measures.BACKWARD, ""),
+        (measures.FORWARD, measures.BACKWARD),
+        (measures.SCRIPT, measures.OPTIMIZER),  # no optimizer has begun: a scaler skipped its step
+        (measures.OPTIMIZER, ""),
+        (measures.SCRIPT, measures.OPTIMIZER),
+        (measures.FORWARD, measures.BACKWARD),
+    ):
+        meter.computes(phase, after)
+        pause()
+        told.append(phase_of(meter))
+    expected = ("forward", "backward", "forward", "forward", "optimizer", "script", "script")
+    assert told == [f"{one}_s" for one in expected]
+    meter.step_done(1)
+    assert phase_of(meter) == measures.FORWARD  # of a step without a batch of ours
+    meter.wants_data()
+    values, elapsed = meter.values(), time.perf_counter() - begun
+    assert all(values[phase] >= 0.002 for phase in (*set(told), measures.ROWS_WAIT))
+    assert sum(values.get(phase, 0.0) for phase in measures.PHASES) == pytest.approx(elapsed, rel=0.01, abs=1e-3)
+
+
+class Clock:
+    """Nanoseconds of a machine where time passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = self.ran = self.num_asked = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now
+
+    def thread_time_ns(self) -> int:
+        self.num_asked += 1
+        return self.ran
+
+    def works(self, took: int, ran: int) -> None:
+        self.now, self.ran = self.now + took, self.ran + ran
+
+
+@pytest.mark.parametrize(
+    ("num_loops", "num_steps", "step_ns"), [(1, 1000, 2_000_000), (1, 6, 400_000_000), (300, 3, 2_000_000)]
+)
+def test_the_cpu_time_of_many_short_steps_is_that_of_a_few(
+    num_loops: int, num_steps: int, step_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(step_meter, "time", clock)
+    monkeypatch.setattr(step_meter, "_now", clock.perf_counter_ns)
+    meter = StepMeter()
+    for _ in range(num_loops):
+        clock.works(1_000_000, 0)
+        meter.start_clock()
+        for _ in range(num_steps):
+            clock.works(step_ns // 4, step_ns // 8)
+            meter.got_data()
+            clock.works(step_ns, step_ns // 2)
+            meter.step_done(1)
+            meter.wants_data()
+        meter.stop_clock()
+    values, all_steps = meter.values(), num_loops * num_steps
+    assert values[measures.STEP_CPU] == pytest.approx(all_steps * step_ns / 2e9, rel=0.08)
+    assert values[measures.DATA_CPU] == pytest.approx(all_steps * step_ns / 8e9, rel=0.08)
+    assert clock.num_asked <= min(3 * all_steps + 1, 100)
+
+
+def test_what_one_thread_notes_while_another_counts_takes_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(step_meter, "_now", clock.perf_counter_ns)
+    meter = StepMeter()
+    meter.start_clock()
+    counted = []
+    for phase, now in (("", 3_000), (measures.BACKWARD, 2_000), ("", 5_000), (measures.OPTIMIZER, 4_500), ("", 9_000)):
+        clock.now = now
+        if phase:
+            meter.computes(phase)
+        else:
+            meter.got_data()
+            counted.append(meter.values())
+    for before, after in itertools.pairwise(counted):
+        assert all(after[name] >= value for name, value in before.items())
+    assert sum(counted[-1].get(phase, 0.0) for phase in measures.PHASES) == pytest.approx(9e-6)
+
+
+def test_what_nobody_asks_for_is_counted_all_the_same() -> None:
+    meter = StepMeter()
+    for _ in range(10 * step_meter.MAX_NOTED):
+        meter.computes(measures.BACKWARD)
+        with meter.within(measures.SAVE):
+            assert len(meter._noted) <= step_meter.MAX_NOTED + 1
+    with meter._lock:  # as a destructor finds it that runs while its thread counts: it must not wait for itself
+        meter.computes(measures.BACKWARD)
+
+
+def test_a_backward_that_fails_does_not_take_the_time_of_the_next_step() -> None:
+    strategy = sg.OneDeviceStrategy()
+    meter = active_meter()
+    assert meter is not None
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def fails(_: torch.Tensor) -> None:
+        raise ValueError("no gradient")
+
+    x = torch.ones(1, 1, requires_grad=True)
+    x.register_hook(fails)
+    meter.start_clock()
+    meter.got_data()
+    with pytest.raises(ValueError, match="no gradient"):
+        (model(x) * 2).sum().backward()
+    optimizer.step()
+    assert phase_of(meter) in (measures.FORWARD, measures.SCRIPT)
+    strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
+    assert phase_of(meter) == measures.FORWARD
+
+
+def phase_of(meter: StepMeter) -> str:
+    meter.values()  # counts what was noted
+    return meter._phase
+
+
+def pause() -> None:
+    threading.Event().wait(0.002)

@@ -14,6 +14,12 @@
 {{- if and (not (include "stratagem.cluster" .)) (or .Values.evaluator (gt (int .Values.worker.count) 1)) -}}
 {{- fail (printf "the strategy %s trains in one process: take worker.count 1 and no evaluator, or the strategies ring or ps" $strategy) -}}
 {{- end -}}
+{{- if and .Values.web (not (include "stratagem.cluster" .)) -}}
+{{- fail "the page is the chief's, and this job is one process: take worker.count 2, or ps.count 1" -}}
+{{- end -}}
+{{- if eq (int .Values.web) (int .Values.port) -}}
+{{- fail (printf "expected a port for the page other than %d" (int .Values.port)) -}}
+{{- end -}}
 {{- end }}
 
 {{/* The strategy, with auto resolved. */}}
@@ -169,6 +175,10 @@ spec:
           ports:
             - name: grpc
               containerPort: {{ $values.port }}
+            {{- if and (eq .role "chief") $values.web $values.tlsSecret }}
+            - name: web
+              containerPort: {{ $values.web }}
+            {{- end }}
           startupProbe:
             {{- include "stratagem.ask" list | nindent 12 }}
             periodSeconds: 5

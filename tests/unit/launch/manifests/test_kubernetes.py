@@ -13,10 +13,10 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import MachineConfig
-from stratagem.launch.manifests import kubernetes
+from stratagem.launch.manifests import compose, kubernetes
 from stratagem.launch.manifests.workload import Workload
 
-JOB = Workload("job", "image:1", "train.py", ("--lr", "1"), num_workers=2, num_ps=1, evaluator=True)
+JOB = Workload("job", "image:1", "train.py", ("--lr", "1"), num_workers=2, num_ps=1, evaluator=True, web=8080)
 
 
 def pods_of(workload: Workload) -> dict[str, dict[str, Any]]:
@@ -52,6 +52,7 @@ def test_a_pod_s_environment_is_the_configuration_of_its_task(role: str) -> None
         evaluator=("evaluator-0.job:2222",),
     )
     values = resolved.config.model_dump()
+    assert values.get("web") == ("127.0.0.1:8080" if role == "chief" else None)  # docs/guides/page.md
     assert (values["bind"], values["insecure"]) == ("0.0.0.0:2222", True)
     assert values.get("advertise", "") == ("" if role == "evaluator" else f"{role}-0.job:2222")
     assert values["chief"] == ("" if role == "chief" else "chief-0.job:2222")
@@ -59,10 +60,11 @@ def test_a_pod_s_environment_is_the_configuration_of_its_task(role: str) -> None
         assert (values["strategy"], values["staleness"]) == ("ps", math.inf)
 
 
-def test_workers_may_join_where_the_strategy_allows_it() -> None:
-    assert int(environment_of(JOB, "job-chief-0")["STRATAGEM_MAX_WORKERS"]) > 2
+@pytest.mark.parametrize("name", ["STRATAGEM_MAX_WORKERS", "STRATAGEM_MAX_PS"])
+def test_workers_and_ps_may_join_where_the_strategy_allows_it(name: str) -> None:
+    assert int(environment_of(JOB, "job-chief-0")[name]) > 2
     for other in ({"staleness": 0.0}, {"num_ps": 0}):
-        assert "STRATAGEM_MAX_WORKERS" not in environment_of(dataclasses.replace(JOB, **other), "job-chief-0")
+        assert name not in environment_of(dataclasses.replace(JOB, **other), "job-chief-0")
 
 
 def test_a_ring_s_chief_keeps_no_journal() -> None:
@@ -106,6 +108,18 @@ def test_the_user_s_environment_and_labels() -> None:
     assert service["spec"]["selector"] == {"app.kubernetes.io/name": "stratagem", "app.kubernetes.io/instance": "job"}
 
 
+def test_the_page_is_open_to_others_where_it_is_encrypted_alone() -> None:
+    for secret, host in (("", "127.0.0.1"), ("certs", "0.0.0.0")):
+        job = dataclasses.replace(JOB, tls_secret=secret)
+        config = gather("chief", environment_of(job, "job-chief-0"))[0].config.model_dump()
+        assert (config["web"], config["insecure"]) == (f"{host}:8080", not secret)
+    composed = compose.render(JOB)["services"]
+    assert composed["chief-0"]["ports"] == ["127.0.0.1:8080:8080"]  # of the machine; inside, the network is the job's
+    assert composed["chief-0"]["environment"]["STRATAGEM_WEB"] == "0.0.0.0:8080"
+    assert not any("ports" in service for name, service in composed.items() if name != "chief-0")
+    assert "ports" not in compose.render(dataclasses.replace(JOB, web=0))["services"]["chief-0"]
+
+
 def test_secrets() -> None:
     job = dataclasses.replace(JOB, tls_secret="certs", token_secret="token")
     environment = environment_of(job, "job-worker-1")
@@ -127,7 +141,10 @@ def test_secrets() -> None:
         ({"name": "job\n"}, "host names"),
         ({"num_workers": 0}, "at least one worker.*got 0 workers"),
         ({"num_ps": -1}, "no negative count.*-1 ps"),
-        ({"num_ps": 0, "num_workers": 1}, "an evaluator stands beside a cluster"),
+        ({"web": 2222}, "other than 2222, got 2222"),
+        ({"web": -1}, "got -1"),
+        ({"num_ps": 0, "num_workers": 1}, "the page is the chief's"),
+        ({"num_ps": 0, "num_workers": 1, "web": 0}, "an evaluator stands beside a cluster"),
         ({"strategy": "ring"}, "without parameter servers"),
     ],
 )

@@ -57,8 +57,8 @@ def test_the_chief_trains_alone_and_coordinates_beside_workers() -> None:
     [
         ({"distribution_strategy": "rings"}, "unknown distribution_strategy 'rings'; did you mean 'ring'"),
         ({"distribution_strategy": "MirroredStrategy"}, "unknown distribution_strategy"),
-        ({"worker_count": -1}, "worker_count to be a whole number of at least 0, got -1"),
-        ({"ps_count": -2, "worker_count": 1}, "ps_count to be a whole number of at least 0, got -2"),
+        ({"worker_count": -1}, "worker_count of at least 0, a whole number, got -1"),
+        ({"ps_count": -2, "worker_count": 1}, "ps_count of at least 0, a whole number, got -2"),
         ({"worker_count": 1.5}, "whole number"),
         ({"worker_count": True}, "whole number"),
         ({"entry_point_args": "--epochs 3"}, "entry_point_args to be a list"),

@@ -1,0 +1,43 @@
+"""Work beside the requests, in the same event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[..., Coroutine[Any, Any, None]]
+
+
+class Background:
+    """Tasks that nobody waits for. One that fails unexpectedly stops the job: nothing may hang as the chief stumbled.
+
+    Args:
+        stop: ends the job with an exit code, for a reason.
+    """
+
+    def __init__(self, stop: Callable[[int, str], None]) -> None:
+        self._stop = stop
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Work, *arguments: Any) -> None:
+        """Starts a task that calls ``work`` with ``arguments``."""
+        task = asyncio.create_task(self._guard(work, *arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Work, *arguments: Any) -> None:
+        try:
+            await work(*arguments)
+        except Exception as error:
+            logger.exception("The chief cannot go on")
+            self._stop(1, f"the chief failed: {error}")
+
+    async def close(self) -> None:
+        """Cancels what still runs, and waits for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

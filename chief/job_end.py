@@ -1,0 +1,126 @@
+"""How a job ends: the last checkpoint, the word to all, and the wait for those that are late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+from stratagem.checkpoint.ended import write_end
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.events import Stop
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.maintenance import Maintenance
+from stratagem.chief.membership.session import StopJob
+from stratagem.chief.membership.session_streams import SessionStreams
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.cluster.config import ChiefConfig
+from stratagem.errors import PeerUnavailableError, StratagemError
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 15.0
+"""For the checkpoint of a chief that leaves: less than a supervisor waits before it kills."""
+RETRY_S = 0.1
+"""Between two attempts at the last checkpoint."""
+LATE_S = 20.0
+"""For tasks that have not joined yet, or a ps that was lost, when the job is over already."""
+
+
+class JobEnd:
+    """The end of a job, or of its chief alone.
+
+    Args:
+        config: of the chief.
+        sessions: membership.
+        streams: tell the tasks.
+        maintenance: takes the last checkpoint.
+        journal: the journal.
+        changed: notified at every change of the membership.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: ChiefConfig,
+        sessions: Sessions,
+        streams: SessionStreams,
+        maintenance: Maintenance,
+        journal: Journal,
+        changed: ChangeEvent,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._streams = streams
+        self._maintenance = maintenance
+        self._journal = journal
+        self._changed = changed
+        self._clock = clock
+
+    async def save_to_leave(self, reason: str) -> None:
+        """Before the chief leaves and the job stays: perhaps all are told to end, and then the ps lose their memory."""
+        deadline = self._clock() + LEAVE_S
+        logger.warning("%s: it saves and leaves; the job goes on with the chief that is started in its place", reason)
+        try:
+            await asyncio.wait_for(self._maintenance.save_last(), LEAVE_S)
+        except (StratagemError, TimeoutError) as error:
+            logger.warning("No checkpoint before the chief leaves: %s", error)
+        await self._until(lambda: not self._sessions.leaving, deadline)  # ps of the same node, say
+
+    async def see_off(self, stop: StopJob) -> None:
+        """Takes the last checkpoint, tells all tasks, and waits until they have gone."""
+        log = logger.info if stop.exit_code == 0 else logger.error
+        log("The job ends with exit code %d: %s", stop.exit_code, stop.reason)
+        # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
+        # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
+        sessions, is_good = self._sessions, stop.exit_code == 0
+        if not self._journal.history.ending:  # else an earlier incarnation of the chief has come that far
+            if stop.exit_code in (0, 143):
+                await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
+            self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
+        # A chief that dies before it has told all, and ended, goes on with that; else the next one begins another job.
+        self._journal.write("ending" if is_good else "stopped", reason=stop.reason)
+        self._streams.broadcast(Stop(stop.exit_code, stop.reason))
+
+        deadline = self._clock() + (LATE_S if is_good else 0.0)
+
+        def all_gone() -> bool:
+            is_late = sessions.absent_servers or sessions.never_came
+            return sessions.deserted and not (is_good and is_late)
+
+        await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))
+        self._say_end(stop, sessions.absent_servers + sessions.unfinished)
+
+    async def _save_last(self, deadline: float) -> None:
+        """Waits for a ps that is away as long as while the job ran: without it, what the others hold is not saved."""
+        while True:
+            await self._until(lambda: not self._sessions.absent_servers, deadline)
+            try:
+                return await self._maintenance.save_last()
+            except StratagemError as error:
+                is_away = isinstance(error, PeerUnavailableError)  # a ps, or only the connection to it
+                if not (is_away or self._sessions.absent_servers) or self._clock() >= deadline:
+                    newest = self._journal.history.checkpoint or "none"
+                    return logger.error("No last checkpoint: %s; the newest is %s", error, newest)
+                await asyncio.sleep(RETRY_S)
+
+    async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Waits for it, on the clock of the job."""
+        while not condition() and (left_s := deadline - self._clock()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    def _say_end(self, stop: StopJob, missing: Sequence[str]) -> None:
+        """For the tasks that have not said goodbye: those that start again find no chief any more."""
+        if stop.exit_code == 0 and self._config.checkpoint_dir:
+            self.write(stop.reason, missing)
+
+    def write(self, reason: str, missing: Sequence[str]) -> None:
+        """Notes beside the checkpoints that the job is over, but for ``missing``; without a reason: that it is not."""
+        try:
+            write_end(self._config.checkpoint_dir, reason, missing)
+        except OSError as error:
+            logger.warning("The end of the job is not in %s: %s", self._config.checkpoint_dir, error)

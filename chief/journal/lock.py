@@ -1,0 +1,81 @@
+"""One chief at a time has a journal: a lock that the kernel, or an NFS server, takes from a process that dies.
+
+A chief that stands still, or that nobody reaches, keeps it: then nobody takes over, and there never are two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import pathlib
+import socket
+import time
+
+from stratagem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+NAME = "journal.lock"
+LOOK_S = 0.1
+"""Between two looks whether it is free."""
+PREDECESSOR_S = 5.0
+"""For the chief whose place is taken to end: its process may still be on its way out."""
+
+
+class JournalLock:
+    """The lock of a journal's folder.
+
+    Args:
+        directory: the chief's state_dir; it is made.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._path = pathlib.Path(directory) / NAME
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def acquire(self) -> bool:
+        """Whether it is ours now; does not wait."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        return True
+
+    async def wait(self, standby: bool) -> bool:
+        """Waits until it is ours; returns whether another chief had it.
+
+        Args:
+            standby: for as long as that takes; otherwise for as long as a chief needs to end.
+
+        Raises:
+            ConfigurationError: another chief keeps it.
+        """
+        if self.acquire():
+            return False
+        holder = os.pread(self._fd, 256, 0).decode(errors="replace") or "another process"
+        where = self._path.parent
+        if standby:
+            logger.info("Standing by: the chief is %s, with the journal in %s", holder, where)
+        deadline = time.monotonic() + PREDECESSOR_S
+        while not self.acquire():
+            if not standby and time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"the journal in {where} is that of a chief that runs: {holder}. End that one, give this one "
+                    "another --state-dir, or start it with --standby, to go on with the job when that one is lost"
+                )
+            await asyncio.sleep(LOOK_S)
+        return True
+
+    def release(self) -> None:
+        """Gives it up."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

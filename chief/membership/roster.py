@@ -1,0 +1,200 @@
+"""Who is in the cluster: what can be said of the sessions as they are."""
+
+from __future__ import annotations
+
+from stratagem.chief.membership.session import Session, SessionState, StopJob
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.task import TaskId
+from stratagem.errors import FencedError
+
+MAX_PS = 1024
+"""Parameter servers that may come."""
+
+
+class Roster:
+    """The sessions of all tasks that may be in the cluster. What happens to them: ``Sessions``."""
+
+    required: list[str]
+    """Tasks that the cluster waits for."""
+    tasks: dict[str, Session]
+    """By name: workers, ps and the evaluator, each by index."""
+    num_ps: int
+    """Parameter servers among which the variables are shared out."""
+    wanted_workers: int
+    """Workers that there are to be; 0: nobody has said."""
+    min_workers: int
+    """Workers of a ring with which the others go on; 0: with none missing."""
+    _max_workers: int
+    """Workers that may come."""
+    stopping: StopJob | None
+    """How the job ends; None: it goes on."""
+    _pending: dict[Incarnation, set[Incarnation]]
+    """By fenced incarnation: the ps that have not refused it yet."""
+
+    def _session(self, task: str) -> Session | None:
+        """The session of a task; one beyond those that the cluster waits for gets one when it first comes."""
+        limits = {"worker": self._max_workers, "ps": MAX_PS if self.num_ps else 0}
+        if task in self.tasks or (kind := task.partition(":")[0]) not in limits:
+            return self.tasks.get(task)
+        newcomer = TaskId.parse(task)
+        if newcomer.index >= limits[kind]:
+            return None
+        order = {kind: number for number, kind in enumerate(("worker", "ps", "evaluator"))}
+        tasks = {**self.tasks, task: Session(newcomer)}.values()
+        ordered = sorted(tasks, key=lambda session: (order[session.task.type], session.task.index))
+        self.tasks = {str(session.task): session for session in ordered}
+        return self.tasks[task]
+
+    @property
+    def known(self) -> list[Session]:
+        """Every task that belongs to the job: an evaluator that never came is none."""
+        return [s for name, s in self.tasks.items() if name in self.required or s.state is not SessionState.WAITING]
+
+    def live(self, task_type: str) -> list[Session]:
+        """Live tasks of a type, by index."""
+        of_type = (s for s in self.tasks.values() if s.task.type == task_type and self.serves(s))
+        return [s for s in of_type if s.state is SessionState.LIVE]
+
+    def serves(self, session: Session) -> bool:
+        """Whether this is no ps beyond those among which the variables are shared out."""
+        return session.task.type != "ps" or session.task.index < self.num_ps
+
+    def is_dismissed(self, session: Session) -> bool:
+        """Whether this is a worker beyond those that there are to be."""
+        return session.task.type == "worker" and 0 < self.wanted_workers <= session.task.index
+
+    @property
+    def ps(self) -> list[Session]:
+        """Those that serve, by index."""
+        return [s for s in self.tasks.values() if s.task.type == "ps" and self.serves(s)]
+
+    @property
+    def servers(self) -> list[Incarnation]:
+        """ps with an open session, announced or not."""
+        return [s.incarnation for s in self.ps if s.open]
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Tasks that the cluster cannot start without and that are not there; when all are, the ps not prepared yet."""
+        missing = [
+            task for task in self.required if self.tasks[task].state not in (SessionState.LIVE, SessionState.DONE)
+        ]
+        return [task for task in missing if not self.tasks[task].open] or missing
+
+    @property
+    def never_came(self) -> bool:
+        """Whether a task that the cluster cannot start without has not joined since this chief started."""
+        return any(self.tasks[task].state is SessionState.WAITING for task in self.required)
+
+    @property
+    def absent_servers(self) -> list[str]:
+        """ps that were in the cluster and are away without a goodbye, or are back and not prepared."""
+        away = (SessionState.LOST, SessionState.JOINED)
+        return [str(s.task) for s in self.ps if s.state in away or (s.open and not s.stream)]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Workers that are away and have not finished: the others have done their work."""
+        lost = [session for session in self.tasks.values() if session.state is SessionState.LOST]
+        return [str(session.task) for session in lost if session.task.type == "worker"]
+
+    def is_live(self, incarnation: Incarnation) -> bool:
+        """Whether this incarnation is, and is known to all."""
+        session = self.tasks.get(incarnation.task)
+        return session is not None and session.incarnation == incarnation and session.state is SessionState.LIVE
+
+    def is_away(self, incarnation: Incarnation) -> bool:
+        """Whether its connection has broken off, and it may still come back."""
+        session = self.tasks[incarnation.task]
+        return session.incarnation == incarnation and session.open and not session.stream
+
+    @property
+    def all_known(self) -> bool:
+        """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
+        is_awaited = any(s.state is SessionState.AWAITED for s in self.tasks.values())
+        return not is_awaited and not any(s.state is SessionState.JOINED for s in self.ps)
+
+    @property
+    def lead(self) -> str:
+        """The lowest worker that lives or has finished its script; empty when there is none.
+
+        One that has finished has done what only the lead may do (the export, say): nobody does it again after it. Who
+        was taken in by a ring comes after those that were there before, so that nobody takes its place in a step.
+        """
+        here = (SessionState.LIVE, SessionState.DONE)
+        able = [s for s in self.tasks.values() if s.task.type == "worker" and s.state in here and not s.joining]
+        return str(min(able, key=lambda s: (s.taken_in, s.task.index)).task) if able else ""
+
+    @property
+    def routing_epoch(self) -> int:
+        """Grows whenever a ps is announced with a new incarnation: incarnations only grow."""
+        return max((s.number for s in self.live("ps")), default=0)
+
+    @property
+    def generation(self) -> int:
+        """Of a ring that goes on without workers that are lost, and takes others in: grows with each, whatever chief
+        counts; else 0.
+
+        Incarnations only grow; each joins, is taken in and is lost at most once, in this order: no summand shrinks.
+        """
+        workers = (s for s in self.tasks.values() if s.task.type == "worker")
+        told = (2 * s.number + (1 if s.state is SessionState.LOST else -s.joining) for s in workers)
+        return sum(told) if self.min_workers else 0
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a ring does without the workers that are lost."""
+        here = (SessionState.LIVE, SessionState.AWAITED, SessionState.DONE)
+        return 0 < self.min_workers <= sum(s.state in here and not s.joining for s in self._workers)
+
+    @property
+    def work_is_done(self) -> bool:
+        """Nobody trains any more: what a ps lacks from now on is computed by no worker again."""
+        return self.stopping is not None and self.stopping.exit_code == 0
+
+    @property
+    def deserted(self) -> bool:
+        """No session is open."""
+        return not any(s.open for s in self.tasks.values())
+
+    @property
+    def pending_fences(self) -> frozenset[Incarnation]:
+        """Incarnations that some ps has not refused yet."""
+        return frozenset(self._pending)
+
+    @property
+    def newcomers(self) -> list[Session]:
+        """ps that wait to serve."""
+        here = [s for s in self.tasks.values() if s.task.type == "ps" and s.open and s.stream]
+        return [s for s in here if not self.serves(s) and not s.leaving]
+
+    @property
+    def leaving(self) -> list[Session]:
+        """ps that were told to end, and have not yet."""
+        return [s for s in self.tasks.values() if s.task.type == "ps" and s.open and s.leaving]
+
+    @property
+    def _workers(self) -> list[Session]:
+        return [s for s in self.tasks.values() if s.task.type == "worker" and not s.given_up]
+
+    def was_added(self, task: str) -> bool:
+        """Whether this is a worker beyond those that the cluster started with, or a ps that waits to be taken in."""
+        return task not in self.required and self.tasks[task].task.type in ("worker", "ps")
+
+    def check(self, incarnation: Incarnation) -> None:
+        """Whether ``incarnation`` may speak.
+
+        Raises:
+            FencedError: it is over, or unknown.
+        """
+        session = self.tasks.get(incarnation.task)
+        if (
+            session is None
+            or session.number != incarnation.number
+            or not (session.open or session.state is SessionState.AWAITED)
+        ):
+            newest = "unknown" if session is None else f"incarnation {session.number}, {session.state.value}"
+            raise FencedError(
+                f"{incarnation} is not a live member of the cluster (the chief has: {newest}). Its units go to others; "
+                "end the process and start it again to rejoin."
+            )

@@ -1,0 +1,55 @@
+"""The newest lines of every task's log, for the page. Bounded: a task that writes much drops its own lines."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from stratagem.rpc.logs import MAX_CHARACTERS, LogLine
+
+CHIEF = "chief:0"
+MAX_OF_TASK, MAX_LINES = 60, 300
+"""That are kept of one task, and shown of all."""
+_LEVELS = frozenset(name for name, level in logging.getLevelNamesMapping().items() if level >= logging.INFO)
+
+
+class JobLog:
+    """Lines of the chief and of those that tell it theirs. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, collections.deque[dict[str, Any]]] = {}
+        self._num = 0
+        self._lock = threading.Lock()
+        self.of_chief = _ChiefLines(self)
+        """A handler for its own."""
+
+    def add(self, task: str, lines: Iterable[LogLine]) -> None:
+        """A task has written lines."""
+        with self._lock:
+            kept = self._of.setdefault(task, collections.deque(maxlen=MAX_LINES if task == CHIEF else MAX_OF_TASK))
+            for at, level, text in lines:
+                self._num += 1
+                shown = level if level in _LEVELS else "INFO"
+                line = {"number": self._num, "at": at, "task": task, "level": shown, "text": text[:MAX_CHARACTERS]}
+                kept.append(line)
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """The newest lines after that one, in the order in which they came: :data:`MAX_LINES` at most."""
+        with self._lock:
+            every = [line for kept in self._of.values() for line in kept if line["number"] > number]
+        return heapq.nlargest(MAX_LINES, every, key=lambda line: line["number"])[::-1]
+
+
+class _ChiefLines(logging.Handler):
+    """What this process writes."""
+
+    def __init__(self, log: JobLog) -> None:
+        super().__init__(logging.INFO)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.add(CHIEF, [(record.created, record.levelname, record.getMessage())])

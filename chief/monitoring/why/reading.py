@@ -1,0 +1,105 @@
+"""What a verdict is made of: numbers of every task over the same stretch of time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from stratagem.measuring import measures
+from stratagem.measuring.measures import COMMUNICATION, PHASES, labels
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskReading:
+    """One task."""
+
+    task: str
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What it measured in ``window_s``, by the names of ``stratagem.measuring.measures``; gauges as they are."""
+    window_s: float = 0.0
+    state: str = "live"
+    """"waiting", "live", "lost" or "done"."""
+    silent_s: float = 0.0
+    """Since the chief last heard of it."""
+    waiting_on: str = ""
+    waiting_s: float = 0.0
+    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def get(self, name: str) -> float:
+        """A measure; 0 where there is none."""
+        return self.values.get(name, 0.0)
+
+    @property
+    def steps(self) -> float:
+        """Completed in the window."""
+        return self.get(measures.STEPS)
+
+    @functools.cached_property
+    def total_s(self) -> float:
+        """Time inside its loops."""
+        return sum(self.get(phase) for phase in PHASES if phase != measures.OUTSIDE)
+
+    def share(self, *phases: str) -> float:
+        """The part of its time in these phases, 0 to 1."""
+        return sum(self.get(phase) for phase in phases) / self.total_s if self.total_s > 0 else 0.0
+
+    def each_s(self, phase: str) -> float:
+        """Seconds of a phase in a step."""
+        return self.get(phase) / max(1.0, self.steps)
+
+    @property
+    def waits(self) -> float:
+        """The part of its time that is exposed communication."""
+        return self.share(*COMMUNICATION)
+
+    @property
+    def own_s(self) -> float:
+        """Seconds a step takes by itself: data, computing, optimizer, saving, encoding; not waiting for others."""
+        waits = (phase for phase in COMMUNICATION if phase != measures.PUSH)
+        return (self.total_s - sum(self.get(phase) for phase in waits)) / max(1.0, self.steps)
+
+    @property
+    def served_s(self) -> float:
+        """Of a ps: seconds in which it took frames, merged, applied and replied; of all lanes together."""
+        return sum(self.get(name) for name in (measures.RECEIVE, measures.MERGE, measures.APPLY, measures.REPLY))
+
+    @property
+    def busy(self) -> float:
+        """Of a ps: the part of the time that it served; above 1 where lanes are served side by side."""
+        return self.served_s / self.window_s if self.window_s > 0 else 0.0
+
+    @property
+    def host(self) -> str:
+        """Where it runs; tasks of one host have one name."""
+        return self.notes.get("host", self.task)
+
+    def lanes(self, name: str) -> dict[tuple[str, str], float]:
+        """A measure of its lanes, by peer and kind."""
+        found = labels(self.values, name)
+        return {(label.partition("/")[0], label.partition("/")[2]): value for label, value in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The whole job."""
+
+    tasks: tuple[TaskReading, ...] = ()
+    is_over: bool = False
+    """The job has ended; the numbers are those of all of it."""
+    problem: str = ""
+    """Why nothing, or not more, is known."""
+
+    def of(self, kind: str) -> list[TaskReading]:
+        """The tasks of one type."""
+        return [task for task in self.tasks if task.task.partition(":")[0] == kind]
+
+    @property
+    def working(self) -> list[TaskReading]:
+        """Workers that measured something inside their loops."""
+        return [worker for worker in self.of("worker") if worker.total_s > 0 and worker.steps > 0]
+
+    @property
+    def in_step(self) -> bool:
+        """Whether each step of a worker waits for the others."""
+        return any(worker.get(measures.IN_STEP) for worker in self.of("worker"))

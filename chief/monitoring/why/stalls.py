@@ -1,0 +1,81 @@
+"""Rules about tasks that do nothing: silent ones, lost ones, steps that do not end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stratagem.chief.monitoring.why.finding import Cause, Finding
+from stratagem.chief.monitoring.why.reading import Reading, TaskReading
+
+SILENT_S = 3.0
+"""A task says something every half second."""
+STUCK_S = 10.0
+"""A step that takes so long, and much longer than the others did, does not end."""
+
+
+def silent(reading: Reading) -> Iterator[Finding]:
+    """Tasks that are stopped, on a machine that is gone, or lost."""
+    if reading.is_over:
+        return
+    for task in sorted(reading.tasks, key=lambda one: -one.silent_s):  # what was lost first made the others go
+        if task.state == "lost":
+            yield Finding(
+                Cause.SILENT,
+                task.task,
+                f"{task.task} is lost, and the job waits until it is started again",
+                "look at its log; `stratagem run` and Kubernetes start it again by themselves",
+                1.0,
+                _waiting_for(reading, task),
+                rank=9,
+            )
+        elif task.state == "live" and task.silent_s >= SILENT_S:
+            yield Finding(
+                Cause.SILENT,
+                task.task,
+                f"{task.task} is silent since {task.silent_s:.1f} s: its process is stopped, or its machine is away",
+                "look whether its process runs (state T in `ps`: kill -CONT it), swaps, or its network is down",
+                1.0,
+                ("a live task says something twice a second", *_waiting_for(reading, task)),
+                rank=9,
+            )
+
+
+def stuck(reading: Reading) -> Iterator[Finding]:
+    """Nobody has finished a step for long: whom do all wait for in the end?"""
+    workers = [worker for worker in reading.of("worker") if worker.state == "live"]
+    if reading.is_over or not workers or any(worker.steps for worker in workers):
+        return
+    busy = [worker for worker in workers if not worker.waiting_on and worker.window_s >= STUCK_S]
+    waiting = [worker for worker in workers if worker.waiting_on and worker.waiting_s >= STUCK_S]
+    others = tuple(f"{one.task} waits for {one.waiting_on} since {one.waiting_s:.0f} s" for one in waiting)
+    for worker in busy:
+        if worker.total_s > 0 and (waiting or len(workers) == 1):
+            yield Finding(
+                Cause.STUCK,
+                worker.task,
+                f"{worker.task} has not finished a step for {worker.window_s:.0f} s, and waits for nobody: its script "
+                "stands still or computes",
+                "see where its threads stand: stratagem status --stacks",
+                1.0,
+                others,
+                rank=8,
+            )
+    if waiting and not busy:
+        first = max(waiting, key=lambda one: one.waiting_s)
+        yield Finding(
+            Cause.STUCK,
+            first.task,
+            f"no step has ended for {first.window_s:.0f} s: {first.task} waits for {first.waiting_on}",
+            "see where the threads stand: stratagem status --stacks",
+            1.0,
+            others,
+            rank=7,
+        )
+
+
+def _waiting_for(reading: Reading, task: TaskReading) -> tuple[str, ...]:
+    return tuple(
+        f"{one.task} waits for {one.waiting_on} since {one.waiting_s:.1f} s"
+        for one in reading.tasks
+        if task.task in one.waiting_on
+    )

@@ -1,0 +1,118 @@
+"""The verdict: every rule is asked, and what costs most, or explains the rest, is the answer."""
+
+from __future__ import annotations
+
+from stratagem.chief.monitoring.why import communication, stalls, workers
+from stratagem.chief.monitoring.why.finding import Cause, Finding, JobVerdict, percent
+from stratagem.chief.monitoring.why.reading import Reading
+from stratagem.measuring import measures
+
+RULES = (
+    stalls.silent,
+    stalls.stuck,
+    communication.checkpoints,
+    workers.interpreter,
+    workers.threads,
+    workers.gate,
+    workers.slow_worker,
+    workers.slow_data,
+    communication.exposed,
+)
+WORTH = 0.15
+"""What costs less is not told."""
+FEW_STEPS, SHORT_S = 5, 3.0
+
+
+def judge(reading: Reading) -> JobVerdict:
+    """What makes the job slow.
+
+    Args:
+        reading: what every task measured.
+    """
+    if reading.problem:
+        return JobVerdict(
+            Cause.CHIEF_AWAY,
+            "chief:0",
+            reading.problem,
+            "look at the chief's log and machine, start it again (with --state-dir it goes on where it was), or read "
+            "what a run has left: stratagem why --summary FILE",
+            1.0,
+            "fairly sure",
+        )
+    found = [finding for rule in RULES for finding in rule(reading) if finding.share >= WORTH]
+    found.sort(key=lambda finding: (finding.rank, finding.share), reverse=True)
+    if not found:
+        return _nothing(reading)
+    first = found[0]
+    return JobVerdict(
+        first.cause,
+        first.task,
+        first.sentence,
+        first.advice,
+        round(min(1.0, first.share), 3),
+        _how_sure(reading, first, found),
+        (*first.evidence, *_table(reading)),
+        tuple(finding.sentence for finding in found[1:4]),
+    )
+
+
+def _nothing(reading: Reading) -> JobVerdict:
+    working = reading.working
+    if not working:
+        waiting = [f"{task.task} waits for {task.waiting_on}" for task in reading.tasks if task.waiting_on]
+        missing = [task.task for task in reading.tasks if task.state == "waiting"]
+        why = f": {', '.join(missing)} have not come" if missing else ""
+        return JobVerdict(
+            Cause.UNKNOWN,
+            "",
+            f"no worker has finished a step yet{why}",
+            "ask again in a moment",
+            0.0,
+            "sure",
+            tuple(waiting),
+        )
+    computing = min(worker.share(*measures.COMPUTING) for worker in working)
+    return JobVerdict(
+        Cause.NOTHING,
+        "",
+        f"nothing to gain: the workers compute {percent(computing)} of the time",
+        "",
+        0.0,
+        _how_sure(reading, None, []),
+        _table(reading),
+        _notes(reading),
+    )
+
+
+def _how_sure(reading: Reading, first: Finding | None, found: list[Finding]) -> str:
+    if first is not None and first.cause in (Cause.SILENT, Cause.STUCK):
+        return "sure" if first.cause is Cause.SILENT else "fairly sure"
+    steps = min((worker.steps for worker in reading.working), default=0)
+    window_s = min((worker.window_s for worker in reading.working), default=0.0)
+    if steps < FEW_STEPS or window_s < SHORT_S:
+        return "not sure: few steps have been seen"
+    if first is None or (first.share >= 0.4 and (len(found) < 2 or found[1].share < 0.8 * first.share or first.rank)):
+        return "sure"
+    return "fairly sure"
+
+
+def _table(reading: Reading) -> tuple[str, ...]:
+    """Where the time of each worker goes."""
+    lines = []
+    for worker in reading.working[:16]:
+        parts = [(phase, worker.share(phase)) for phase in measures.PHASES if phase != measures.OUTSIDE]
+        words = ", ".join(
+            f"{phase.removesuffix('_s').replace('_', ' ')} {percent(share)}" for phase, share in parts if share >= 0.01
+        )
+        lines.append(f"{worker.task}: {1e3 * worker.total_s / worker.steps:.1f} ms a step: {words}")
+    return tuple(lines)
+
+
+def _notes(reading: Reading) -> tuple[str, ...]:
+    """What is outside the job."""
+    starved = [worker.get(measures.STARVED_MAIN) / worker.total_s for worker in reading.working]
+    if starved and max(starved) >= 0.2:
+        return (
+            f"its training threads are ready and get no core {percent(max(starved))} of the time: the machine is busy",
+        )
+    return ()

@@ -1,0 +1,224 @@
+"""Rules about what a worker does by itself: data, computing, cores, threads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from stratagem.chief.monitoring.why.finding import Cause, Finding, percent
+from stratagem.chief.monitoring.why.reading import Reading, TaskReading
+from stratagem.measuring import measures
+from stratagem.measuring.measures import labels
+
+SLOWER = 1.6
+"""Times the others, from which on a worker is slow."""
+MUCH_SLOWER = 2.0
+_PARTS = {
+    measures.FORWARD: "what comes before backward()",
+    measures.BACKWARD: "its backward()",
+    measures.OPTIMIZER: "its optimizer",
+    measures.SCRIPT: "what comes after its optimizer's step",
+    measures.PUSH: "sending its gradients",
+}
+AWAY_S = 3.0
+"""A worker that was seen for so much shorter than another has come, or come back, meanwhile."""
+GIL_S = 0.002
+"""Mean wait for the interpreter's lock from which on somebody keeps it; its holder is asked to let go after 0.005 s."""
+
+
+def slow_data(reading: Reading) -> Iterator[Finding]:
+    """Workers that wait for their batches."""
+    workers = reading.working
+    for worker in workers:
+        share = worker.share(measures.DATA_WAIT)
+        others = [one.share(measures.DATA_WAIT) for one in workers if one is not worker]
+        if share < 0.15:
+            continue
+        cpu = worker.get(measures.DATA_CPU) / max(1e-9, worker.get(measures.DATA_WAIT))
+        loaders = worker.values.get(measures.LOADER_WORKERS)
+        where = "" if loaders is None else f": DataLoader(num_workers={loaders:.0f})"
+        alike = bool(others) and min(others) >= 0.7 * share
+        advice = "read in other processes: DataLoader(num_workers=2 or more, persistent_workers=True)"
+        if loaders:
+            advice = "give the DataLoader more workers, cheaper transforms, or data that lies nearer"
+        elif cpu < 0.5:
+            advice += "; the reading itself waits (a disk, a network), so more of them help"
+        per_step = worker.get(measures.DATA_WAIT) / worker.steps
+        rest = max(1e-9, worker.own_s - per_step)
+        yield Finding(
+            Cause.SLOW_DATA,
+            "" if alike else worker.task,
+            f"{'every worker' if alike else worker.task} waits {percent(share)} of its time for its data{where}",
+            advice,
+            share if reading.in_step or alike else share / len(workers) + share / 4,
+            (
+                f"a batch takes {1e3 * per_step:.1f} ms, the rest of a step {1e3 * rest:.1f} ms",
+                f"{percent(cpu)} of that wait the training thread itself computes",
+                *(f"{one.task} waits {percent(one.share(measures.DATA_WAIT))} for its data" for one in workers),
+            ),
+        )
+
+
+def slow_worker(reading: Reading) -> Iterator[Finding]:
+    """A worker whose steps take longer than the others', by what it does itself."""
+    workers = reading.working
+    if len(workers) < 2:
+        return
+    for worker in workers:
+        others = [one for one in workers if one is not worker]
+        own, usual = _computing_s(worker), statistics.median(_computing_s(one) for one in others)
+        ratio = own / max(1e-9, usual)
+        cpu, usual_cpu = _cpu_s(worker), statistics.median(_cpu_s(one) for one in others)
+        # Where all lack cores those that wait for it look slow, too; what they need of them does not grow.
+        is_slower = ratio >= SLOWER or cpu >= MUCH_SLOWER * max(1e-9, usual_cpu)
+        if not is_slower or own - usual < 0.15 * worker.total_s / max(1.0, worker.steps):
+            continue
+        starved = worker.get(measures.STARVED_MAIN) / worker.steps
+        is_starved = (
+            cpu < SLOWER * usual_cpu and ratio >= MUCH_SLOWER and own - starved < SLOWER * usual and starved > 0.3 * own
+        )
+        lost = (own - usual) / own if reading.in_step else (own - usual) / own / len(workers) + 0.1
+        waits = percent(statistics.mean(one.waits for one in others))
+        after = f": the others wait {waits} of every step" if reading.in_step else ""
+        how = (
+            f"its CPU time a step is {1e3 * cpu:.1f} ms, that of the others {1e3 * usual_cpu:.1f} ms",
+            f"its computing takes {1e3 * own:.1f} ms a step, that of the others {1e3 * usual:.1f} ms",
+            *_where(worker, others),
+        )
+        if is_starved:
+            yield Finding(
+                Cause.NO_CORE,
+                worker.task,
+                f"{worker.task} gets no core for {percent(starved / own)} of its computing: that takes {ratio:.1f} x "
+                f"as long as that of the others{after}",
+                "move what else runs on its machine, or raise its CPU limit",
+                lost,
+                how,
+            )
+            continue
+        advice = "it has more to do, or a slower machine: compare its CPU, its clock, its share of the batch"
+        if cpu < 0.5 * own:
+            advice = (
+                "its thread does not run most of that time: look for input, locks, sleeps in its script, or a "
+                "process that is stopped (stratagem status --stacks)"
+            )
+        yield Finding(
+            Cause.SLOW_WORKER,
+            worker.task,
+            f"{worker.task} computes {ratio:.1f} x slower than the others{after}",
+            advice,
+            lost,
+            how,
+        )
+
+
+def interpreter(reading: Reading) -> Iterator[Finding]:
+    """Python threads of the script that keep the interpreter's lock from the training thread."""
+    for worker in reading.working:
+        wait_s = worker.get(measures.GIL_WAIT) / max(1.0, worker.get(measures.GIL_PROBES))
+        threads = labels(worker.values, measures.THREAD_CPU)
+        cores = sum(threads.values()) / max(1e-9, worker.window_s)
+        computing = sum(worker.get(phase) for phase in (measures.DATA_WAIT, *measures.COMPUTING))
+        cpu = worker.get(measures.DATA_CPU) + worker.get(measures.STEP_CPU)
+        starved = worker.get(measures.STARVED_MAIN) * computing / max(1e-9, worker.total_s)
+        # Where the lock is kept as long as it can be, its waiters look as if they had no core, too.
+        ran = cpu if wait_s >= 2 * GIL_S else cpu + starved
+        share = 1 - min(1.0, ran / max(1e-9, computing))
+        if wait_s < GIL_S or cores < 0.1 or share < 0.15:
+            continue
+        busiest = max(threads, key=lambda name: threads[name])
+        yield Finding(
+            Cause.INTERPRETER,
+            worker.task,
+            f"Python threads of {worker.task} keep the interpreter's lock from its training: {busiest} runs "
+            f"{percent(threads[busiest] / worker.window_s)} of the time",
+            "do that work in processes: DataLoader(num_workers=…), multiprocessing",
+            max(share, 0.2),
+            (
+                f"a thread that wakes waits {1e3 * wait_s:.1f} ms for the lock",
+                f"of {percent(computing / worker.total_s)} of its time in data and computing, the training thread runs "
+                f"{percent(cpu / max(1e-9, computing))}",
+            ),
+            rank=3,
+        )
+
+
+def threads(reading: Reading) -> Iterator[Finding]:
+    """More threads than cores."""
+    hosts: dict[str, list[TaskReading]] = {}
+    for worker in reading.working:
+        hosts.setdefault(worker.host, []).append(worker)
+    for workers in hosts.values():
+        cores = max(worker.get(measures.CORES) for worker in workers)
+        asked = sum(worker.get(measures.THREADS) for worker in workers)
+        starved = _sum(workers, measures.STARVED) / max(
+            1e-9, _sum(workers, measures.STARVED) + _sum(workers, measures.CPU)
+        )
+        if not cores or asked <= max(1.5 * cores, len(workers)) or starved < 0.2:
+            continue
+        fair = max(1, int(cores // len(workers)))
+        yield Finding(
+            Cause.THREADS,
+            "",
+            f"too many threads: {len(workers)} worker{'s' if len(workers) > 1 else ''} on one host compute"
+            f"{'s' if len(workers) == 1 else ''} with {asked:.0f} threads on {cores:.0f} cores",
+            f"--threads {fair}, or OMP_NUM_THREADS={fair}",
+            starved,
+            (f"{percent(starved)} of the time that its threads were ready they had no core",),
+            rank=2,
+        )
+
+
+def gate(reading: Reading) -> Iterator[Finding]:
+    """Workers that wait for slower ones at the staleness bound."""
+    workers = reading.working
+    longest_s = max((worker.window_s for worker in workers), default=0.0)
+    back = [worker for worker in workers if worker.window_s < longest_s - AWAY_S]
+    waiting = [worker for worker in workers if worker.share(measures.GATE_WAIT) >= 0.15 and worker not in back]
+    free = [worker for worker in workers if worker not in waiting]
+    if not waiting or not free:
+        return
+    slowest = max(back or free, key=lambda worker: worker.own_s)
+    most = max(waiting, key=lambda worker: worker.share(measures.GATE_WAIT))
+    share = most.share(measures.GATE_WAIT)
+    ratio = slowest.own_s / max(1e-9, statistics.median(worker.own_s for worker in waiting))
+    why, advice = f"whose steps take {ratio:.1f} x as long", f"make {slowest.task} as fast as the others"
+    if back:
+        why, advice = (
+            f"which is there for {slowest.window_s:.0f} s only",
+            f"look in its log why {slowest.task} was away",
+        )
+    yield Finding(
+        Cause.GATE,
+        slowest.task,
+        f"{most.task} waits {percent(share)} of its time at the staleness bound, for {slowest.task}, {why}",
+        f"a larger --staleness, or {advice}",
+        share,
+        tuple(f"{one.task} waits {percent(one.share(measures.GATE_WAIT))} there" for one in workers),
+        rank=1,
+    )
+
+
+def _computing_s(worker: TaskReading) -> float:
+    """Seconds a step that a worker computes itself, without what it reads."""
+    return sum(worker.get(phase) for phase in (*measures.COMPUTING, measures.PUSH)) / max(1.0, worker.steps)
+
+
+def _where(worker: TaskReading, others: Sequence[TaskReading]) -> Iterator[str]:
+    """Which part of its step takes longer, where one does most of that."""
+    more, parts = {}, {}
+    for phase, words in _PARTS.items():
+        own, usual = worker.each_s(phase), statistics.median(one.each_s(phase) for one in others)
+        more[phase] = own - usual
+        parts[phase] = f"{words}: {1e3 * own:.1f} ms a step, that of the others {1e3 * usual:.1f} ms"
+    most = max(more, key=lambda phase: more[phase])
+    if more[most] >= 0.75 * sum(spent for spent in more.values() if spent > 0):
+        yield f"what takes longer is {parts[most]}"
+
+
+def _cpu_s(worker: TaskReading) -> float:
+    return worker.get(measures.STEP_CPU) / max(1.0, worker.steps)
+
+
+def _sum(workers: Sequence[TaskReading], name: str) -> float:
+    return sum(worker.get(name) for worker in workers)

@@ -1,0 +1,289 @@
+"""A ps that joins or comes back: what it must hear, and have, before any worker uses it.
+
+At staleness > 0 units that are accepted are never leased again, so no worker sends their updates any more: ``MarkLost``
+only counts them and keeps a late resend out, and it may come before or after the commits of others. At staleness 0 all
+ps go back together: commits that a surviving ps took meanwhile are undone by the restore, and a worker that reports
+such a unit later is not believed (``Recovery.believe``).
+
+A ps never chooses a checkpoint: where the job starts, all of them are put back to one before any worker hears of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
+from stratagem.chief.checkpointing.saving import Saving, untaken
+from stratagem.chief.journal.history import encode_positions
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.leasing.positions import minus, plus
+from stratagem.chief.membership.session import SessionState
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.servers.ps_pool import PsPool
+from stratagem.chief.servers.servers import Server
+from stratagem.cluster.backups import backup_of
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.errors import CheckpointError, StratagemError
+
+logger = logging.getLogger(__name__)
+
+
+class PsReturn:
+    """Gives a ps its memory: from a checkpoint, or from another ps's copy.
+
+    Args:
+        sessions: membership.
+        lease_book: the units.
+        ps_pool: the ps.
+        saving: its lock keeps a restore and a checkpoint apart.
+        journal: the journal.
+        changed: notified when units come back.
+        restoring: puts ps back to checkpoints.
+        give_up: ends the job with an exit code and a reason.
+        num_copied: ps whose memory is kept by another ps too; 0: none's is.
+        all_went_back: called when all ps went back to a checkpoint together.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        lease_book: LeaseBook,
+        ps_pool: PsPool,
+        saving: Saving,
+        journal: Journal,
+        changed: ChangeEvent,
+        *,
+        restoring: Restoring,
+        give_up: Callable[[int, str], None],
+        num_copied: int,
+        all_went_back: Callable[[], None],
+    ) -> None:
+        self.is_open = False
+        """See ``Recovery.is_open``."""
+        self.lock = asyncio.Lock()
+        """Held while units change hands or a ps goes back."""
+        self.origin: RestoredServers | None = None
+        """The checkpoint that the job starts from."""
+        self.put_back: dict[Incarnation, RestoredServers | None] = {}
+        """To which checkpoint each ps was put back while it joined."""
+        self._sessions = sessions
+        self._lease_book = lease_book
+        self._ps_pool = ps_pool
+        self._saving = saving
+        self._journal = journal
+        self._changed = changed
+        self._restoring = restoring
+        self._give_up = give_up
+        self._num_copied = num_copied
+        self._all_went_back = all_went_back
+        self._restarted = {Incarnation(task, number) for task, number in journal.history.put_back.items()}
+        self._begun: set[Incarnation] = set()
+        """Those that came for another number of ps, and have begun."""
+        self._fresh: dict[Incarnation, str] = {}
+        """Those that serve, with the checkpoint that they begin from once there is another number of them."""
+
+    async def bring_up_to_date(self, server: Server) -> None:
+        """Has it go on from a checkpoint or a copy, or ends the job where that cannot be; not when the end was told."""
+        incarnation = server.incarnation
+        if self._journal.history.ending:
+            return
+        try:
+            if incarnation in self._begun:
+                return
+            if (fresh := self._fresh.pop(incarnation, None)) is not None:
+                self.put_back.pop(incarnation, None)
+                if await self._has_begun(server, fresh):
+                    return
+            if not self.is_open and await self._has_taken_over(server):
+                return
+            if not self.is_open and await asyncio.to_thread(self._restoring.has_checkpoints):
+                await self._begin_from_checkpoint(server)
+            if (
+                self.is_open
+                and incarnation not in self.put_back
+                and incarnation.task in self._journal.history.initialized
+            ):
+                async with self.lock:
+                    await self.take_back(server)
+        except StratagemError as error:
+            self._is_lost(server, 2, str(error))
+
+    async def _begin_from_checkpoint(self, server: Server) -> None:
+        """A ps without memory, before the books are open: all go on from one checkpoint, which is chosen once."""
+        while not self.is_open and server in self._ps_pool.servers:
+            async with self.lock:
+                if await self._is_put_back(server):
+                    return
+            await self._changed.wait()
+
+    async def _is_put_back(self, server: Server) -> bool:
+        """Puts the ps back if it can be said already to what; whether it could."""
+        if self._sessions.stopping is not None:
+            return True  # no checkpoint was whole, say; another search, of fewer ps by now, would move folders aside
+        sessions = self._sessions.ps
+        if any(each.resumed and each.open for each in sessions):
+            # Others have their memory. What this one lacks of it, open_books() counts.
+            if server.incarnation.task in self._journal.history.initialized:
+                self.put_back[server.incarnation] = await self._restoring.newest([server])
+            return True
+        if self.origin is not None:
+            if server.incarnation not in self.put_back:  # it died after all had been put back
+                await self._restoring.to(self.origin, server)
+                self.put_back[server.incarnation] = self.origin
+            return True
+        servers = self._ps_pool.servers
+        if len(servers) < len(sessions) or any(each.state is SessionState.AWAITED for each in sessions):
+            return False
+        origin = await self._restoring.newest(servers)
+        if self._ps_pool.servers != servers:
+            return False  # one of them died: it has not said whether its part is whole
+        self.origin = origin
+        self.put_back.update((each.incarnation, origin) for each in servers)
+        return True
+
+    async def begin_on(self, checkpoint: str, num_ps: int, newcomers: Sequence[Server]) -> None:
+        """See ``Recovery.begin_on``."""
+        await asyncio.gather(*(server.restore_shards(checkpoint, num_ps, is_fresh=True) for server in newcomers))
+        self._begun = {server.incarnation for server in newcomers}
+        if self._restarted:  # what one of them lacks all will, whose ledgers are joined
+            self._restarted.update(server.incarnation for server in (*newcomers, *self._ps_pool.servers))
+        self._fresh = {server.incarnation: checkpoint for server in self._ps_pool.servers}
+
+    async def _has_begun(self, server: Server, checkpoint: str) -> bool:
+        """Whether a ps begins from the checkpoint that was just made; else it goes back to one that is whole."""
+        num_ps = self._ps_pool.num_ps
+        try:
+            await self._ps_pool.insist(server, lambda each: each.restore_shards(checkpoint, num_ps, is_fresh=True))
+        except CheckpointError as error:
+            logger.warning("%s cannot begin from what was just written: %s", server.incarnation.task, error)
+            return False
+        return True
+
+    async def take_back(self, server: Server) -> None:
+        """A ps lost its memory in the middle of the job."""
+        if self._num_copied and await self._take_over(server):
+            return
+        if self._lease_book.synchronous and await self._restore_all(cause=server.incarnation.task):
+            return
+        async with self._saving.writing:
+            restored = self.put_back.get(server.incarnation) or await self._restoring.newest([server])
+        if restored is None and self._restoring.directory and not self._lease_book.has_leased:
+            # The first checkpoint was not there yet, nor any unit leased: a worker gives it the initial values again.
+            self._journal.write("initialized", tasks=[])
+            logger.warning(
+                "%s came back without its initial values; a worker gives them again", server.incarnation.task
+            )
+            return
+        if restored is None:
+            self._is_lost(
+                server,
+                1,
+                f"{server.incarnation.task} came back without its variables, and there is no checkpoint to take them "
+                "from. Start the job with --checkpoint-dir to survive the loss of a ps.",
+            )
+            return
+        # Staleness > 0: what the ps lacks is lost; the others go on.
+        self._lease_book.restores += 1
+        self._restarted.add(server.incarnation)
+        self._journal.write("put_back", task=server.incarnation.task, incarnation=server.incarnation.number)
+        num_lost, step = await self._mark_lost(server, self._lease_book.positions())
+        logger.warning(
+            "%s restored step %d from %s: %d updates lost", server.incarnation.task, step, restored.path.name, num_lost
+        )
+
+    def _is_lost(self, server: Server, exit_code: int, reason: str) -> None:
+        """Nothing can be given back to a ps. The job ends; one that has come to its end already takes no checkpoint."""
+        logger.error("%s", reason)
+        self._ps_pool.without_memory.add(server.incarnation)
+        self._give_up(exit_code, reason)
+
+    async def _has_taken_over(self, server: Server) -> bool:
+        """Before the books are open: whether the ps, which died while no chief was there, took a copy over."""
+        task = server.incarnation.task
+        if not self._num_copied or task not in self._journal.history.initialized:
+            return False
+        holder = self._sessions.tasks[backup_of(task, self._num_copied)]
+        while holder.state is SessionState.AWAITED and server in self._ps_pool.servers:
+            await self._changed.wait()
+        async with self.lock:
+            self._sessions.tasks[task].resumed = taken = await self._take_over(server)
+        return taken
+
+    async def _take_over(self, server: Server) -> bool:
+        """Another ps may have all that the last process of this one acknowledged; then nobody goes back to anything."""
+        task = server.incarnation.task
+        last = Incarnation(task, self._sessions.tasks[task].served)
+        holder = self._sessions.tasks[backup_of(task, self._num_copied)]
+        asked = holder.incarnation
+
+        async def take_over(each: Server) -> str:
+            if asked not in self._sessions.servers:
+                return f"{asked} is away"
+            return await each.take_over(asked, holder.address, last)
+
+        refusal = await self._ps_pool.insist(server, take_over)
+        if refusal:
+            logger.warning("%s cannot go on from a copy: %s", task, refusal)
+        if refusal != "":
+            return refusal is None  # it is lost: there is nobody to put back
+        num_lost, step = await self._mark_lost(server, self._lease_book.positions())
+        logger.warning(
+            "%s goes on from step %d, which %s had a copy of: %d updates lost", task, step, holder.task, num_lost
+        )
+        return True
+
+    async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
+        """Counts and closes accepted units that a ps has no update of; their number, and the step of the ps."""
+        described = await self._ps_pool.insist(server, lambda each: each.describe_units())
+        if described is None:
+            return 0, 0
+        absent = minus(accepted, described.applied())
+        if absent:
+            # First: a chief that follows takes what the ps has closed for applied.
+            self._journal.write("lost", task=server.incarnation.task, units=encode_positions(absent))
+            await self._ps_pool.insist(server, lambda each: each.mark_lost(absent))
+        return sum(map(len, absent.values())), described.step
+
+    async def _restore_all(self, cause: str) -> bool:
+        """Staleness 0: all ps go back together; False when there is no checkpoint."""
+        async with self._saving.lock:
+            restored = await self._restoring.newest(self._ps_pool.servers)
+            if restored is None:
+                return False
+            manifest = restored.manifest
+            self._lease_book.restores += 1
+            self._all_went_back()
+            saved = plus(manifest.accepted, manifest.applied)
+            back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
+            if back.lost:
+                self._journal.write("lost", task="", units=encode_positions(back.lost))
+            self._journal.write("roll_back", accepted=encode_positions(minus(self._lease_book.positions(), back.lost)))
+        num_lost = sum(map(len, back.lost.values()))
+        if num_lost:
+            await self._ps_pool.insist_all(lambda each: each.mark_lost(back.lost))
+        logger.warning(
+            "%s lost its memory: all ps went back to step %d (%s); %d units are computed again, %d updates lost",
+            cause,
+            manifest.step,
+            restored.path.name,
+            back.revoked,
+            num_lost,
+        )
+        self._changed.notify()
+        return True
+
+    async def lost_after_restarts(self, units: Positions) -> None:
+        """Counts and closes those of the reported units that a ps lacks which was put back alone."""
+        servers = [each for each in self._ps_pool.servers if each.incarnation in self._restarted]
+        described = await self._ps_pool.describe() if servers else {}
+        is_all_taken = not untaken([*described.values()])
+        for server in servers:
+            if (one := described.get(server.incarnation)) is not None and is_all_taken and not one.holds_rows:
+                continue  # no update has a part there, and a close may still be on its way to it
+            num_lost, _ = await self._mark_lost(server, units)
+            if num_lost:
+                logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)

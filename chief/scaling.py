@@ -1,0 +1,298 @@
+"""Another number of workers or parameter servers while training runs, and a ps that is told to end
+(docs/design/scale.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pathlib
+from collections.abc import Callable, Iterable
+
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
+from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.positions import minus, plus
+from stratagem.chief.membership.session import Session, SessionState
+from stratagem.chief.membership.session_streams import SessionStreams
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.recovery import Recovery
+from stratagem.chief.servers.ps_pool import Connect, PsPool
+from stratagem.cluster.config import ChiefConfig
+from stratagem.errors import (
+    CheckpointError,
+    ConfigurationError,
+    JobStoppedError,
+    PeerUnavailableError,
+    StratagemError,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Until the next attempt, when one has failed."""
+
+
+def refusal(sessions: Sessions, lease_book: LeaseBook, config: ChiefConfig, num_ps: int) -> str:
+    """Why the job cannot have another number of workers, or of ps (0: as many as there are); empty: it can."""
+    if not sessions.ready:
+        return "the cluster is not complete yet: scale it once `stratagem status` says that it runs"
+    if not sessions.num_ps:
+        return (
+            "a ring is scaled by starting it with --min-workers and --max-workers, and further workers by hand; "
+            "`stratagem scale` is for jobs with parameter servers"
+        )
+    if lease_book.synchronous:
+        return (
+            "at staleness 0 every batch is cut for the workers that the job started with, and all ps have parts of "
+            "it: start the job again with another number, it goes on from its newest checkpoint"
+        )
+    if num_ps in (0, sessions.num_ps):
+        return ""
+    if config.ps_replicas > 1:
+        return "the number of ps stays where another one has a copy of what each holds (--ps-replicas 2)"
+    if not config.checkpoint_dir:
+        return "another number of ps begins from a checkpoint: start the chief with --checkpoint-dir"
+    if not lease_book.plans:
+        return (
+            "another number of ps needs to know which updates are applied, and the script has leased no data yet "
+            "(strategy.distribute_dataset): those of a pipeline of its own have no names"
+        )
+    return ""
+
+
+class Scaling:
+    """What was asked for, and how it becomes so.
+
+    Args:
+        config: of the chief.
+        sessions: membership.
+        streams: tell the tasks.
+        lease_book: the units.
+        journal: the journal.
+        changed: rung at every change.
+        commit_hold: holds commits.
+        saving: takes the checkpoint that the ps begin from.
+        recovery: prepares them.
+        ps_pool: the ps that serve.
+        connect: makes the connection to a ps that does not serve yet.
+        saved: told of the step of the checkpoint that the ps have begun from.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: ChiefConfig,
+        sessions: Sessions,
+        streams: SessionStreams,
+        lease_book: LeaseBook,
+        journal: Journal,
+        changed: ChangeEvent,
+        *,
+        commit_hold: CommitHold,
+        saving: Saving,
+        recovery: Recovery,
+        ps_pool: PsPool,
+        connect: Connect,
+        saved: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._streams = streams
+        self._lease_book = lease_book
+        self._journal = journal
+        self._changed = changed
+        self._commit_hold = commit_hold
+        self._saving = saving
+        self._recovery = recovery
+        self._ps_pool = ps_pool
+        self._connect = connect
+        self._saved = saved
+        self._clock = clock
+        self._is_moving = False
+        self._move_at = 0.0
+        self._failure = ""
+        self._newest: CommittedCheckpoint | None = None
+        """The checkpoint that was taken for the last change."""
+        self._gone: set[int] = set()
+        """ps that were let go while commits are held, and are not back."""
+
+    def scale(self, num_workers: int, num_ps: int) -> None:
+        """There are to be so many from now on; 0: as many as there are. Answers before it is so.
+
+        Raises:
+            ConfigurationError: this job cannot have another number.
+            JobStoppedError: it is over.
+        """
+        sessions = self._sessions
+        if sessions.stopping is not None:
+            raise JobStoppedError(f"the job is over: {sessions.stopping.reason}", sessions.stopping.exit_code)
+        if why := refusal(sessions, self._lease_book, self._config, num_ps):
+            raise ConfigurationError(why)
+        self._want(num_workers, num_ps)
+        if num_workers:
+            self._streams.perform(sessions.want_workers(num_workers))
+
+    def _want(self, num_workers: int, num_ps: int) -> None:
+        history = self._journal.history
+        workers, ps = num_workers or history.wanted_workers, num_ps or history.wanted_ps
+        self._journal.write("wanted", workers=workers, ps=ps)
+        logger.info("There are to be %d workers and %d ps", workers or len(self._sessions.live("worker")), ps)
+        self._failure, self._move_at = "", 0.0
+        self._changed.notify()
+
+    @property
+    def words(self) -> str:
+        """Why there are not as many ps as wanted; empty: there are."""
+        wanted = self._journal.history.wanted_ps
+        if wanted in (0, self._sessions.num_ps):
+            return ""
+        if late := self._awaited(wanted):
+            return f"{', '.join(late)} to come"
+        return self._refusal or self._failure or "the ps are changing"
+
+    @property
+    def _refusal(self) -> str:
+        return refusal(self._sessions, self._lease_book, self._config, self._journal.history.wanted_ps)
+
+    def _awaited(self, num_ps: int) -> list[str]:
+        here = {str(session.task) for session in (*self._sessions.ps, *self._sessions.newcomers)}
+        return [task for task in (f"ps:{index}" for index in range(num_ps)) if task not in here]
+
+    @property
+    def _target(self) -> int:
+        """How many ps there are to be now: as many as wanted, once that can be."""
+        wanted = self._journal.history.wanted_ps
+        return self._sessions.num_ps if self._awaited(wanted) or self._refusal else wanted or self._sessions.num_ps
+
+    def tick(self) -> bool:
+        """Looks who came and who is to end; whether :meth:`move` has something to do."""
+        sessions, history = self._sessions, self._journal.history
+        if sessions.stopping is not None or self._is_moving:
+            return False
+        self._let_go_idle()
+        if not (sessions.ready and self._config.checkpoint_dir):
+            self._let_go(sessions.leaving)  # there is nothing to save, or nowhere to save it
+        if not self._recovery.is_open:
+            return False
+        self._follow()
+        is_wanted = self._target != sessions.num_ps or bool(sessions.leaving)
+        return bool(is_wanted and history.initialized and self._clock() >= self._move_at)
+
+    def _follow(self) -> None:
+        """Where ps come and go by themselves (``max_ps``): those that have come are wanted, those that are to end are
+        not. Tasks go by index, so it is the last ones that leave the job; any other is waited for."""
+        sessions = self._sessions
+        if not self._config.max_ps or refusal(sessions, self._lease_book, self._config, sessions.num_ps + 1):
+            return
+        leaving = {session.task.index for session in sessions.leaving} | self._gone
+        here = {session.task.index for session in sessions.newcomers}
+        number = staying = sessions.num_ps
+        while staying and staying - 1 in leaving:
+            staying -= 1
+        while number in here and number < self._config.max_ps:
+            number += 1
+        wanted = self._journal.history.wanted_ps or sessions.num_ps
+        if 0 < staying < min(sessions.num_ps, wanted):
+            self._want(0, staying)
+        elif staying == sessions.num_ps and number > max(staying, wanted):
+            self._want(0, number)
+
+    def _let_go_idle(self) -> None:
+        self._let_go([session for session in self._sessions.leaving if not self._sessions.serves(session)])
+
+    def _let_go(self, leaving: Iterable[Session]) -> None:
+        for session in leaving:
+            self._streams.perform(self._sessions.let_go(session, self._clock()))
+
+    async def move(self) -> None:
+        """Gives the variables to the number of ps that is wanted, and lets those end that are to. If that fails before
+        it is in the journal, everything stays as it was, and another attempt follows."""
+        sessions, began = self._sessions, self._clock()
+        self._is_moving = True
+        self._gone.clear()
+        # Without workers nobody completes what only some ps have: it stays so until the job goes on.
+        is_complete = bool(sessions.live("worker")) or not sessions.leaving
+        try:
+            async with self._commit_hold.held("another number of ps", complete=is_complete):
+                saved = await self._save(is_complete)
+                while sessions.stopping is None:
+                    self._let_go_idle()
+                    self._follow()
+                    states = {session.task.index: session.state for session in sessions.ps}
+                    self._gone = {index for index in self._gone if states.get(index) not in (None, SessionState.LIVE)}
+                    target = self._target if is_complete else sessions.num_ps
+                    if target != sessions.num_ps and self._gone.isdisjoint(range(target)):
+                        await self._route(saved.path, target)
+                        logger.info("There are %d ps now; commits were held for %.2f s", target, self._clock() - began)
+                    elif sessions.leaving:
+                        await self._check_units(saved.path)
+                        self._gone.update(session.task.index for session in sessions.leaving)
+                        self._let_go(sessions.leaving)
+                    elif self._gone and not self._lease_book.synchronous:  # there all go back with it anyway
+                        await self._changed.wait()
+                    else:
+                        break
+            self._failure = ""
+        except StratagemError as error:
+            self._failure = str(error)
+            if isinstance(error, CheckpointError):
+                self._newest = None
+            told = ", ".join(str(session.task) for session in sessions.leaving)
+            logger.warning(
+                "%s for now: %s", f"{told} cannot end" if told else f"The number of ps stays {sessions.num_ps}", error
+            )
+        finally:
+            self._is_moving, self._move_at = False, self._clock() + RETRY_S
+
+    async def _save(self, is_complete: bool) -> CommittedCheckpoint:
+        """With commits held: all that the ps have, in a checkpoint."""
+        await self._recovery.count_lost()
+        is_named = bool(self._lease_book.plans)  # updates of no unit are told by nothing
+        if self._newest is None or not is_named or await self._num_more(self._newest.path):
+            self._newest = await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=is_complete)
+            self._saved(self._newest.step)
+        return self._newest
+
+    async def _route(self, checkpoint: str, num_ps: int) -> None:
+        """With commits held: so many ps go on from a checkpoint that has all they hold."""
+        sessions = self._sessions
+        newcomers = [session for session in sessions.newcomers if session.task.index < num_ps]
+        servers = [self._connect(session.incarnation, session.address) for session in newcomers]
+        async with self._saving.lock:
+            try:
+                await self._recovery.begin_on(checkpoint, num_ps, servers)
+            finally:
+                await asyncio.gather(*(server.close() for server in servers))
+            await self._commit_hold.outlive_chief()
+            await self._check_units(checkpoint)  # the hold may have run out, had this chief stood still
+            if late := self._awaited(num_ps):
+                raise PeerUnavailableError(f"{', '.join(late)} went away meanwhile")
+            self._journal.write("routed", num_ps=num_ps)
+            self._streams.perform(sessions.route(num_ps))
+            moved = [session.incarnation for session in sessions.ps if session.open]
+            while sessions.stopping is None and any(
+                sessions.tasks[each.task].incarnation == each and sessions.tasks[each.task].state is SessionState.JOINED
+                for each in moved
+            ):
+                await self._changed.wait()
+
+    async def _check_units(self, checkpoint: str) -> None:
+        """An earlier checkpoint with the same weights counts as this one, and may know of fewer units: of those that
+        are lost, say, or whose updates were skipped."""
+        if num_more := await self._num_more(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint} has the weights of now, and {num_more} units fewer: the next update makes another one"
+            )
+
+    async def _num_more(self, checkpoint: str) -> int:
+        """Units that are closed or applied now, and not in a checkpoint."""
+        manifest = await asyncio.to_thread(ServersManifest.read, pathlib.Path(checkpoint))
+        saved = plus(manifest.accepted, manifest.applied) if manifest is not None else {}
+        now = self._lease_book.positions()
+        for each in (await self._ps_pool.describe()).values():
+            now = plus(now, each.applied())
+        return sum(map(len, minus(now, saved).values()))

@@ -1,0 +1,35 @@
+"""``/metrics``, for Prometheus."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+
+
+@dataclasses.dataclass
+class _Found:
+    """A registry of what was found for one request."""
+
+    metrics: Iterable[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
+
+
+def metrics_routes(look: Callable[[], Awaitable[Iterable[Metric]]]) -> list[web.RouteDef]:
+    """The one route.
+
+    Args:
+        look: gives the metrics.
+    """
+
+    async def metrics(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        body = encode(_Found(await look()))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    return [web.get("/metrics", metrics)]

@@ -1,0 +1,106 @@
+"""The page of a job: its files, what it shows as JSON, and the stream that keeps it live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import mimetypes
+from collections.abc import AsyncIterator, Mapping
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from aiohttp import web
+
+from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.verdict import judge
+from stratagem.chief.web.http_server import Background
+from stratagem.chief.web.page_watch import PageWatch, to_json
+
+READ_S = 30.0
+"""Seconds that a page may take to read a message."""
+RETRY_MS = 1000
+"""After which a page that lost its stream comes back."""
+
+
+class JobPage:
+    """The routes.
+
+    Args:
+        watch: looks at the job.
+    """
+
+    def __init__(self, watch: PageWatch) -> None:
+        self._watch = watch
+        self._files = {path: body for path, body in _files(resources.files("stratagem.chief.web") / "static")}
+
+    @property
+    def routes(self) -> list[web.RouteDef]:
+        """All there is; read-only."""
+        return [
+            web.get("/", self._file),
+            web.get("/static/{path:.+}", self._file),
+            web.get("/api/status", self._status),
+            web.get("/api/why", self._why),
+            web.get("/api/live", self._live),
+        ]
+
+    @property
+    def background(self) -> Background:
+        """What runs beside the requests."""
+
+        async def run(_: web.Application) -> AsyncIterator[None]:
+            looking = asyncio.create_task(self._watch.run())
+            yield
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+        return run
+
+    async def _file(self, request: web.Request) -> web.Response:
+        path = request.match_info.get("path", "index.html")
+        if path not in self._files:
+            raise web.HTTPNotFound
+        body = self._files[path]
+        tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        kind = mimetypes.guess_type(path)[0] or "text/plain"
+        return web.Response(body=body, headers=headers, content_type=kind, charset="utf-8")
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return _json(dataclasses.asdict(await self._watch.look()))
+
+    async def _why(self, request: web.Request) -> web.Response:
+        return _json(judge(reading_of(await self._watch.look())).as_json())
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._watch.watching())
+            except OverflowError as error:
+                return web.Response(status=503, text=f"{error}\n", headers={"Retry-After": "10"})
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+            await response.prepare(request)
+            await response.write(f"retry: {RETRY_MS}\n\n".encode())
+            async for name, data in self._watch.messages():
+                await asyncio.wait_for(response.write(f"event: {name}\ndata: {data}\n\n".encode()), READ_S)
+        return response
+
+
+def _json(content: Mapping[str, object]) -> web.Response:
+    return web.Response(text=to_json(content), content_type="application/json")
+
+
+def _files(folder: Traversable, prefix: str = "") -> list[tuple[str, bytes]]:
+    """Everything below: nothing else can be asked for, whatever a path looks like."""
+    found = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _files(entry, f"{prefix}{entry.name}/")
+        else:
+            found.append((prefix + entry.name, entry.read_bytes()))
+    return found

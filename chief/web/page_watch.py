@@ -1,0 +1,126 @@
+"""Looks at the job for whoever watches the page: one look a second for all of them, one now and then for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stratagem.chief.monitoring.job_log import JobLog
+from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.verdict import judge
+from stratagem.chief.web.snapshot import snapshot
+from stratagem.chief.web.story import COLUMNS, JobStory
+from stratagem.rpc.status_view import StatusView
+from stratagem.rpc.throttle import THROTTLE
+
+logger = logging.getLogger(__name__)
+
+LIVE_S, IDLE_S = 1.0, 10.0
+"""Seconds between two looks, while somebody watches and while nobody does."""
+PATIENCE = 20
+"""A look may take this part of the time between two: with a great many tasks there are fewer."""
+MAX_VIEWERS = 32
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    """One line. JSON knows no NaN: it is a string there, and so is an infinity."""
+    return json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+class PageWatch:
+    """What the page is told.
+
+    Args:
+        look: gives the status, with measures.
+        log: of all tasks.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, look: Callable[[], Awaitable[StatusView]], log: JobLog, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.look = look
+        self.num_looks = 0
+        self._log = log
+        self._clock = clock
+        self._story = JobStory()
+        self._num_viewers = 0
+        self._wanted = asyncio.Event()
+        self._looked = asyncio.Condition()
+        self._newest = ""
+
+    async def run(self) -> None:
+        """Looks, for ever."""
+        while True:
+            self._wanted.clear()
+            took_s = 0.0
+            try:
+                took_s = await self._look_once()
+            except (
+                Exception
+            ):  # the chief has no time, or this room a fault: neither is a reason to show nothing for ever
+                THROTTLE.log(logger, logging.WARNING, "page", "No look at the job for its page", exc_info=True)
+            if self._num_viewers:
+                await asyncio.sleep(max(LIVE_S, PATIENCE * took_s))
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wanted.wait(), max(IDLE_S, PATIENCE * took_s))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While somebody does.
+
+        Raises:
+            OverflowError: too many do.
+        """
+        if self._num_viewers >= MAX_VIEWERS:
+            raise OverflowError(f"{MAX_VIEWERS} pages are open already")
+        self._num_viewers += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._num_viewers -= 1
+
+    async def messages(self) -> AsyncIterator[tuple[str, str]]:
+        """Name and JSON of each message to a page: the past, then looks and news. Who reads slowly misses looks."""
+        happening = line = known = 0
+        while True:
+            async with self._looked:
+                await self._looked.wait_for(lambda: self.num_looks > known)  # noqa: B023
+            if not known:
+                yield "past", to_json({"columns": COLUMNS, "points": self._story.points})
+            known = self.num_looks
+            yield "look", self._newest
+            happenings, lines = self._story.since(happening), self._log.since(line)
+            if happenings or lines:
+                happening = happenings[-1]["number"] if happenings else happening
+                line = lines[-1]["number"] if lines else line
+                yield "news", to_json({"happenings": happenings, "lines": lines})
+
+    async def _look_once(self) -> float:
+        """Returns the seconds of CPU that it took here."""
+        status = await self.look()
+        began, at = time.thread_time(), self._clock()
+        self._story.add(at, status)
+        reading = reading_of(status)
+        shown = snapshot(status, reading, judge(reading))
+        self._newest = to_json({"at": at, "point": self._story.points[-1], **shown})
+        async with self._looked:
+            self.num_looks += 1
+            self._looked.notify_all()
+        return time.thread_time() - began

@@ -1,0 +1,81 @@
+"""Serves metrics and page of a job that runs in the event loop of the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from stratagem.chief.job import ChiefJob
+from stratagem.chief.monitoring.job_log import JobLog
+from stratagem.chief.web.http_server import HttpServer, of_loop
+from stratagem.chief.web.page import JobPage
+from stratagem.chief.web.page_watch import PageWatch
+from stratagem.chief.wire import status_to_proto
+from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.spec import split_address
+from stratagem.rpc.logs import PACKAGE
+from stratagem.rpc.security import Security
+from stratagem.rpc.status_view import StatusView, from_reply
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+logger = logging.getLogger(__name__)
+
+
+def _looking(job: ChiefJob) -> Callable[[], Awaitable[StatusView]]:
+    """What gives the status with measures; the loop of the job only puts it together."""
+    ask = of_loop(asyncio.get_running_loop(), job.get_status)
+
+    async def look() -> StatusView:
+        return from_reply(status_to_proto(await ask(), with_measures=True))
+
+    return look
+
+
+def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpServer:
+    """``/metrics`` at ``metrics_bind``.
+
+    Raises:
+        ConfigurationError: as :class:`HttpServer`.
+    """
+    from stratagem.chief.monitoring.metrics import families
+    from stratagem.chief.web.metrics import metrics_routes
+
+    look = _looking(job)
+
+    async def measure() -> Iterable[Metric]:
+        return [*families(await look())]
+
+    routes = metrics_routes(measure)
+    server = HttpServer("metrics", config.metrics_bind, routes, security, insecure=config.insecure)
+    logger.info("Metrics at %s/metrics", server.url)
+    return server
+
+
+def serve_page(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpServer:
+    """The page at ``web``.
+
+    Raises:
+        ConfigurationError: as :class:`HttpServer`.
+    """
+    log = job.streams.log = JobLog()
+    page = JobPage(PageWatch(_looking(job), log))
+
+    async def background(app: web.Application) -> AsyncIterator[None]:
+        PACKAGE.addHandler(log.of_chief)
+        async with contextlib.asynccontextmanager(page.background)(app):
+            yield
+        PACKAGE.removeHandler(log.of_chief)
+
+    names = [split_address(address)[0] for address in (config.web, config.advertise) if address]
+    server = HttpServer(
+        "the page", config.web, page.routes, security, insecure=config.insecure, names=names, background=background
+    )
+    logger.info("The page of the job is at %s", server.url)
+    return server

@@ -1,0 +1,131 @@
+"""What the page tells of the past: curves, and what happened. Bounded, and pure: time is passed in."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+from stratagem.chief.monitoring.why.watched import WatchedVerdict
+from stratagem.measuring import measures
+from stratagem.rpc.status_view import StatusView, TaskState
+
+MAX_POINTS = 600
+"""Of a curve: beyond it every second one is left out, so that an hour costs what ten minutes do."""
+MAX_HAPPENINGS = 200
+COLUMNS = ("at", "examples", "steps", "loss", "ahead", "staleness", "exposed")
+"""Of a point: seconds since 1970; examples and steps of all workers so far; newest loss; how many steps the fastest
+worker is ahead; the staleness that nine of ten commits do not exceed; part of the steps that waits, 0 to 1."""
+
+Point = tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobEvent:
+    """Something that happened."""
+
+    number: int
+    at: float
+    kind: str
+    """"good", "note" or "bad"."""
+    text: str
+
+
+class JobStory:
+    """What was seen of a job."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.happenings: collections.deque[JobEvent] = collections.deque(maxlen=MAX_HAPPENINGS)
+        self._num_events = 0
+        self._last: StatusView | None = None
+        self._watched = WatchedVerdict()
+        self._told: object = None
+
+    def add(self, at: float, status: StatusView) -> None:
+        """A look at the job.
+
+        Args:
+            at: seconds since 1970.
+            status: with measures.
+        """
+        self.points.append(point_of(at, status))
+        if len(self.points) > MAX_POINTS:
+            self.points[:] = self.points[::2]
+        for kind, text in self._news(at, status):
+            self._num_events += 1
+            self.happenings.append(JobEvent(self._num_events, at, kind, text))
+        self._last = status
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """What happened after that happening."""
+        return [dataclasses.asdict(one) for one in self.happenings if one.number > number]
+
+    def _news(self, at: float, now: StatusView) -> list[tuple[str, str]]:
+        last = self._last
+        found = []
+        if last is None:
+            if now.chief_epoch > 1:
+                found.append(("note", f"the chief was started again: its epoch is {now.chief_epoch}"))
+            last = StatusView(epoch=now.epoch, checkpoint=now.checkpoint, updates_lost=now.updates_lost)
+        if now.ready and not last.ready:
+            found.append(("good", "the cluster is complete"))
+        before = {task.task: task for task in last.tasks}
+        for task in now.tasks:
+            if task.task in before:
+                found += _of_task(before[task.task], task)
+        if now.epoch > last.epoch:
+            found.append(("good", f"epoch {now.epoch} begins"))
+        if now.checkpoint != last.checkpoint:
+            found.append(("good", f"checkpoint {now.checkpoint.rpartition('/')[2]}"))
+        if now.updates_lost > last.updates_lost:
+            found.append(("bad", f"{now.updates_lost - last.updates_lost} updates were lost with a ps"))
+        if now.stop_reason and not last.stop_reason:
+            found.append(("note", f"the job ends: {now.stop_reason}"))
+        self._watched.look(now, at)
+        off = self._watched.told
+        told = None if off is None else (off.cause, off.task)
+        if told != self._told:
+            self._told = told
+            found.append(("good", "nothing is off any more") if off is None else ("bad", off.sentence))
+        return found
+
+
+def _of_task(before: TaskState, now: TaskState) -> list[tuple[str, str]]:
+    if now.incarnation > before.incarnation > 0:
+        return [("note", f"{now.task} was started again: incarnation {now.incarnation}")]
+    if now.state == before.state:
+        return []
+    if now.state == "lost":
+        return [("bad", f"{now.task} is lost")]
+    if now.state == "live" and before.state == "lost":
+        return [("good", f"{now.task} is back")]
+    return [("good", f"{now.task} is done")] if now.state == "done" else []
+
+
+def point_of(at: float, status: StatusView) -> Point:
+    """One point of every curve, in the order of :data:`COLUMNS`."""
+    workers = status.workers
+    clocks = [worker.clock for worker in workers if worker.state == "live"]
+    return (
+        round(at, 2),
+        sum(worker.examples for worker in workers),
+        sum(worker.step for worker in workers),
+        status.loss,
+        max(clocks) - min(clocks) if clocks else None,
+        staleness(status),
+        round(status.exposed, 4) if any(worker.step_s > 0 for worker in workers) else None,
+    )
+
+
+def staleness(status: StatusView, part: float = 0.9) -> float | None:
+    """What so many of the last commits do not exceed; None: there was none."""
+    counts: collections.Counter[str] = collections.Counter()
+    for task in status.tasks:
+        counts.update(measures.labels(measures.since(task.measures, task.earlier), measures.STALENESS))
+    left = part * sum(counts.values())
+    for bound in measures.STALENESS_BOUNDS if left else ():
+        left -= counts[str(bound)]
+        if left <= 1e-9:
+            return float(bound)
+    return 2.0 * measures.STALENESS_BOUNDS[-1] + 1 if left else None

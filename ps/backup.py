@@ -1,0 +1,214 @@
+"""What this ps tells the one that keeps a copy of it, and what may be acknowledged to workers meanwhile.
+
+The backup is whole once it has confirmed everything told before: from then on a change is acknowledged when the backup
+has it. If it breaks off then, whoever waits goes on waiting until the backup has dropped its copy or is dead: a copy
+that lacks something acknowledged must not be there for anybody to take. Where the two cannot reach one another, this is
+said by way of the chief (:attr:`Backup.copy_to_drop`).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from stratagem.cluster.membership import Membership
+from stratagem.errors import PeerUnavailableError
+from stratagem.ps.published import AnsweringLane, HeldFrame
+from stratagem.ps.requests import Sender
+from stratagem.ps.shard_group import Parts
+
+AsItCame = Callable[[], bytes]
+"""A request as the worker sent it."""
+MIN_TOLD_BYTES = 64 << 20
+"""Of gradients that may be on their way to the backup, however small the variables are."""
+SILENCE_S = 5.0
+"""How long a backup that is waited for may confirm nothing before this ps goes on without it."""
+
+
+class Backup:
+    """The copy of this ps. A lock of its own, which is taken inside all others of the store.
+
+    Args:
+        held_bytes: bytes of variables and slots here.
+        followed: kind of the frame that says how far a copy is.
+    """
+
+    def __init__(self, held_bytes: Callable[[], int], followed: int) -> None:
+        self._held_bytes = held_bytes
+        self._followed = followed
+        self._changed = threading.Condition()
+        self._lane: AnsweringLane | None = None
+        self._closed = False
+        self._transfer = 0
+        self._asker: tuple[str, int] | None = None
+        """The process at the other end of the lane."""
+        self._number = 0
+        """Of its following."""
+        self._whole: tuple[str, int] | None = None
+        """The process that may have a copy with everything acknowledged so far."""
+        self._whole_number = 0
+        """Of the following in which it was made."""
+        self._ended: list[AnsweringLane] = []
+        self._waiting = 0
+        self._silent_since = 0.0
+        """Threads that wait for the backup, and since when it has confirmed nothing that one of them waits for."""
+        self._told = 0
+        self._confirmed = 0
+        """Changes told, and of these how many the backup has; they only grow."""
+        self._unconfirmed: collections.deque[int] = collections.deque()
+        self._unconfirmed_bytes = 0
+        """Bytes of each change told and not confirmed, and their sum."""
+
+    @property
+    def words(self) -> str:
+        """For the status: who has a copy, or why nobody has."""
+        with self._changed:
+            if self._lane is not None:
+                assert self._asker is not None
+                return self._asker[0] if self._whole == self._asker else f"{self._asker[0]} copies"
+            return f"{self._whole[0]} broke off" if self._whole is not None else "none"
+
+    @property
+    def copy_to_drop(self) -> int:
+        """The following whose copy the backup is to drop, because replies wait for it and it is silent; 0: none."""
+        with self._changed:
+            is_silent = self._waiting and time.monotonic() - self._silent_since > SILENCE_S
+            return self._whole_number if is_silent and self._whole is not None else 0
+
+    def begin(
+        self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, begin: Callable[[int], None]
+    ) -> None:
+        """A backup is told everything from here on. Nobody changes anything meanwhile.
+
+        Args:
+            asker: the backup.
+            number: of its following.
+            lane: to it.
+            transfer: of its request.
+            begin: sends all that is held; given the changes told so far.
+        """
+        with self._changed:
+            before, self._lane = self._lane, lane
+            self._transfer, self._asker, self._number = transfer, asker.key, number
+            self._confirmed = self._told
+            self._unconfirmed.clear()
+            self._unconfirmed_bytes = 0
+            begin(self._told)
+            self._changed.notify_all()
+        if before is not None and before is not lane:
+            before.close(PeerUnavailableError(f"{asker} is the backup now"))
+
+    def tell(self, kind: int, as_it_came: AsItCame, gradient: Mapping[int, Parts]) -> None:
+        """A change is made here; those of one group in the order of these calls.
+
+        The gradient is sent from where it lies. While the backup lags behind by more than is held here, this waits.
+        """
+        num_bytes = sum(piece.nbytes for parts in gradient.values() for _, piece in parts)
+        with self._changed:
+            limit = max(MIN_TOLD_BYTES, self._held_bytes())
+            self._wait(lambda: self._lane is None or not gradient or self._unconfirmed_bytes <= limit)
+            if (lane := self._lane) is None:
+                return
+            with lane.corked():
+                for group, parts in gradient.items():
+                    for offset, piece in parts:
+                        lane.send(self._transfer, HeldFrame(group, offset, piece))
+                lane.answer(kind, self._transfer, as_it_came())
+            self._told += 1
+            self._unconfirmed.append(num_bytes)
+            self._unconfirmed_bytes += num_bytes
+
+    def confirm(self, asker: Sender, number: int) -> None:
+        """The backup has the changes up to ``number``; 0: it has dropped the copy it had."""
+        with self._changed:
+            if self._lane is None or asker.key != self._asker:
+                return
+            if not number:
+                self._whole = None
+            elif self._whole is None:  # everything that was acknowledged is on its way: nothing more is without it
+                self._whole, self._whole_number = self._asker, self._number
+                self._lane.answer(self._followed, self._transfer, b"\0")
+            while self._unconfirmed and self._confirmed < number - 1:
+                self._confirmed += 1
+                self._unconfirmed_bytes -= self._unconfirmed.popleft()
+            self._silent_since = time.monotonic()
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Waits until everything told so far may be acknowledged.
+
+        Raises:
+            PeerUnavailableError: this ps ends.
+        """
+        with self._changed:
+            told = self._told
+
+            def is_settled() -> bool:
+                return self._whole is None or (self._lane is not None and self._confirmed >= told)
+
+            self._wait(lambda: is_settled() or self._closed)
+            if not is_settled():
+                raise PeerUnavailableError("this parameter server ends, and its backup has not all of it")
+        self._close_ended()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._lane = None
+            self._changed.notify_all()
+
+    def outdate(self) -> None:
+        """Something has changed that is not told: the copy has to be made again."""
+        with self._changed:
+            self._end(self._lane)
+        self._close_ended()
+
+    def lost(self, lane: object) -> None:
+        """A lane is over, perhaps the backup's."""
+        with self._changed:
+            if lane is self._lane:
+                self._lane = None
+                self._changed.notify_all()
+
+    def look(self, membership: Membership) -> None:
+        """The cluster has changed: a process that is over, or has dropped it, has no copy that anybody could take."""
+        with self._changed:
+            if self._whole is None:
+                return
+            member = membership.member(self._whole[0])
+            if membership.has(self._whole) and member is not None and member.copies_dropped < self._whole_number:
+                return
+            lane = self._lane if self._number == self._whole_number else None
+            self._whole = None
+            self._end(lane)
+        self._close_ended()
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Waits with the lock held. Whoever waits for a copy that is not whole yet does without it after a while."""
+        if is_over():
+            return
+        if not self._waiting:
+            self._silent_since = time.monotonic()
+        self._waiting += 1
+        try:
+            while not self._changed.wait_for(is_over, SILENCE_S):
+                if self._whole is None and time.monotonic() - self._silent_since > SILENCE_S:
+                    self._end(self._lane)
+        finally:
+            self._waiting -= 1
+
+    def _end(self, lane: AnsweringLane | None) -> None:
+        """With the lock held; it is closed without it, by :meth:`_close_ended`."""
+        if lane is not None:
+            self._lane = None
+            self._ended.append(lane)
+        self._changed.notify_all()
+
+    def _close_ended(self) -> None:
+        with self._changed:
+            ended, self._ended = self._ended, []
+        for lane in ended:
+            lane.close(PeerUnavailableError("nothing more is told here: follow again"))

@@ -1,0 +1,209 @@
+"""Whole stores that travel: what a backup is given to begin with, the copy that it keeps, and who may take it over."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from stratagem.errors import CheckpointError, PeerUnavailableError, ProtocolError
+from stratagem.ps.applying import Applying
+from stratagem.ps.checkpointing import Checkpointing
+from stratagem.ps.locked_group import LockedGroup
+from stratagem.ps.published import AnsweringLane, HeldFrame, cut_pieces
+from stratagem.ps.requests import CommitUpdate, Sender, UpdateAction
+from stratagem.ps.shard_group import Parts, ShardGroup
+from stratagem.ps.snapshot import Content
+from stratagem.ps.specs import check_group, check_new_groups
+from stratagem.ps.state import StoreState
+from stratagem.ps.waiting import Call, wait
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreImage:
+    """All that a store holds."""
+
+    source: Sender
+    """The process whose store it is."""
+    content: Content
+    done: tuple[Sender, ...]
+    """Requests that count as done, by their senders and numbers."""
+    number: int
+    """Changes told before."""
+
+
+def tensors_of(groups: Sequence[ShardGroup]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Group and tensor, in the order in which they travel."""
+    for group in groups:
+        yield group.spec.group, group.weights
+        for _, flat in sorted(group.slots.items()):
+            yield group.spec.group, flat
+
+
+Answer = Callable[[StoreImage], None]
+"""Sends the image without its tensors, which follow."""
+
+
+class StoreCopy:
+    """The copy of another ps's store.
+
+    Args:
+        image: what it begins with.
+        state: an empty one.
+
+    Raises:
+        LimitError: there is no room for it here.
+    """
+
+    def __init__(self, image: StoreImage, state: StoreState) -> None:
+        groups = image.content.groups
+        for group in groups:
+            check_group(group.spec)
+        check_new_groups([group.spec for group in groups], [], state.limits)
+        self.source = image.source
+        self.is_whole = False
+        """Everything that the ps has acknowledged is here."""
+        self.is_taken = False
+        """Somebody goes on from it: nothing of the process that it is of is believed any more."""
+        self.state = state
+        self._applying = Applying(state)
+        state.locked_groups = {group.spec.group: LockedGroup(group, state.store_epoch) for group in groups}
+        state.units = image.content.units
+        state.senders.inherit(image.done)
+
+    def commit(self, request: CommitUpdate, gradient: Mapping[int, Parts]) -> None:
+        """Does what the ps did.
+
+        Raises:
+            PeerUnavailableError: the copy was taken over.
+        """
+        state, sender = self.state, request.sender
+        with self._entered(sender):
+            with state.changed:
+                present = self._applying.present(request.groups)
+                state.units.close(request.closes)
+                is_new = not request.update.units or state.units.is_new(request.update)
+            if is_new and request.action is UpdateAction.APPLY:
+                self._applying.apply(request.groups, dict(gradient), present, request.scale)
+            with state.changed:
+                if is_new:
+                    state.units.record(request.update, request.num_servers)
+                state.senders.inherit((sender,))
+
+    @contextlib.contextmanager
+    def _entered(self, sender: Sender) -> Iterator[None]:
+        state = self.state
+        with state.changed:
+            if self.is_taken:
+                raise PeerUnavailableError(f"the copy of {self.source} was taken over")
+            state.enter(sender)
+        try:
+            yield
+        finally:
+            with state.changed:
+                state.leave(sender)
+
+    def give(self, lane: AnsweringLane, transfer: int, answer: Answer) -> None:
+        """Sends all of it; it changes no more."""
+        state = self.state
+        with state.changed:
+            self.is_taken = True
+            state.changed.wait_for(lambda: state.gate.num_inside == 0)
+            send_image(state, self.source, 0, lane, transfer, answer)
+
+
+class StoreCopies:
+    """The copies of this ps's store, and those that it keeps of others.
+
+    Args:
+        task: of this ps.
+        state: of its store.
+        checkpoints: puts another content in the place of the store's.
+        incarnation: of this process.
+    """
+
+    def __init__(
+        self, task: str, state: StoreState, checkpoints: Checkpointing, incarnation: Callable[[], int]
+    ) -> None:
+        self.kept: dict[str, StoreCopy] = {}
+        """By the ps that they are of."""
+        self._task = task
+        self._state = state
+        self._checkpoints = checkpoints
+        self._incarnation = incarnation
+
+    def new_copy(self, image: StoreImage) -> StoreCopy:
+        """Begins to keep a copy. Errors as :class:`StoreCopy`."""
+        limits, timeout_s = self._state.limits, self._state.frames_timeout_s
+        copy = StoreCopy(image, StoreState(limits, image.content.store_epoch, timeout_s))
+        self.kept[image.source.task] = copy
+        return copy
+
+    def follow(
+        self,
+        asker: Sender,
+        whose: str,
+        incarnation: int,
+        number: int,
+        lane: AnsweringLane,
+        transfer: int,
+        answer: Answer,
+        call: Call,
+    ) -> None:
+        """Sends a store; of the own one also everything that changes from then on. ``number``: of the following.
+
+        Raises:
+            CheckpointError: there is no whole copy of that process here.
+            ProtocolError: the job keeps no copies.
+        """
+        if whose == self._task:
+            self._begin(asker, number, lane, transfer, answer, call)
+            return
+        copy = self.kept.get(whose)
+        if copy is None or not copy.is_whole or copy.source != Sender(whose, incarnation):
+            raise CheckpointError(f"{self._task} has no whole copy of {Sender(whose, incarnation)}")
+        copy.give(lane, transfer, answer)
+
+    def confirm(self, asker: Sender, number: int) -> None:
+        """See :meth:`stratagem.ps.backup.Backup.confirm`."""
+        if self._state.backup is not None:
+            self._state.backup.confirm(asker, number)
+
+    def take(self, image: StoreImage) -> None:
+        """Goes on from an image, as if this process had been the one it is of."""
+        state = self._state
+        with state.changed:
+            self._checkpoints.become(image.content, image.content.store_epoch)
+            state.senders.inherit(image.done)
+
+    def _begin(
+        self, asker: Sender, number: int, lane: AnsweringLane, transfer: int, answer: Answer, call: Call
+    ) -> None:
+        state, backup = self._state, self._state.backup
+        if backup is None:
+            raise ProtocolError("expected nobody to follow: this job keeps no copies of what a ps holds")
+        source = Sender(self._task, self._incarnation())
+        with state.changed:
+            wait(state, lambda: state.initialized, asker, call, None)
+            state.gate.is_paused = True
+            try:
+                wait(state, lambda: state.gate.num_inside == 0, asker, call, None)
+                backup.begin(
+                    asker, number, lane, transfer, lambda told: send_image(state, source, told, lane, transfer, answer)
+                )
+            finally:
+                state.gate.is_paused = False
+                state.changed.notify_all()
+
+
+def send_image(
+    state: StoreState, source: Sender, number: int, lane: AnsweringLane, transfer: int, answer: Answer
+) -> None:
+    """With ``changed`` held and nobody inside: sends a copy of everything, without waiting for the reader."""
+    groups = [locked.group for _, locked in sorted(state.locked_groups.items())]
+    answer(StoreImage(source, Content(groups, state.units, state.store_epoch), state.senders.done(), number))
+    for number_of_group, flat in tensors_of(groups):
+        for offset, piece in cut_pieces(flat):
+            lane.send(transfer, HeldFrame(number_of_group, offset, piece.clone()))

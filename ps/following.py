@@ -1,0 +1,128 @@
+"""Keeps the copy of another ps up to date: a thread that follows it for as long as the job lasts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from stratagem.cluster.backups import kept_by
+from stratagem.cluster.communication import Transport
+from stratagem.cluster.membership import Member, Membership
+from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.ps.peer_client import PeerStore
+from stratagem.ps.requests import Sender
+from stratagem.ps.store import Store
+from stratagem.rpc.security import Security
+from stratagem.rpc.session import SessionClient
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.1
+"""Before a ps that broke off is followed anew."""
+
+
+class Following:
+    """Follows the ps whose copy this one keeps.
+
+    Args:
+        store: of this ps; keeps the copy.
+        session: says where the other one is, and who this one is.
+        security: of this ps.
+        transport: the lane asked for.
+    """
+
+    def __init__(self, store: Store, session: SessionClient, security: Security, transport: Transport) -> None:
+        self._store = store
+        self._session = session
+        self._security = security
+        self._transport = transport
+        self._closed = False
+        self._number = 0
+        """Of the following under way."""
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._kept_number = 0
+        """Of the following in which the copy was made that is kept."""
+        self._thread = threading.Thread(target=self._run, name="following", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Copies made in followings up to this one are gone."""
+        return self._dropped
+
+    def look(self, membership: Membership) -> None:
+        """Drops a copy that its ps waits to be rid of: it lives, and cannot reach this one."""
+        for task, copy in [*self._store.copies.kept.items()]:
+            member = membership.member(task)
+            if member is None or not membership.has(copy.source.key) or copy.is_taken:
+                continue
+            with self._lock:
+                if self._kept_number <= member.copy_to_drop:
+                    self._store.copies.kept.pop(task, None)
+                    self._dropped = max(self._dropped, member.copy_to_drop)
+                    logger.warning("Drops the copy of %s, which has waited for this ps in vain", copy.source)
+
+    def close(self) -> None:
+        """Ends."""
+        self._closed = True
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        said = ""
+        while not self._closed and self._session.stopped is None:
+            try:
+                if (member := self._member()) is not None:
+                    self._follow(member)
+            except StratagemError as error:
+                if str(error) != said and self._session.stopped is None:
+                    said = str(error)
+                    logger.info("No copy of another ps for now: %s", error)
+            self._session.wait_stopped(RETRY_S)
+
+    def _member(self) -> Member | None:
+        """The process to follow, if there is one, and this one serves: until then it may be taking a copy over."""
+        membership = self._session.membership
+        if not membership.has((self._session.task, self._session.incarnation)):
+            return None
+        num_ps = membership.num_ps
+        member = membership.member(kept_by(self._store.task, num_ps)) if num_ps > 1 else None
+        return member if member is not None and member.live and member.task != self._store.task else None
+
+    def _follow(self, member: Member) -> None:
+        asker = Sender(self._session.task, self._session.incarnation)
+        self._number = number = self._number + 1
+        process = member.task, member.incarnation
+
+        def goes_on() -> bool:
+            now = self._member()
+            is_same = now is not None and (now.task, now.incarnation) == process
+            return not self._closed and self._session.stopped is None and is_same and self._dropped < number
+
+        where, meter = (member.task, member.address), self._store.state.lanes
+        with PeerStore(asker, *where, meter, self._security, goes_on, self._transport) as peer:
+            if peer.incarnation != member.incarnation:
+                raise PeerUnavailableError(f"{member.task} at {member.address} is not the process that the chief knows")
+
+            def begun() -> None:
+                with self._lock:
+                    self._store.copies.kept.pop(member.task, None)
+                    self._dropped = max(self._dropped, number - 1)
+                peer.confirm(0)
+
+            image = peer.follow(member.task, number=number, begun=begun)
+            with self._lock:
+                if self._dropped >= number:
+                    return
+                copy = self._store.copies.new_copy(image)
+                self._kept_number = number
+            told = image.number + 1
+            peer.confirm(told)
+            for change in peer.changes():
+                if change is None:
+                    copy.is_whole = True
+                    logger.info("Keeps a copy of %s", copy.source)
+                    continue
+                copy.commit(*change)
+                told += 1
+                peer.confirm(told)

@@ -1,0 +1,160 @@
+"""A checkpoint that another number of ps made: a ps takes from it the rows that it is told to hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import safetensors
+import torch
+
+from stratagem.errors import CheckpointError, VariableError
+from stratagem.ps.shard_group import ShardGroup
+from stratagem.ps.snapshot import CANNOT_BE_READ, checked, spec_from_json
+from stratagem.ps.specs import GroupSpec, ShardSpec
+from stratagem.ps.table_group import new_group
+from stratagem.ps.units import UnitLedger
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows of a variable as one ps had them."""
+
+    shard: ShardSpec
+    position: int
+    """Of the shard in its group."""
+    group: Mapping[str, Any]
+    """As it stands in ``ps-<i>.json``."""
+    weights: Any
+    slots: Any
+    """Open files."""
+
+
+class Origin:
+    """Where all rows are, until each is on some ps. The files stay open: a newer checkpoint may take their place.
+
+    Args:
+        directory: a committed checkpoint, whose files have been checked.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[str, list[_Rows]] = {}
+        self.num_elements = 0
+        """Of the weights of all variables."""
+        self.num_taken = 0
+        """Of them on this ps."""
+        self.step = 0
+        """Largest number of updates applied to any group."""
+        self.store_epoch = 0
+        """The largest of those that made it."""
+        ledgers = []
+        with _reading(directory):
+            for path in sorted(directory.glob("ps-*.json")):
+                data = checked(json.loads(path.read_text()))
+                self.store_epoch = max(self.store_epoch, data["store_epoch"])
+                ledgers.append(UnitLedger.from_json(data["units"]))
+                self._add(path, data["groups"])
+        self.units, num_torn = UnitLedger.joined(ledgers)
+        """What was applied before."""
+        if num_torn:
+            logger.warning(
+                "%s was made when its workers were dying: %d updates are in it in part, and count as applied",
+                *(directory, num_torn),
+            )
+
+    def close(self) -> None:
+        """All rows are on some ps, says the chief: those of this one are here."""
+        with self._lock:
+            self._rows.clear()
+
+    def take(self, spec: GroupSpec) -> ShardGroup | None:
+        """A group with its rows, optimizer state and counts; None where the checkpoint has none of its variables.
+
+        Raises:
+            VariableError: it has some of it, or under another optimizer or shape.
+            CheckpointError: it cannot be read any more.
+        """
+        if not any(shard.variable in self._rows for shard in spec.shards):
+            return None
+        group = new_group(spec)
+        with self._lock, _reading(f"group {spec.group} of the checkpoint that this ps begins from"):
+            for index, shard in enumerate(spec.shards):
+                num_rows = 0
+                for rows in self._rows.get(shard.variable, ()):
+                    num_rows += self._copy(rows, group, index, shard)
+                if num_rows != shard.num_rows:
+                    stop = shard.first_row + shard.num_rows
+                    raise VariableError(
+                        f"variable {shard.variable}: expected rows {shard.first_row} to {stop} in the checkpoint that "
+                        f"this ps begins from, found {num_rows}"
+                    )
+            group.initialized = True
+            self.num_taken += spec.num_elements
+        return group
+
+    def _add(self, path: pathlib.Path, groups: list[dict[str, Any]]) -> None:
+        names = [path.with_suffix(end) for end in (".safetensors", ".slots.safetensors")]
+        weights, slots = (safetensors.safe_open(name, "pt") if name.exists() else None for name in names)
+        for group in groups:
+            self.step = max(self.step, group["num_updates"])
+            if not group["initialized"]:
+                continue
+            for position, shard in enumerate(spec_from_json(group).shards):
+                self.num_elements += shard.num_elements
+                found = _Rows(shard, position, group, weights, slots)
+                self._rows.setdefault(shard.variable, []).append(found)
+
+    def _copy(self, rows: _Rows, group: ShardGroup, index: int, shard: ShardSpec) -> int:
+        """Copies what the two have in common; how many rows that is."""
+        first = max(rows.shard.first_row, shard.first_row)
+        stop = min(rows.shard.first_row + rows.shard.num_rows, shard.first_row + shard.num_rows)
+        if first >= stop:
+            return 0
+        was = rows.group
+        found = was["optimizer"], getattr(torch, was["dtype"]), rows.shard.shape
+        if found != (group.spec.optimizer, group.spec.dtype, shard.shape):
+            raise VariableError(
+                f"variable {shard.variable}: the checkpoint has it as {found}, and it is to be "
+                f"{(group.spec.optimizer, group.spec.dtype, shard.shape)}"
+            )
+
+        def copy(flat: torch.Tensor, file: Any, key: str) -> None:
+            if shard.shape:
+                values = file.get_slice(key)[first - rows.shard.first_row : stop - rows.shard.first_row]
+            else:
+                values = file.get_tensor(key)
+            at = shard.offset + (first - shard.first_row) * (shard.num_elements // shard.num_rows)
+            flat[at : at + values.numel()] = values.reshape(-1)
+
+        copy(group.weights, rows.weights, rows.shard.key)
+        for name in was["slots"]:
+            copy(group.slot(name), rows.slots, f"slot/{name}/{rows.shard.key}")
+        group.counts[index] = max(group.counts[index], was["counts"][rows.position])
+        group.started[index] = group.started[index] or was["started"][rows.position]
+        for name, values in was["scalars"].items():
+            group.scalars.setdefault(name, [0.0] * len(group.counts))[index] = values[rows.position]
+        group.counter = max(group.counter, was["counter"])
+        group.num_updates = max(group.num_updates, was["num_updates"])
+        return stop - first
+
+
+@contextlib.contextmanager
+def _reading(what: object) -> Iterator[None]:
+    try:
+        yield
+    except VariableError:
+        raise
+    except CANNOT_BE_READ as error:
+        raise CheckpointError(f"{what} cannot be read: {error!r}") from None

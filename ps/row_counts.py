@@ -1,0 +1,55 @@
+"""Which rows of a table get most of its updates: a sample, counted when somebody asks. Cheap where updates come."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PER_UPDATE, MAX_WAITING = 64, 64
+"""Rows of an update that are looked at, at most, and updates between two looks: the first ones."""
+HALF_LIFE_S = 10.0
+"""After which an update counts half."""
+KEPT = 512
+"""Rows that are counted from one look to the next: those with most."""
+MAX_TOLD, WORTH = 8, 0.02
+"""Rows that are told, at most, and the share of the table's row updates from which on one is."""
+
+
+class RowCounts:
+    """Of one table on this ps. :meth:`note` and :meth:`hottest` may be called by two threads, each by one at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[npt.NDArray[np.int64], int]] = []
+        """Row numbers, and how many each stands for."""
+        self._numbers = np.empty(0, np.int64)
+        self._counts: npt.NDArray[Any] = np.empty(0)
+        self._total = 0.0
+        self._looked_at = time.monotonic()
+
+    def note(self, numbers: torch.Tensor) -> None:
+        """Rows were updated, each once: ``(n,)``, int64."""
+        if len(self._waiting) < MAX_WAITING and len(numbers):
+            stride = -(-len(numbers) // PER_UPDATE)
+            self._waiting.append((numbers.numpy()[int(stride * random.random()) :: stride].copy(), stride))
+
+    def hottest(self) -> list[tuple[int, float]]:
+        """Row numbers and the part of the table's row updates of late that was theirs, 0 to 1, the hottest first; none
+        where no row has :data:`WORTH` of them."""
+        now, waiting = time.monotonic(), self._waiting
+        self._waiting = []
+        keep = 0.5 ** ((now - self._looked_at) / HALF_LIFE_S)
+        self._looked_at = now
+        numbers = [self._numbers, *(sample for sample, _ in waiting)]
+        weights = [keep * self._counts, *(np.full(len(sample), float(stride)) for sample, stride in waiting)]
+        self._total = keep * self._total + sum(len(sample) * stride for sample, stride in waiting)
+        found, places = np.unique(np.concatenate(numbers), return_inverse=True)
+        counts = np.bincount(places, np.concatenate(weights), len(found))
+        most = np.argsort(-counts, kind="stable")[:KEPT]
+        self._numbers, self._counts = found[most], counts[most]
+        shares = self._counts[:MAX_TOLD] / max(1.0, self._total)
+        return [(int(row), float(share)) for row, share in zip(self._numbers, shares, strict=False) if share >= WORTH]

@@ -1,0 +1,129 @@
+"""What a request waits for in the store, and what ends the wait: a fence, a restore, a caller that is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from stratagem.errors import PeerUnavailableError, ProtocolError, StaleStoreError
+from stratagem.ps.published import ReplyLane
+from stratagem.ps.requests import Sender, TransferRef
+from stratagem.ps.state import StoreState
+
+ROOM_S = 5.0
+"""Then rather memory than time: the sender that has most here may be in a long backward, or stopped."""
+POLL_S = 0.01
+TICK_S = 0.5
+"""How often a waiting call looks whether its caller is still there."""
+
+
+class Call(Protocol):
+    """The remote call that a method serves, as far as waiting needs to know it."""
+
+    def is_active(self) -> bool:
+        """False once the caller is gone or its deadline passed."""
+
+
+def check_counts(state: StoreState, sender: Sender, store_epoch: int) -> None:
+    """With the lock held: refuses a call whose sender or store is no more. Errors as :func:`wait`."""
+    state.senders.check(sender)
+    if state.store_epoch != store_epoch:
+        raise StaleStoreError("this parameter server went back to a checkpoint; say Hello and look at its version")
+
+
+def wait(
+    state: StoreState,
+    ready: Callable[[], bool],
+    sender: Sender,
+    call: Call,
+    timeout_s: float | None,
+    store_epoch: int | None = None,
+) -> bool:
+    """Waits with ``changed`` held until ``ready()``; False after ``timeout_s`` seconds.
+
+    Raises:
+        FencedError: the sender was fenced meanwhile.
+        StaleStoreError: the ps went back to a checkpoint meanwhile.
+        PeerUnavailableError: the caller is gone.
+    """
+    epoch = state.store_epoch if store_epoch is None else store_epoch
+    deadline: float | None = None
+    while True:
+        check_counts(state, sender, epoch)
+        if ready():
+            return True
+        if deadline is None and timeout_s is not None:
+            deadline = time.monotonic() + timeout_s
+        left = TICK_S if deadline is None else min(TICK_S, deadline - time.monotonic())
+        if left <= 0:
+            return False
+        if not call.is_active():
+            raise PeerUnavailableError(f"{sender} left while its call waited")
+        state.changed.wait(left)
+
+
+def wait_frames(
+    state: StoreState, sender: Sender, ref: TransferRef, groups: list[int], covered: Callable[[], bool], call: Call
+) -> None:
+    """With ``changed`` held: waits until a transfer is complete.
+
+    Raises:
+        ProtocolError: it was replaced by a newer one, or did not come in time; names the numbers.
+    """
+
+    def ready() -> bool:
+        state.staging.check_current(sender, ref, groups)
+        return state.staging.num_frames(sender, ref.transfer) >= ref.num_frames and covered()
+
+    if not wait(state, ready, sender, call, state.frames_timeout_s):
+        came = state.staging.num_frames(sender, ref.transfer)
+        raise ProtocolError(
+            f"expected {ref.num_frames} frames of transfer {ref.transfer} from {sender} that cover what is "
+            "present, "
+            f"got {came} within {state.frames_timeout_s:.0f} s; stage them again under a new transfer"
+        )
+
+
+def wait_lane(state: StoreState, sender: Sender, call: Call) -> ReplyLane:
+    """The sender's lane, waited for: the stream may open a moment after the control message.
+
+    Raises:
+        StaleStoreError: none is open, and the sender has not introduced itself since this ps started: its channel
+            found the address again by itself.
+        ProtocolError: none was opened in time.
+    """
+
+    def is_open() -> bool:
+        if state.senders.lane(sender) is not None:
+            return True
+        state.senders.window(sender)
+        return False
+
+    lane = state.senders.lane(sender)
+    if lane is None:
+        with state.lock:
+            if not wait(state, is_open, sender, call, state.frames_timeout_s):
+                raise ProtocolError(f"{sender} has no lane to send weights over; open the Transfer stream first")
+            lane = state.senders.lane(sender)
+            assert lane is not None
+    return lane
+
+
+def wait_room(state: StoreState, sender: Sender, num_bytes: int, call: Call) -> None:
+    """With ``changed`` held: waits while there is no room for a frame of a gradient.
+
+    In flight are gradients that are staged and weights that have not left. One gradient has room, and all others
+    together with these weights have as much again. So a ps needs weights, slots and twice the weights, however many
+    workers there are; two of them never wait. A sender that has waited for :data:`ROOM_S` goes on regardless.
+    """
+
+    def has_room() -> bool:
+        return state.staging.has_room(sender, num_bytes, state.shared_bytes - state.memory.awaited_bytes)
+
+    deadline = time.monotonic() + ROOM_S
+    while not wait(state, has_room, sender, call, POLL_S):  # nobody announces it
+        if time.monotonic() > deadline:
+            state.staging.waive(sender)
+            state.memory.wait_no_more()
+            return

@@ -1,0 +1,81 @@
+"""Options of the commands that ask a running job's chief."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stratagem.cli.options import cluster_option, read_cluster_file
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.launch.status import chief_from_environment
+from stratagem.rpc.security import Security, operator_security
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """Whom to ask, and how."""
+
+    chief: str | None
+    cluster_file: Path | None
+    as_json: bool
+    timeout_s: float
+    tls: str
+    token_file: str
+    insecure: bool
+
+    @property
+    def address(self) -> str:
+        """The chief's address from the flag, the environment or the cluster file.
+
+        Raises:
+            ClusterSpecError: nobody names it.
+        """
+        document = read_cluster_file(self.cluster_file)
+        named = ClusterSpec.from_mapping(document["cluster"]).chief_address if document.get("cluster") else ""
+        return chief_from_environment(self.chief, named)
+
+    @property
+    def security(self) -> Security:
+        """What to show a chief: from the options, else from the cluster file."""
+        defaults = read_cluster_file(self.cluster_file).get("defaults") or {}
+        return operator_security(
+            self.tls or defaults.get("tls", ""),
+            self.token_file or defaults.get("token_file", ""),
+            self.insecure or bool(defaults.get("insecure")),
+        )
+
+
+_OPTIONS = (
+    click.option("--chief", help="host:port of the chief."),
+    cluster_option,
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    click.option("--timeout-s", default=5.0, show_default=True, help="Seconds to wait for an answer."),
+    click.option(
+        "--tls", default="", envvar="STRATAGEM_TLS", help="Folder with ca.crt and the operator's certificate."
+    ),
+    click.option("--token-file", default="", envvar="STRATAGEM_TOKEN_FILE", help="File with the token of the job."),
+    click.option(
+        "--insecure",
+        is_flag=True,
+        envvar="STRATAGEM_INSECURE",
+        help="Send the token beyond this machine in the clear.",
+    ),
+)
+
+
+def asking_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options, as its first argument."""
+
+    @functools.wraps(command)
+    def asked(**options: Any) -> None:
+        asking = Asking(**{field.name: options.pop(field.name) for field in dataclasses.fields(Asking)})
+        command(asking, **options)
+
+    for option in reversed(_OPTIONS):
+        asked = option(asked)
+    return asked

@@ -1,0 +1,62 @@
+"""`stratagem scale`: another number of workers or parameter servers while training runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import click
+
+from stratagem.cli.asking import Asking, asking_options
+from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
+from stratagem.launch.status import ask_to_scale, fetch_status
+from stratagem.rpc.status_view import StatusView
+
+POLL_S = 0.2
+
+
+def lacking(status: StatusView, num_workers: int, num_ps: int) -> str:
+    """What the job has not yet of what it is to have; empty: nothing. 0: any number is right."""
+    live = {task.task for task in status.workers if task.state == "live"}
+    late = [f"worker:{index}" for index in range(num_workers) if f"worker:{index}" not in live]
+    over = [task for task in sorted(live) if num_workers and int(task.partition(":")[2]) >= num_workers]
+    parts = [f"{', '.join(late)} to come"] if late else []
+    parts += [f"{', '.join(over)} to end"] if over else []
+    if num_ps and status.num_ps != num_ps:
+        parts.append(status.scaling or f"{status.num_ps} ps to become {num_ps}")
+    return "; ".join(parts)
+
+
+@click.command("scale")
+@asking_options
+@click.option("--workers", "num_workers", type=click.IntRange(1, 4096), help="Workers that there are to be.")
+@click.option("--ps", "num_ps", type=click.IntRange(1, 1024), help="Parameter servers that there are to be.")
+@click.option("--wait-s", default=60.0, show_default=True, help="Seconds to wait until it is so; 0: only ask for it.")
+def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, wait_s: float) -> None:
+    """Give a running job another number of workers or parameter servers, without a restart of anything.
+
+    `stratagem run` starts what is lacking; elsewhere somebody does (`stratagem worker`, `stratagem ps`). Workers with
+    the highest indices end after the batch they work at, parameter servers when others have what they held.
+    """
+    workers, ps = num_workers or 0, num_ps or 0
+    if not workers and not ps:
+        raise ConfigurationError("how many are there to be? Give --workers N, or --ps N, or both")
+    address, security = asking.address, asking.security
+    ask_to_scale(address, workers, ps, asking.timeout_s, security)
+    deadline = time.monotonic() + wait_s
+    status, left = StatusView(), "the chief to answer"
+    while True:
+        with contextlib.suppress(PeerUnavailableError):  # what was asked for is in its journal
+            status = fetch_status(address, asking.timeout_s, security)
+            left = lacking(status, workers, ps)
+        if not left or status.stop_reason or time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    if left and wait_s and not status.stop_reason:
+        raise ClusterTimeoutError(f"asked for, and after {wait_s:.0f} s it is not so yet: {left}")
+    live = sum(task.state == "live" for task in status.workers)
+    if asking.as_json:
+        click.echo(json.dumps({"workers": live, "ps": status.num_ps, "lacking": left, "ended": status.stop_reason}))
+    else:
+        click.echo(f"{live} workers, {status.num_ps} ps" + (f"; {left}" if left else ""))

@@ -1,0 +1,61 @@
+"""Who is in the cluster, as the chief tells it. Pure, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One task of the cluster."""
+
+    task: str
+    address: str
+    """host:port where it serves; empty while it has not come."""
+    incarnation: int
+    live: bool
+    joining: bool = False
+    """A worker that came to a ring that trains, and is none of its ranks yet."""
+    waits: bool = False
+    """Of such a worker: it has come to its first batch and waits to be taken in."""
+    copy_to_drop: int = 0
+    """Of a ps whose backup does not answer it: the following whose copy it waits to be rid of."""
+    copies_dropped: int = 0
+    """Of a backup: the copies that it made in followings up to this one are gone."""
+
+    @property
+    def incarnation_name(self) -> str:
+        """Of this process, and of no other ever."""
+        return f"{self.task}/{self.incarnation}"
+
+    @property
+    def host(self) -> str:
+        """Where it listens, without the port."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """The cluster as it stands."""
+
+    ready: bool = False
+    members: tuple[Member, ...] = ()
+    lead: str = ""
+    routing_epoch: int = 0
+    min_workers: int = 0
+    """Fewest workers with which a ring goes on when others are lost; 0: it does not."""
+    generation: int = 0
+    """Of such a ring: grows with each worker that is lost or taken in."""
+    wanted_workers: int = 0
+    """Workers that there are to be: one with a higher index ends when it would take its next unit. 0: any."""
+    num_ps: int = 0
+    """Parameter servers that serve, from ps:0 on: what lies on which follows from it."""
+
+    def has(self, process: tuple[str, int]) -> bool:
+        """Whether a task and incarnation is there."""
+        member = self.member(process[0])
+        return member is not None and member.live and member.incarnation == process[1]
+
+    def member(self, task: str) -> Member | None:
+        """The member with this task id."""
+        return next((member for member in self.members if member.task == task), None)

@@ -1,0 +1,104 @@
+"""The steps of a dataset on a ring that goes on without lost workers: dealt out anew, and no example left behind."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from stratagem.data.batch_split import BatchSplit, cut
+from stratagem.data.device_copies import DeviceCopies
+from stratagem.data.readers import IndexReader, Parts
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.healing import Healing, LostMembers
+
+logger = logging.getLogger(__name__)
+
+
+class _Dealt(NamedTuple):
+    """A step that may not have counted on all workers yet."""
+
+    step: int
+    """Of the job."""
+    rows: Sequence[int]
+    """Of the global batch."""
+    members: tuple[str, ...]
+    """Who have it, in the order of its slices."""
+
+
+class HealingReader:
+    """Reads this worker's parts of global batches; from the step after a loss on they are cut for those who are left.
+
+    What a lost worker had of a step that was trained without it comes again after the last step of the epoch, in
+    further steps, the same on every worker.
+
+    Args:
+        reader: of global batches by their indices.
+        communicator: of a ring that heals.
+        healing: its books.
+        batch_size: examples of a further step, at most.
+    """
+
+    def __init__(self, reader: IndexReader, communicator: Communicator, healing: Healing, batch_size: int) -> None:
+        self.left: list[int] = []
+        """Examples that come again."""
+        self._reader = reader
+        self._communicator = communicator
+        self._healing = healing
+        self._batch_size = batch_size
+        self._dealt: collections.deque[_Dealt] = collections.deque()
+        self._num_seen = 0
+
+    def read(self, epoch: int, number: int, seed: int, copies: DeviceCopies) -> Iterator[Parts]:
+        """The steps of an epoch from ``number`` on; each is read when it is asked for, or a little ahead."""
+        members: tuple[str, ...] = ()
+        parts: Iterator[Parts] = iter(())
+        while True:
+            now = self._members()
+            if now != members:
+                members, parts = now, copies.of(self._reader.read(epoch, number, seed, self._split(now)))
+            if (step := next(parts, None)) is None:
+                break
+            yield self._noted(step, members)
+            number += 1
+        while self.note_losses():
+            rows, self.left = self.left[: self._batch_size], self.left[self._batch_size :]
+            members = self._members()
+            split = self._split(members)
+            for step in copies.of(self._reader.read_batches(iter([rows]), epoch, number, seed, split)):
+                yield self._noted(step, members)
+            number += 1
+
+    def note_losses(self) -> list[int]:
+        """What comes again, with what was lost in the steps that the script has been given."""
+        healing, now = self._healing, self._communicator.step
+        while self._num_seen < len(healing.losses) and healing.losses[self._num_seen].last_step <= now:
+            self._lose(healing.losses[self._num_seen])
+            self._num_seen += 1
+        while self._dealt and self._dealt[0].step <= healing.counted_step:
+            self._dealt.popleft()
+        return self.left
+
+    def _lose(self, loss: LostMembers) -> None:
+        for dealt in self._dealt:
+            if not loss.after_step < dealt.step <= loss.last_step:
+                continue
+            slices = cut(len(dealt.rows), len(dealt.members))
+            for member, rows in zip(dealt.members, slices, strict=True):
+                if member in loss.members and rows:
+                    comes = "come again at the end of the epoch" if loss.is_training else "are left out"
+                    logger.warning("%d examples that %s had in step %d %s", len(rows), member, dealt.step, comes)
+                    self.left += dealt.rows[rows.start : rows.stop] if loss.is_training else []
+
+    def _noted(self, parts: Parts, members: tuple[str, ...]) -> Parts:
+        self.note_losses()
+        self._dealt.append(_Dealt(self._communicator.step + 1, parts.rows, members))
+        return parts
+
+    def _members(self) -> tuple[str, ...]:
+        """Who share out the step that comes next."""
+        return self._healing.placement(self._communicator.step + 1).members
+
+    def _split(self, members: tuple[str, ...]) -> BatchSplit:
+        return BatchSplit(len(members), members.index(self._healing.me), 1, alone=False)

@@ -1,0 +1,231 @@
+"""Does what ``--chaos`` asks for to the processes of a run, and notes what each fault cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError
+from stratagem.launch.chaos.events import ON_CONNECTIONS, ChaosEvent, connections, parse
+from stratagem.launch.chaos.relay import Relay, owner_of
+from stratagem.launch.processes import TaskProcess
+from stratagem.rpc.binding import listening
+from stratagem.rpc.status_view import StatusView
+
+SLOW_PERIOD_S = 0.2
+"""A slowed process is stopped for a part of each."""
+
+
+@dataclasses.dataclass
+class Fired:
+    """A fault that happened."""
+
+    event: ChaosEvent
+    after_s: float
+    """Seconds from the job's first step."""
+    step: int
+    """Of its target."""
+    lost_before: int
+    pid: int
+    """Of the target, when it happened."""
+    connections: int | None = None
+    """That suffer."""
+    updates_lost: int = 0
+    """Until the next fault, or the end."""
+    standstill_s: float = 0.0
+    """The longest time without a step of anybody in that time, as far as the status tells (twice a second)."""
+    resumed_s: float | None = None
+    """Until the target (of a chief: anybody) made a step after the fault."""
+
+    def record(self) -> dict[str, Any]:
+        """For the summary."""
+        told: dict[str, Any] = {"event": self.event.text, "after_s": round(self.after_s, 1), "step": self.step}
+        told |= {} if self.connections is None else {"connections": self.connections}
+        resumed_s = None if self.resumed_s is None else round(self.resumed_s, 1)
+        told |= {"updates_lost": self.updates_lost, "standstill_s": round(self.standstill_s, 1)}
+        return told | {"resumed_s": resumed_s}
+
+
+class ChaosInjector:
+    """The faults of one run: :meth:`tick` fires those that are due.
+
+    Args:
+        text: of ``--chaos``.
+        tasks: of the job.
+        say: tells the user.
+        has_copies: whether a ps follows another.
+
+    Raises:
+        ConfigurationError: the text is wrong; or connections are to suffer where nobody can tell whose they are.
+    """
+
+    def __init__(self, text: str, tasks: tuple[TaskId, ...], say: Callable[[str], None], has_copies: bool) -> None:
+        events, drawn = parse(text, tasks, has_copies)
+        self.fired: list[Fired] = []
+        self._waiting = events
+        self._drawn: Iterator[ChaosEvent] = heapq.merge(*map(iter, drawn), key=lambda event: event.at_s)
+        self._next_drawn = next(self._drawn, None)
+        self._say = say
+        self._began_at: float | None = None
+        self._moved_at = 0.0
+        self._steps: dict[TaskId, int] = {}
+        self._pids: dict[str, int] = {}
+        self._until: dict[TaskId, float] = {}
+        self._slowed: dict[TaskId, tuple[float, float]] = {}
+        suffer = set() if not drawn else set(tasks)
+        suffer |= {task for event in events if event.verb in ON_CONNECTIONS for task in event.targets}
+        if suffer and not sys.platform.startswith("linux"):
+            raise ConfigurationError(
+                "--chaos: cut, reset and random need Linux, whose /proc says whose a connection is"
+            )
+        called = {server for _, server in connections(tasks)} & suffer
+        self._binds = {task: _free_address() for task in called if task.type != "chief"}
+        self._relays = {task: Relay(self._binds.get(task, ""), self._client) for task in called}
+
+    def bind(self, task: TaskId) -> tuple[str, str]:
+        """Where a task is to listen, and what it is to say to others; empty: as ever."""
+        return (self._binds[task], self._relays[task].address) if task in self._binds else ("", "")
+
+    def chief_address(self, address: str) -> str:
+        """What the tasks are told of a chief that listens at ``address``."""
+        for task, relay in self._relays.items():
+            if task.type == "chief":
+                relay.target = address
+                return relay.address
+        return address
+
+    def tick(self, now: float, status: StatusView | None, processes: Mapping[TaskId, TaskProcess]) -> float:
+        """Fires what is due, and ends what has lasted; returns in how many seconds to come again."""
+        self._pids = {str(task): process.pid for task, process in processes.items()}
+        if status is not None:
+            self._watch(status, now)
+            for event in self._due(now):
+                self._fire(event, now, status, processes)
+        for task, until in [*self._until.items()]:
+            if now >= until:
+                self._go_on(task, processes)
+        return min([self._duty(now, processes), *(until - now for until in self._until.values())], default=1.0)
+
+    def let_go(self, processes: Mapping[TaskId, TaskProcess]) -> None:
+        """The job does not run at present: whoever is stopped goes on, to end as it is told to."""
+        for task in processes.keys() & {*self._until, *self._slowed}:
+            processes[task].send(signal.SIGCONT)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What happened, in its order, and then what did not: that has no ``after_s``."""
+        return [*(fired.record() for fired in self.fired), *({"event": each.text} for each in self._waiting)]
+
+    def close(self) -> None:
+        """Ends the relays."""
+        for relay in self._relays.values():
+            relay.close()
+
+    def _watch(self, status: StatusView, now: float) -> None:
+        tasks = {TaskId.parse(task.task): task for task in status.tasks}
+        steps = {name: task.step for name, task in tasks.items()}
+        moved = {name for name, step in steps.items() if step != self._steps.get(name)}
+        if moved:
+            self._moved_at = now
+            self._steps = steps
+        if self._began_at is None and any(steps.values()):
+            self._began_at = self._moved_at = now
+        if self.fired:
+            last = self.fired[-1]
+            last.standstill_s = max(last.standstill_s, now - max(self._moved_at, (self._began_at or 0) + last.after_s))
+            last.updates_lost = status.updates_lost - last.lost_before
+        for fired in (each for each in self.fired if each.resumed_s is None and self._began_at is not None):
+            target, past_s = fired.event.targets[0], now - (self._began_at or 0) - fired.after_s
+            is_new = fired.event.verb not in ("kill", "stop") or (target in tasks and tasks[target].pid != fired.pid)
+            if (
+                is_new
+                and past_s >= (fired.event.for_s or 0)
+                and (target in moved or (target.type == "chief" and moved))
+            ):
+                fired.resumed_s = past_s
+
+    def _due(self, now: float) -> list[ChaosEvent]:
+        if self._began_at is None:
+            return []
+        past_s = now - self._began_at
+        due = [e for e in self._waiting if past_s >= e.at_s and (e.step is None or self._step(e.targets[0]) >= e.step)]
+        self._waiting = [event for event in self._waiting if event not in due]
+        while self._next_drawn is not None and past_s >= self._next_drawn.at_s:
+            due.append(self._next_drawn)
+            self._next_drawn = next(self._drawn, None)
+        return due
+
+    def _step(self, task: TaskId) -> int:
+        return max(self._steps.values(), default=0) if task.type == "chief" else self._steps.get(task, 0)
+
+    def _fire(self, event: ChaosEvent, now: float, status: StatusView, processes: Mapping[TaskId, TaskProcess]) -> None:
+        target = event.targets[0]
+        if event.verb not in ON_CONNECTIONS and target not in processes:  # it has ended; or it is being started again
+            self._say(f"chaos: {event.text} finds no process of {target}")
+            return
+        fired = Fired(
+            event,
+            now - (self._began_at or now),
+            self._step(target),
+            status.updates_lost,
+            self._pids.get(str(target), 0),
+        )
+        self.fired.append(fired)
+        self._say(f"chaos: {event.text} ({target} at step {self._step(target)})")
+        if event.verb in ON_CONNECTIONS:
+            fired.connections = 0
+            for server, client in itertools.permutations(event.targets):
+                if (relay := self._relays.get(server)) is not None:
+                    suffer = relay.hold if event.verb == "cut" else relay.reset
+                    fired.connections += suffer(event.for_s or 0.0, str(client))
+            return
+        if event.verb == "slow":
+            self._slowed[target] = now, event.factor
+        if event.for_s is not None:
+            self._until[target] = now + event.for_s
+        signals = {"kill": signal.SIGKILL, "stop": signal.SIGTERM, "pause": signal.SIGSTOP}
+        if event.verb in signals:
+            processes[target].send(signals[event.verb])
+
+    def _duty(self, now: float, processes: Mapping[TaskId, TaskProcess]) -> float:
+        """Stops and continues the slowed ones."""
+        again_s = 1.0
+        for task, (since, factor) in self._slowed.items():
+            if task not in processes:
+                continue
+            place, run_s = (now - since) % SLOW_PERIOD_S, SLOW_PERIOD_S / factor
+            processes[task].send(signal.SIGCONT if place < run_s else signal.SIGSTOP)
+            again_s = min(again_s, (run_s if place < run_s else SLOW_PERIOD_S) - place)
+        return again_s
+
+    def _go_on(self, task: TaskId, processes: Mapping[TaskId, TaskProcess]) -> None:
+        self._until.pop(task, None)
+        self._slowed.pop(task, None)
+        if task in processes:
+            processes[task].send(signal.SIGCONT)
+
+    def _client(self, port: int) -> str:
+        return owner_of(port, self._pids)
+
+
+def chaos_words(records: Sequence[Mapping[str, Any]]) -> str:
+    """What the faults of a run cost, in a line."""
+    fired = [record for record in records if "after_s" in record]
+    words = [f"chaos: {len(fired)} of {len(records)} faults happened"]
+    if fired:
+        worst = max(fired, key=lambda record: float(record["standstill_s"]))
+        lost = sum(record["updates_lost"] for record in fired)
+        words += [f"longest standstill {worst['standstill_s']} s ({worst['event']})", f"{lost} updates lost"]
+    left = [record["event"] for record in records if "after_s" not in record]
+    return ", ".join(words) + (f"; the job was over before {'; '.join(left)}" if left else "")
+
+
+def _free_address() -> str:
+    with listening("127.0.0.1") as free:
+        host, port = free.getsockname()[:2]
+        return f"{host}:{port}"

@@ -1,0 +1,159 @@
+"""The flight recorder of a process: its last collectives and commits always, and every span while somebody traces."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol
+
+from stratagem.measuring import measures
+
+NUM_KEPT = 512
+"""Collectives and commits."""
+NUM_TOLD = 8
+"""Of them in the log when one fails."""
+MAX_SPANS = 30_000
+"""Of a trace: what comes after them is dropped and counted."""
+
+
+class TracedSpan:
+    """Something that took a while, in nanoseconds of ``time.perf_counter_ns``."""
+
+    __slots__ = ("end_ns", "name", "of", "start_ns", "thread")
+
+    def __init__(self, name: str, of: object, thread: str, start_ns: int, end_ns: int = 0) -> None:
+        self.name, self.of, self.thread, self.start_ns, self.end_ns = name, of, thread, start_ns, end_ns
+
+    @property
+    def words(self) -> str:
+        """What it was."""
+        return self.name if self.of is None else f"{self.name} {self.of}".strip()
+
+    def line(self, now_ns: int) -> str:
+        """For people."""
+        ago = (now_ns - self.start_ns) / 1e9
+        took = f"took {(self.end_ns - self.start_ns) / 1e6:.1f} ms" if self.end_ns else "goes on"
+        return f"{ago:.3f} s ago, {took}: {self.words}"
+
+
+class StepProfile(Protocol):
+    """Records operators from one step on to another; see ``torch_profile.py``."""
+
+    def at_step(self) -> None:
+        """A step begins."""
+
+    def end(self) -> tuple[list[TracedSpan], int]:
+        """Operators, and how many more there were."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What a trace has found."""
+
+    spans: list[TracedSpan]
+    spent: dict[str, float]
+    num_dropped: int
+    operators: list[TracedSpan]
+    """Of torch."""
+
+
+class FlightRecorder:
+    """Of this process. Thread-safe; a happening costs about a microsecond."""
+
+    def __init__(self) -> None:
+        self.kept: collections.deque[TracedSpan] = collections.deque(maxlen=NUM_KEPT)
+        """The last collectives and commits that have begun."""
+        self._lock = threading.Lock()
+        self._spans: list[TracedSpan] | None = None
+        self.traces = False
+        """Whether somebody wants every span."""
+        self._num_dropped = 0
+        self._before: Mapping[str, float] = {}
+        self.values: Callable[[], Mapping[str, float]] = dict
+        """What the process has measured so far."""
+        self.torch: StepProfile | None = None
+        """What the training thread has to tell of a step that begins, while somebody traces with torch's operators."""
+
+    def happening(self, name: str, of: object) -> Happening:
+        """A context around a collective or a commit.
+
+        Args:
+            name: what is done.
+            of: with what; made words of when somebody asks, the same ones on every task that has part in it.
+        """
+        return Happening(self, name, of)
+
+    def span(self, name: str, start_ns: int, end_ns: int, track: str = "") -> None:
+        """Notes a span while somebody traces; ``track``: where it is shown, else at the thread that notes it."""
+        self._trace(TracedSpan(name, None, track or threading.current_thread().name, start_ns, end_ns))
+
+    def lines(self, num: int = NUM_KEPT) -> list[str]:
+        """The last collectives and commits, oldest first."""
+        now = time.perf_counter_ns()
+        return [span.line(now) for span in [*self.kept][-num:]]
+
+    def tell(self, logger: logging.Logger) -> None:
+        """The last few as an error of the log: one has failed, and nobody makes it again."""
+        for line in ("the last collectives and commits here:", *self.lines(NUM_TOLD)):
+            logger.error("%s", line)  # a record has one line
+
+    def start_trace(self, profile: StepProfile | None = None) -> None:
+        """Every span is kept from now on, with torch's operators if there is a ``profile``; nothing changes where they
+        are kept already."""
+        with self._lock:
+            if self._spans is None:
+                self._before, self._num_dropped, self._spans = dict(self.values()), 0, []
+                self.torch = profile
+                self.traces = True
+
+    def stop_trace(self) -> Traced:
+        """What was kept since :meth:`start_trace`."""
+        with self._lock:
+            after = dict(self.values())  # ends the spans that go on
+            spans, self._spans = self._spans or [], None
+            self.traces = False
+            profile, num_dropped = self.torch, self._num_dropped
+        operators, more = profile.end() if profile is not None else ([], 0)
+        self.torch = None
+        return Traced(spans, measures.since(after, self._before), num_dropped + more, operators)
+
+    def _trace(self, span: TracedSpan) -> None:
+        spans = self._spans
+        if spans is not None:
+            if len(spans) < MAX_SPANS:
+                spans.append(span)
+            else:
+                self._num_dropped += 1
+
+
+class Happening(TracedSpan):
+    """See :meth:`FlightRecorder.happening`."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: FlightRecorder, name: str, of: object) -> None:
+        self.name, self.of, self.thread, self.end_ns = name, of, "", 0
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self.start_ns = time.perf_counter_ns()
+        self._recorder.kept.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_ns = time.perf_counter_ns()
+        if error is not None:
+            self.name = f"{type(error).__name__} in {self.name}".rstrip()
+        if self._recorder.traces:
+            self.thread = threading.current_thread().name
+            self._recorder._trace(self)
+
+
+FLIGHT = FlightRecorder()
+"""Of this process."""

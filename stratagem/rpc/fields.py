@@ -1,0 +1,38 @@
+"""Messages and dataclasses whose fields have the same names: from one to the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableSequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+def to_message(kind: type[M], value: Any, **others: Any) -> M:
+    """A message with those fields that ``value`` has too, and with ``others``."""
+    names = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others and hasattr(value, name))
+    return kind(**{name: getattr(value, name) for name in names}, **others)
+
+
+def from_message(kind: type[T], *messages: Message, **others: Any) -> T:
+    """A dataclass object: ``others``, and every other field from the first of ``messages`` that has it.
+
+    A repeated field is a tuple, a map a dict.
+    """
+    fields = {field.name for field in dataclasses.fields(kind)} - others.keys()  # type: ignore[arg-type]
+    for message in messages:
+        others |= {
+            name: _plain(getattr(message, name)) for name in fields.intersection(message.DESCRIPTOR.fields_by_name)
+        }
+        fields -= others.keys()
+    return kind(**others)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return tuple(value) if isinstance(value, MutableSequence) else value

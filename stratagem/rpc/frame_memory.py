@@ -1,0 +1,71 @@
+"""Memory of received frames, used again: what malloc gets back in the order of the network it gives out with holes."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import torch
+
+PATIENCE_S = 1.0
+MIN_BYTES = 1 << 20
+"""Smaller frames are malloc's matter."""
+
+
+class FrameMemory:
+    """As much as was ever in use at once, in pieces of the sizes that came. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Condition()  # of an RLock: the garbage collector may give a piece back at any point
+        self._patient_from = 0.0
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self.num_bytes = 0
+        """Of all pieces, in use or not."""
+        self.lent_bytes = 0
+        """Of what was lent (:class:`stratagem.rpc.lane.LentPiece`) and has not left for all its readers."""
+        self.kept_bytes = 0
+        """The part of it that had to be copied since."""
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor with whatever is in it; its memory comes back when the last view of it goes."""
+        num_bytes = num_elements * dtype.itemsize
+        if num_bytes < MIN_BYTES:
+            return torch.empty(num_elements, dtype=dtype)
+        with self._guard:
+            free = self._free.setdefault(num_bytes, [])
+            if free:
+                memory = free.pop()
+            else:
+                memory = torch.empty(num_bytes, dtype=torch.uint8)
+                self.num_bytes += num_bytes
+        array = memory.numpy()  # an object of its own each time
+        weakref.finalize(array, self._give_back, memory).atexit = False
+        return torch.from_numpy(array).view(dtype)
+
+    def note(self, lent_bytes: int, kept_bytes: int) -> None:
+        """So much more, or less, is lent and kept."""
+        with self._guard:
+            self.lent_bytes += lent_bytes
+            self.kept_bytes += kept_bytes
+            self._guard.notify_all()
+
+    def wait_left(self, max_bytes: int) -> None:
+        """Waits until no more than that is lent: it will have to be kept when the weights change. No longer than
+        :data:`PATIENCE_S`: a reader may be stopped."""
+        with self._guard:
+            if not self._guard.wait_for(lambda: self.awaited_bytes <= max_bytes, PATIENCE_S):
+                self.wait_no_more()
+
+    @property
+    def awaited_bytes(self) -> int:
+        """What is lent, unless nobody waits for its readers now."""
+        return self.lent_bytes if time.monotonic() >= self._patient_from else 0
+
+    def wait_no_more(self) -> None:
+        """A reader does not read: for a minute nobody waits for any."""
+        self._patient_from = time.monotonic() + 60 * PATIENCE_S
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        with self._guard:
+            self._free[memory.nbytes].append(memory)

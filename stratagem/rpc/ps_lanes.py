@@ -1,0 +1,180 @@
+"""Opens the lane to a parameter server: shared memory on its host, a socket between hosts, gRPC where neither works."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import grpc
+
+from stratagem.cluster.communication import Transport
+from stratagem.errors import ConfigurationError, FencedError, StratagemError
+from stratagem.rpc import channels
+from stratagem.rpc.codec import TOGETHER_BYTES
+from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2_grpc
+from stratagem.rpc.grpc_lane import TRANSFER_METHOD, GrpcLane
+from stratagem.rpc.host_id import own_host_id
+from stratagem.rpc.inbox import INBOX_BYTES
+from stratagem.rpc.lane import Lane, nothing
+from stratagem.rpc.lane_listener import LaneTicket, connect_lane
+from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.shm_lane import ShmLane
+from stratagem.rpc.tcp_lane import TcpLane
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["shm", "tcp", "grpc"]
+OPEN_S = 5.0
+"""Seconds that opening one kind of lane may take."""
+UNREAD_BYTES = 1 << 30
+"""Frames in shared memory that a ps may leave unread before this worker waits for it."""
+
+
+class PsLaneOpener:
+    """Opens one lane to one ps.
+
+    Args:
+        stub: the ps.
+        sender: this worker.
+        ps: task id of the ps, for messages.
+        address: host:port of the ps.
+        meter: counts bytes.
+        security: of this worker.
+        max_inbox_bytes: of a lane, see ``WorkerConfig``.
+        on_wait: called now and then while a read from the lane waits; what it raises ends the wait.
+        frame_bytes: payload bytes of a frame; no message of several is larger.
+    """
+
+    def __init__(
+        self,
+        stub: ps_pb2_grpc.ParameterServerStub,
+        sender: common_pb2.Sender,
+        ps: str,
+        address: str,
+        meter: BytesMeter,
+        security: Security = OPEN,
+        max_inbox_bytes: int = INBOX_BYTES,
+        on_wait: Callable[[], None] = nothing,
+        frame_bytes: int = TOGETHER_BYTES,
+    ) -> None:
+        self._on_wait = on_wait
+        self._together_bytes = min(TOGETHER_BYTES, frame_bytes)
+        self._stub = stub
+        self._sender = sender
+        self._ps = ps
+        self._address = address
+        self._meter = meter
+        self._security = security
+        self._max_inbox_bytes = max_inbox_bytes
+
+    def open(self, transport: Transport, place: str) -> Lane:
+        """The lane asked for; ``auto`` takes the fastest that works.
+
+        Args:
+            transport: what was asked for.
+            place: where the ps runs, by its own words.
+
+        Raises:
+            ConfigurationError: the lane asked for cannot be had here.
+            PeerUnavailableError: the ps does not answer.
+        """
+        is_here = place == own_host_id()
+        kinds, better = _candidates(transport, is_here, self._ps), ""
+        for kind in kinds:
+            try:
+                lane = self._open(kind)
+            except FencedError:
+                raise
+            except StratagemError as error:
+                if kind == kinds[-1]:
+                    raise
+                logger.info("%s: no %s lane: %s", self._ps, kind, error)
+                better = better or f"no {kind} lane: {error}"
+            else:
+                why = f"{transport} was asked for" if transport != "auto" else _WHY[kind]
+                logger.info("%s over %s, because %s", self._ps, kind, why)
+                if transport != "auto" and kind != "shm" and is_here:
+                    better = f"{kind} was asked for, and {self._ps} is on this host"
+                self._meter.chose(self._ps, kind, why, better)
+                return lane
+        raise AssertionError("grpc is always tried last")
+
+    def _open(self, kind: Kind) -> Lane:
+        if kind == "grpc":
+            metadata = (
+                ("stratagem-task", self._sender.task),
+                ("stratagem-incarnation", str(self._sender.incarnation)),
+            )
+            channel = channels.connect(self._address, self._ps, self._security)
+            return OwningGrpcLane(
+                channel, self._ps, metadata, self._meter, self._max_inbox_bytes, self._on_wait, self._together_bytes
+            )
+        wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
+        host = self._address.rpartition(":")[0].strip("[]")
+        deadline = time.monotonic() + OPEN_S
+        tickets = [self._ask(wire, purpose) for purpose in ("up", "down")]
+        with contextlib.ExitStack() as undo:
+            outward = undo.enter_context(connect_lane(tickets[0], host, deadline, self._ps, self._security))
+            inward = undo.enter_context(connect_lane(tickets[1], host, deadline, self._ps, self._security))
+            lane: Lane
+            if kind == "shm":
+                lane = ShmLane(outward, inward, self._ps, self._meter, lambda: UNREAD_BYTES, self._on_wait)
+            else:
+                lane = TcpLane(outward, inward, self._ps, self._meter, self._max_inbox_bytes, self._on_wait)
+            undo.pop_all()
+        return lane
+
+    def _ask(self, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> LaneTicket:
+        request = lane_pb2.OpenLaneRequest(sender=self._sender, kind=kind, purpose=purpose)
+        try:
+            reply: lane_pb2.OpenLaneReply = self._stub.OpenLane(request, timeout=OPEN_S)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self._ps) from None
+        return LaneTicket(reply.token, reply.port, reply.socket_name)
+
+
+class OwningGrpcLane(GrpcLane):
+    """A grpc lane with a connection of its own, so that payload and control messages do not share one."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        ps: str,
+        metadata: tuple[tuple[str, str], ...],
+        meter: BytesMeter,
+        max_inbox_bytes: int,
+        on_wait: Callable[[], None],
+        together_bytes: int,
+    ) -> None:
+        super().__init__(channel, TRANSFER_METHOD, metadata, ps, meter, max_inbox_bytes, on_wait, together_bytes)
+        self._channel = channel
+
+    def close(self, reason: str) -> None:
+        super().close(reason)
+        self._channel.close()
+
+
+_WHY: dict[Kind, str] = {
+    "shm": "it is on this host",
+    "tcp": "it is on another host, or shares no memory with this one",
+    "grpc": "nothing faster works",
+}
+
+
+def _candidates(transport: Transport, same_place: bool, ps: str) -> list[Kind]:
+    if transport == "nccl":
+        raise ConfigurationError(
+            "--transport nccl is for MultiWorkerMirroredStrategy; a ps is reached by shm, tcp or grpc"
+        )
+    if transport == "shm" and not same_place:
+        raise ConfigurationError(
+            f"--transport shm needs {ps} on this host and in this network namespace, and it is elsewhere; take auto"
+        )
+    if transport != "auto":
+        return [transport]
+    return ["shm", "tcp", "grpc"] if same_place else ["tcp", "grpc"]

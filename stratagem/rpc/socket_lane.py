@@ -1,0 +1,147 @@
+"""What lanes over sockets share, tcp and shm: how one is read, and a lane of two of them."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.rpc.codec import Frame
+from stratagem.rpc.forks import close_in_children
+from stratagem.rpc.lane import Place
+from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.read_ahead import ReadAhead
+
+POLL_S = 0.5
+"""How often a waiting read looks at its deadline."""
+
+
+def wake_reads(sock: socket.socket) -> None:
+    """A read that waits ends every ``POLL_S`` with ``BlockingIOError``."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(POLL_S * 1e6)))
+
+
+def is_readable(sock: socket.socket) -> bool:
+    """Whether a read would not wait."""
+    poll = select.poll()
+    try:
+        poll.register(sock, select.POLLIN)
+    except ValueError:  # it is closed
+        return True
+    return bool(poll.poll(0))
+
+
+class SocketReceiver(abc.ABC):
+    """Implements :class:`stratagem.rpc.lane.ReceivingLane`; reads in the caller's thread. What a frame looks like is
+    left to :meth:`_next`.
+
+    Args:
+        sock: connected; the lane owns it.
+        peer: task id at the other end, for messages.
+        meter: counts bytes.
+        on_wait: called now and then while a read waits; what it raises ends the wait.
+    """
+
+    name: str
+
+    def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter, on_wait: Callable[[], None]) -> None:
+        close_in_children(sock)
+        self._sock = sock
+        self._peer = peer
+        self._meter = meter.lane(peer, self.name)
+        self._on_wait = on_wait
+        self._ahead = ReadAhead(self._receive)
+        self._early: list[Frame] = []
+        self._forgotten = 0
+        self._error: StratagemError | None = None
+        self._reading = threading.Lock()
+
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
+        for index, frame in enumerate(self._early):
+            if transfer in (0, frame.transfer):
+                return self._early.pop(index)
+        with self._reading:
+            while True:
+                frame = self._next(transfer, deadline, into)
+                if transfer in (0, frame.transfer):
+                    return frame
+                if frame.transfer > self._forgotten:
+                    self._keep(frame)
+
+    def forget(self, transfer: int) -> None:
+        self._forgotten = max(self._forgotten, transfer)
+        if self._early:
+            self._early = [frame for frame in self._early if frame.transfer > self._forgotten]
+
+    @property
+    def readable(self) -> bool:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        return bool(self._early) or bool(self._ahead) or is_readable(self._sock)
+
+    def close(self, reason: str) -> None:
+        if self._error is None:
+            self._error = PeerUnavailableError(reason)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a read that waits
+        with self._reading:
+            self._sock.close()
+
+    def _keep(self, frame: Frame) -> None:
+        """It came before it was asked for."""
+        self._early.append(frame)
+
+    @abc.abstractmethod
+    def _next(self, transfer: int, deadline: float, into: torch.Tensor | Place | None) -> Frame:
+        """Reads a frame of any transfer; ``into`` is for one of ``transfer``."""
+
+    @abc.abstractmethod
+    def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
+        """See :data:`stratagem.rpc.read_ahead.Receive`."""
+
+    def _waited(self, transfer: int, deadline: float) -> None:
+        """A read has waited :data:`POLL_S`."""
+        if time.monotonic() > deadline:  # a frame may be half read: nothing after it can be understood
+            self._error = PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
+            raise self._error from None
+        self._on_wait()
+
+    def _broken(self, error: OSError) -> StratagemError:
+        return self._error or PeerUnavailableError(f"the lane from {self._peer} broke: {error}")
+
+    def _closed(self) -> StratagemError:
+        return self._error or PeerUnavailableError(f"{self._peer} closed the lane")
+
+
+class TwoSocketLane(abc.ABC):
+    """The receiving half of a :class:`stratagem.rpc.lane.Lane` with a socket for each direction, beside its sender."""
+
+    _receiver: SocketReceiver
+    _cork: list[memoryview] | None
+
+    @abc.abstractmethod
+    def uncork(self) -> None:
+        """See :class:`stratagem.rpc.lane.Corkable`."""
+
+    def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
+        """See :class:`stratagem.rpc.lane.ReceivingLane`."""
+        if self._cork is not None:
+            self.uncork()
+        return self._receiver.receive(transfer, deadline, into)
+
+    @property
+    def readable(self) -> bool:
+        """See :class:`stratagem.rpc.lane.Lane`."""
+        return self._receiver.readable
+
+    def forget(self, transfer: int) -> None:
+        """See :class:`stratagem.rpc.lane.ReceivingLane`."""
+        self._receiver.forget(transfer)

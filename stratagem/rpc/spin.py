@@ -1,0 +1,74 @@
+"""Waiting for a moment without sleeping: an idle core, above all a virtual one, takes tens of microseconds to wake."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+SPIN_S = 100e-6
+"""Looks for so long before it sleeps: about what two changes of threads and a wake-up cost."""
+LOOK_S = 1e-3
+"""So long holds what the kernel said of the threads that want to run."""
+MAX_PAUSE = 63
+"""After a look in vain that many waits sleep at once, at most: one in vain 1, two in a row 3, and so on."""
+
+
+class Cores:
+    """Whether there is a core to spin on: no more threads want to run than there are cores for this process."""
+
+    def __init__(self, path: str = "/proc/loadavg") -> None:
+        self._path = path
+        self._looked_s = -LOOK_S
+        self._are_enough = False
+
+    def are_enough(self) -> bool:
+        """Counts the threads that run now, this one among them; where the kernel does not tell, there are too many."""
+        now = time.monotonic()
+        if now - self._looked_s >= LOOK_S:
+            self._looked_s = now
+            self._are_enough = 0 < self._num_runnable() <= len(os.sched_getaffinity(0))
+        return self._are_enough
+
+    def _num_runnable(self) -> int:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return 0
+        try:
+            return int(os.read(descriptor, 128).split()[3].partition(b"/")[0])
+        except (OSError, ValueError, IndexError):
+            return 0
+        finally:
+            os.close(descriptor)
+
+
+cores = Cores()
+
+
+class Spin:
+    """The waits of one thread."""
+
+    def __init__(self) -> None:
+        self._pause = 0
+        self._num_skipped = 0
+
+    def poll(self, watch: select.poll) -> list[tuple[int, int]]:
+        """What is ready now or within a moment; nothing: sleep."""
+        ready = watch.poll(0)
+        if ready:
+            return ready
+        if self._num_skipped < self._pause:
+            self._num_skipped += 1
+            return ready
+        self._num_skipped = 0
+        if not cores.are_enough():
+            return ready
+        end = time.monotonic() + SPIN_S
+        while time.monotonic() < end:
+            ready = watch.poll(0)
+            if ready:
+                self._pause = 0
+                return ready
+        self._pause = min(2 * self._pause + 1, MAX_PAUSE)
+        return ready

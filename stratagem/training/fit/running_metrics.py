@@ -1,0 +1,158 @@
+"""What an epoch or an evaluation has counted so far: the loss and the metrics, one count for each local replica."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.metric_states import States, states_of_all
+from stratagem.training.metrics import Metric
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gives back on one replica. Tensors are detached and stay on its device."""
+
+    num_examples: int
+    outputs: Any = None
+    targets: Any = None
+    loss: torch.Tensor | None = None
+    weight: float = 0.0
+    """What the loss was divided by."""
+
+
+class _Count:
+    """Of one replica."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.metrics = metrics
+        self.reset()
+
+    def reset(self) -> None:
+        self.total: torch.Tensor | None = None
+        self.weight = 0.0
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def add(self, result: StepResult) -> None:
+        if result.loss is not None:
+            part = result.loss.double() * result.weight
+            self.total = part if self.total is None else self.total.add_(part)
+            self.weight += result.weight
+        for metric in self.metrics.values():
+            metric.update(result.outputs, result.targets)
+
+    def states(self) -> States:
+        total = torch.zeros((), dtype=torch.float64) if self.total is None else self.total
+        found: States = {"loss/total": total, "loss/weight": torch.tensor(self.weight, dtype=torch.float64)}
+        for name, metric in self.metrics.items():
+            found.update((f"{name}/{key}", value) for key, value in metric.states().items())
+        return found
+
+
+class RunningMetrics:
+    """Counts steps. Nothing waits for a device until somebody reads.
+
+    Args:
+        strategy: whose replicas count.
+        metrics: one set for each local replica, alike.
+    """
+
+    def __init__(self, strategy: Strategy, metrics: Sequence[Mapping[str, Metric]]) -> None:
+        self._strategy = strategy
+        self._counts = [_Count(each) for each in metrics]
+        self._earlier: list[States] = []
+        self.num_examples = 0
+        """Of the local replicas."""
+        self.num_steps = 0
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        for count in self._counts:
+            count.reset()
+        self._earlier = []
+        self.num_examples = self.num_steps = 0
+
+    @torch.no_grad()
+    def add(self, results: Sequence[StepResult]) -> None:
+        """Counts a step: one result for each local replica."""
+        self.num_steps += 1
+        for count, result in zip(self._counts, results, strict=True):
+            if result.num_examples:
+                self.num_examples += result.num_examples
+                count.add(result)
+
+    def states(self) -> list[States]:
+        """What was counted, by all replicas of all workers where they run in step; then every worker has to ask."""
+        return [*states_of_all(self._strategy, [count.states() for count in self._counts]), *self._earlier]
+
+    def add_states(self, states: Sequence[States]) -> None:
+        """Counts what was counted before, by whom it may be. On every worker the same."""
+        self._earlier += states
+
+    def result(self) -> dict[str, float]:
+        """Loss and metrics of all workers where they run in step; then every worker has to ask."""
+        return self._computed(self.states())
+
+    def logs(self) -> Logs:
+        """Loss and metrics of the local replicas, computed when they are read."""
+        return Logs(lambda: self._computed([*(count.states() for count in self._counts), *self._earlier]))
+
+    def _computed(self, parts: Sequence[States]) -> dict[str, float]:
+        weight = sum(float(cast(torch.Tensor, part["loss/weight"])) for part in parts)
+        total = sum(float(cast(torch.Tensor, part["loss/total"])) for part in parts)
+        found = {"loss": total / weight if weight else float("nan")}
+        for name, metric in self._counts[0].metrics.items():
+            own = [_of(part, f"{name}/") for part in parts]
+            found.update((name + suffix, value) for suffix, value in metric.compute(own).items())
+        return found
+
+
+def _of(states: States, prefix: str) -> States:
+    """On the CPU, because replicas count on different devices."""
+    return {
+        name.removeprefix(prefix): [part.cpu() for part in value] if isinstance(value, list) else value.cpu()
+        for name, value in states.items()
+        if name.startswith(prefix)
+    }
+
+
+class Logs(MutableMapping[str, float]):
+    """Numbers that are computed when the first of them is read, because that waits for the device.
+
+    They are of the moment of that reading: ``dict(logs)`` keeps them.
+
+    Args:
+        compute: gives them.
+    """
+
+    def __init__(self, compute: Callable[[], dict[str, float]]) -> None:
+        self._compute = compute
+        self._values: dict[str, float] | None = None
+
+    def _read(self) -> dict[str, float]:
+        if self._values is None:
+            self._values = self._compute()
+        return self._values
+
+    def __getitem__(self, name: str) -> float:
+        return self._read()[name]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._read()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return repr(self._read())

@@ -1,0 +1,56 @@
+"""Changes weights after prepare: by load_once, which all workers see; by a callback; in place, which is refused."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+
+def loaded(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    model, optimizer = strategy.prepare(model, optimizer)
+    strategy.load_once(lambda: nn.init.constant_(model.weight, 7.0))
+    data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(40, 2)), 4))
+
+    def step(batch: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        model(batch[0]).sum().backward()
+        optimizer.step()
+
+    if sys.argv[1] == "refused":
+        model.load_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
+    for batch in data:
+        strategy.run(step, (batch,))
+        assert model.weight.tolist() == [[7.0, 7.0]], model.weight
+
+
+def best_of_fit(strategy: sg.Strategy) -> None:
+    """The loss grows in every epoch: what is best are the weights after the first."""
+    with strategy.scope():
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(module.weight)
+        model = sg.Model(module)
+    model.compile(lambda parameters: torch.optim.SGD(parameters, 1.0, maximize=True), "mse")
+    x, y = torch.ones(16, 2), torch.zeros(16, 1)
+    stopping = sg.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    history = model.fit(x, y, batch_size=8, epochs=4, validation_data=(x, y), callbacks=[stopping], verbose=0)
+    losses = history.history["val_loss"]
+    assert len(losses) == 2 and losses[0] < losses[1], losses
+    assert model.evaluate(x, y, verbose=0) == losses[0], "what evaluate takes from the ps"
+
+
+def main() -> None:
+    strategy = sg.strategy_from_environment()
+    best_of_fit(strategy)
+    loaded(strategy)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""A ring that goes on without the workers it loses: real processes, kill -9."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]
+
+NUM_EXAMPLES, NUM_EPOCHS = 100, 3
+
+
+def kill(task: str, step: int) -> dict[str, Any]:
+    return {"task": task, "step": step, "action": "kill"}
+
+
+def news_of(out: Path, workers: list[int]) -> list[dict[str, Any]]:
+    return [json.loads(Path(f"{out}.{worker}").read_text()) for worker in workers]
+
+
+def check_same_and_exact(news: list[dict[str, Any]]) -> None:
+    """All workers saw the same gradients, of the true mean, and each example once an epoch."""
+    for one in news[1:]:
+        for name in ("seen", "losses", "totals", "sizes", "changes"):
+            assert one[name] == news[0][name], name
+    assert all(one["agree"] for one in news)
+    for rows, total in zip(news[0]["seen"], news[0]["totals"], strict=True):
+        assert total == pytest.approx(1.0, abs=1e-5), "divided by something else than the number of its examples"
+        assert len(rows) == len(set(rows))
+    counts = collections.Counter(itertools.chain.from_iterable(news[0]["seen"]))
+    assert counts == dict.fromkeys(range(NUM_EXAMPLES), NUM_EPOCHS)
+    every = list(itertools.chain.from_iterable(news[0]["seen"]))
+    for epoch in range(NUM_EPOCHS):
+        assert sorted(every[epoch * NUM_EXAMPLES :][:NUM_EXAMPLES]) == list(range(NUM_EXAMPLES))
+
+
+def train(
+    cluster: Start,
+    out: Path,
+    *faults: dict[str, Any],
+    transport: str = "auto",
+    workers: int = 4,
+    min_workers: int = 2,
+    restarts: int = 0,
+    arguments: Sequence[object] = (),
+) -> Any:
+    flags = ["--strategy", "ring", "--min-workers", str(min_workers), "--transport", transport]
+    flags += ["--max-restarts", str(restarts)]
+    arguments = ["--out", out, "--examples", NUM_EXAMPLES, "--epochs", NUM_EPOCHS, *arguments]
+    return cluster(workers, 0, "train_healing.py", *arguments, flags=flags, faults=faults).finish()
+
+
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+def test_a_ring_of_four_loses_one_and_goes_on(cluster: Start, tmp_path: Path, transport: str) -> None:
+    done = train(cluster, tmp_path / "news", kill("worker:1", 4), transport=transport)
+    assert done.code == 0, done.stderr
+    assert done.faults == ["fault-0"]
+    assert done.summary["workers_lost"] == ["worker:1"] and done.summary["restarts"] == 0
+    assert "worker:1 ended (killed by SIGKILL); the ring goes on with 3 workers" in done.stderr
+    news = news_of(tmp_path / "news", [0, 2, 3])
+    check_same_and_exact(news)
+    assert set(news[0]["sizes"]) == {4, 3}
+    assert news[0]["changes"] == [[4, 3, 5]], "called once, before the step after the one in which the ring healed"
+    assert news[0]["sizes"] == sorted(news[0]["sizes"], reverse=True)
+    slowest = max(after - before for before, after in itertools.pairwise(news[0]["times"]))
+    print(f"{transport}: the longest step, in which the ring healed, took {slowest:.2f} s")
+
+
+@pytest.mark.thorough
+def test_the_lead_and_one_more_are_lost_and_then_too_many(cluster: Start, tmp_path: Path) -> None:
+    done = train(cluster, tmp_path / "news", kill("worker:0", 3), kill("worker:3", 9), transport="tcp")
+    assert done.code == 0, done.stderr
+    assert done.summary["workers_lost"] == ["worker:0", "worker:3"]
+    news = news_of(tmp_path / "news", [1, 2])
+    check_same_and_exact(news)
+    assert [change[:2] for change in news[0]["changes"]] == [[4, 3], [3, 2]]
+    assert [one["is_lead"] for one in news] == [True, False]
+    done = train(cluster, tmp_path / "few", kill("worker:0", 3), kill("worker:1", 5), workers=3)
+    assert done.code != 0
+    assert "fewer than --min-workers 2 are left; start the job again" in done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_one_is_left(cluster: Start, tmp_path: Path, transport: str) -> None:
+    done = train(cluster, tmp_path / "news", kill("worker:0", 6), transport=transport, workers=2, min_workers=1)
+    assert done.code == 0, done.stderr
+    check_same_and_exact(news_of(tmp_path / "news", [1]))
+
+
+@pytest.mark.thorough
+def test_fit_goes_on_too(cluster: Start, tmp_path: Path) -> None:
+    arguments = ["--by", "fit", "--folder", tmp_path / "backup", "--out", tmp_path / "weights.pt"]
+    flags = ["--strategy", "ring", "--min-workers", "2", "--max-restarts", "0"]
+    job = cluster(3, 0, "train_preempted.py", *arguments, flags=flags, faults=[kill("worker:1", 9)])
+    done = job.finish()
+    assert done.code == 0, done.stderr
+    assert done.summary["workers_lost"] == ["worker:1"] and done.summary["restarts"] == 0
+    assert "come again at the end of the epoch" in done.stderr
+
+
+def check_newcomer(news: dict[str, Any], other: dict[str, Any]) -> None:
+    """It saw what another did, from the step on in which it joined."""
+    for name in ("seen", "losses", "totals", "sizes"):
+        assert news[name] == other[name][news["first"] :], name
+    assert news["first"] > 0 and news["agree"]
+    assert news["changes"] == [[b, n, at - news["first"]] for b, n, at in other["changes"] if at >= news["first"]]
+
+
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, transport: str) -> None:
+    faults = [kill("worker:1", 4)]
+    done = train(cluster, tmp_path / "news", *faults, transport=transport, restarts=1, arguments=["--meet", 9])
+    assert done.code == 0, done.stderr
+    assert done.faults == ["fault-0"]
+    assert done.summary["workers_lost"] == [] and done.summary["restarts"] == 1
+    old, back = news_of(tmp_path / "news", [0, 2, 3]), news_of(tmp_path / "news", [1])[0]
+    check_same_and_exact(old)
+    check_newcomer(back, old[0])
+    assert back["first"] == 10
+    assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]

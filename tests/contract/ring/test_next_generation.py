@@ -1,0 +1,161 @@
+"""A ring over real servers loses a rank: those who are left form the next generation, once the chief says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+
+import pytest
+import torch
+
+from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.membership import Member, Membership
+from stratagem.errors import CollectiveError, StratagemError
+from stratagem.measuring.flight import FLIGHT
+from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.limits import ServerLimits
+from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.server import add_servicer, serve
+from stratagem.worker.ring import ring_member
+from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.ring_member import RingMember
+from stratagem.worker.ring.ring_service import RingService
+from stratagem.worker.servicer import SERVICE, WorkerServicer
+
+CPU = torch.device("cpu")
+
+
+class Chief:
+    """What the chief tells everybody."""
+
+    def __init__(self, min_workers: int) -> None:
+        self.membership = Membership(True, (), min_workers=min_workers, generation=1)
+        self.changed = threading.Condition()
+        self.callbacks: list[Callable[[Membership], None]] = []
+
+    def say(self, members: Sequence[Member], generation: int) -> None:
+        with self.changed:
+            self.membership = dataclasses.replace(self.membership, members=tuple(members), generation=generation)
+            self.changed.notify_all()
+        for callback in self.callbacks:
+            callback(self.membership)
+
+    def leave(self, *tasks: str, generation: int) -> None:
+        """These are there no longer; the same generation: they have finished."""
+        live = (dataclasses.replace(one, live=one.live and one.task not in tasks) for one in self.membership.members)
+        self.say(list(live), generation)
+
+
+class SessionOf:
+    """A worker's session, without a stream."""
+
+    def __init__(self, chief: Chief, index: int) -> None:
+        self.task, self.incarnation = f"worker:{index}", index + 1
+        self._chief = chief
+
+    @property
+    def membership(self) -> Membership:
+        return self._chief.membership
+
+    @membership.setter
+    def membership(self, value: Membership) -> None:
+        raise NotImplementedError
+
+    @property
+    def security(self) -> Security:
+        return OPEN
+
+    def on_membership(self, callback: Callable[[Membership], None]) -> None:
+        self._chief.callbacks.append(callback)
+
+    def wait_ready(self, timeout_s: float) -> Membership:
+        return self.membership
+
+    def wait_membership(self, accept: Callable[[Membership], bool], timeout_s: float) -> bool:
+        with self._chief.changed:
+            return self._chief.changed.wait_for(lambda: accept(self.membership), timeout_s)
+
+    def raise_if_stopped(self) -> None:
+        """Nobody is stopped."""
+
+    def wait_stopped(self, timeout_s: float | None) -> StratagemError | None:
+        return None
+
+
+@contextlib.contextmanager
+def ring_of(size: int, transport: str, min_workers: int = 2) -> Iterator[tuple[Chief, list[Communicator]]]:
+    """A formed ring."""
+    chief = Chief(min_workers)
+    with contextlib.ExitStack() as undo:
+        members, known = [], []
+        for index in range(size):
+            ring_service = RingService("127.0.0.1", lambda: chief.membership, BytesMeter())
+            running = serve(
+                "127.0.0.1:0",
+                lambda server, ring_service=ring_service: add_servicer(SERVICE, WorkerServicer(ring_service), server),  # type: ignore[misc]
+                services=[SERVICE.full_name],
+                limits=ServerLimits(max_message_bytes=1 << 20),
+                insecure=False,
+            )
+            undo.callback(running.stop, 0)
+            known.append(Member(f"worker:{index}", running.address, index + 1, True))
+            members.append(RingMember(ring_service, SessionOf(chief, index), BytesMeter()))
+            undo.callback(members[-1].close, "the test is over")
+        chief.say(known, 1)
+        options = CommunicationOptions(transport=transport, chunk_bytes=1 << 16)  # type: ignore[arg-type]
+        with futures.ThreadPoolExecutor(size) as pool:
+            yield chief, list(pool.map(lambda member: member.form(options, CPU, 60.0), members))
+
+
+def sums(ring: Sequence[Communicator], size: int = 1000) -> list[float]:
+    """What an all-reduce of powers of 2, one a worker, gives these ranks."""
+    with futures.ThreadPoolExecutor(len(ring)) as pool:
+        worker = [int(one.healing.me[7]) for one in ring if one.healing is not None]
+        tensors = [torch.full((size,), float(2**index)) for index in worker]
+        return [float(total[7]) for total in pool.map(lambda one, tensor: one.all_reduce(tensor), ring, tensors)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_those_who_are_left_go_on_down_to_one(transport: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ring_of(3, transport, min_workers=1) as (chief, ring):
+        assert sums(ring) == [7.0] * 3
+        with futures.ThreadPoolExecutor(1) as pool:  # the others wait in the middle of a collective
+            waiting = pool.submit(sums, [ring[0], ring[2]], 1 << 20)
+            ring[1].group.close("killed")
+            chief.leave("worker:1", generation=2)
+            assert waiting.result(60) == [5.0] * 2
+        assert [(one.rank, one.size, one.generation) for one in (ring[0], ring[2])] == [(0, 2, 1), (1, 2, 1)]
+        assert sums([ring[0], ring[2]]) == [5.0] * 2
+        ring[0].group.close("killed")
+        chief.leave("worker:0", generation=3)
+        assert sums([ring[2]]) == [4.0]
+    assert "last collectives" not in caplog.text  # nothing was lost that the log should tell of
+    assert any("CollectiveError in" in line for line in FLIGHT.lines())
+
+
+def test_who_has_finished_is_not_lost() -> None:
+    with ring_of(3, "tcp") as (chief, ring):
+        ring[0].group.close("its script ended")
+        chief.leave("worker:0", generation=1)
+        with pytest.raises(CollectiveError, match=r"worker:0 has finished its script, and worker:[12] has not"):
+            sums(ring[1:])
+
+
+def test_too_few_are_an_error_and_so_is_what_nobody_was_lost_by(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ring_member, "HEAR_S", 0.3)
+    monkeypatch.setattr(ring_member, "HEAL_S", 0.5)
+    with ring_of(2, "tcp") as (chief, ring):
+        ring[0].group.close("killed")
+        chief.leave("worker:0", generation=2)
+        with pytest.raises(CollectiveError, match="1 workers are left, and a ring goes on with at least 2"):
+            sums(ring[1:])
+    assert caplog.text.count("the last collectives and commits here") == 1
+    with ring_of(2, "tcp") as (_, ring):
+        ring[0].group.close("a defect")
+        with pytest.raises(CollectiveError, match="aborted at step 0, collective 1"):
+            sums(ring[1:])

@@ -1,0 +1,99 @@
+"""``python -m tests.simulation --seeds 1000``: runs schedules, and shows the first that fails, made as small as can be.
+
+``--seed N`` runs one and tells its story.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import logging
+import os
+import sys
+import time
+
+from tests.simulation import threads
+from tests.simulation.install import installed
+from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.schedule import Outcome, Schedule, plan, run
+from tests.simulation.shrink import shrink
+
+
+class _Story(logging.Formatter):
+    """Lines of the product's log, at virtual times."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        world = threads.here()
+        return f"{world.now - 1000:9.4f} {world.process}: {record.levelname} {super().format(record)}"
+
+
+def main() -> int:
+    """The command; returns 1 when a schedule failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this one, and tell its story")
+    parser.add_argument("--seeds", type=int, default=1000, help="run so many")
+    parser.add_argument("--first", type=int, help="the first of them; else one of today")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, of the processor")
+    parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the protocol in this way; must be found")
+    parser.add_argument("--log", action="store_true", help="with --seed: also what the product logs")
+    options = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
+    logging.disable(logging.CRITICAL)
+    with installed(), mutated(options.mutation):
+        return _one(options.seed, options.log) if options.seed is not None else _many(options)
+
+
+def _one(seed: int, with_log: bool) -> int:
+    schedule = plan(seed)
+    print(schedule)
+    if with_log:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(_Story())
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+        logging.disable(logging.NOTSET)
+    outcome = run(schedule)
+    _tell(outcome)
+    return 1 if outcome.failure else 0
+
+
+def _many(options: argparse.Namespace) -> int:
+    first = options.first if options.first is not None else int(datetime.date.today().strftime("%Y%m%d")) * 1_000_000
+    print(f"schedules from seed {first} on", flush=True)
+    start = time.process_time()
+    num, events, seconds = 0, 0, 0.0
+    for seed in itertools.count(first):
+        if num >= options.seeds or time.process_time() - start > options.seconds:
+            break
+        schedule = plan(seed)
+        outcome = run(schedule)
+        num, events, seconds = num + 1, events + outcome.num_events, seconds + outcome.seconds
+        if outcome.failure:
+            _report(schedule, outcome, num)
+            return 1
+    spent = time.process_time() - start
+    print(
+        f"{num} schedules, none failed: {events:,} events, {seconds:,.0f} s of virtual time in {spent:.0f} s of the "
+        f"processor, {60 * num / max(spent, 1e-3):,.0f} a minute"
+    )
+    return 0
+
+
+def _report(schedule: Schedule, outcome: Outcome, num: int) -> None:
+    print(f"seed {schedule.seed}, number {num}, failed: {outcome.failure}")
+    small, smaller = shrink(schedule, outcome)
+    print(f"small: {small!r}")
+    _tell(smaller)
+    print(f"again: python -m tests.simulation --seed {schedule.seed} --log")
+
+
+def _tell(outcome: Outcome) -> None:
+    print("\n".join(outcome.trace))
+    print(f"{outcome.num_events} events, {outcome.seconds:.1f} s; {outcome.failure or 'nothing failed'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

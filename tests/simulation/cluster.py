@@ -1,0 +1,297 @@
+"""A job: the chief, parameter servers and workers of the product, and who starts them again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from stratagem.chief import __main__ as chief_main
+from stratagem.cluster.config import ChiefConfig, PsConfig, WorkerConfig
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.ps import __main__ as ps_main
+from stratagem.worker import runtime as worker_runtime
+from tests.simulation import script
+from tests.simulation.disk import Disk
+from tests.simulation.loop import Loop
+from tests.simulation.network import AioChannel, Channel, Network, Server
+from tests.simulation.threads import enter, here
+from tests.simulation.world import Process, World
+
+CHIEF = "10.0.0.1:7000"
+DEADLINE_S = 400.0
+"""Virtual seconds in which every job has to be over."""
+
+_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is trained, and by whom."""
+
+    num_workers: int = 2
+    num_ps: int = 2
+    ps_replicas: int = 1
+    max_ps: int = 0
+    num_examples: int = 24
+    batch_size: int = 2
+    epochs: int = 2
+    staleness: float = float("inf")
+    step_s: float = 0.1
+    """Seconds a step takes, at most."""
+    session_timeout_s: float = 6.0
+    checkpoint_every_s: float = 0.0
+    checkpoints: bool = True
+    saves: int = 0
+    """Checkpoints that a script asks for in each epoch."""
+
+
+class Cluster:
+    """All processes of a job.
+
+    Args:
+        world: where it runs.
+        job: what is trained.
+    """
+
+    def __init__(self, world: World, job: Job) -> None:
+        self.world = world
+        self.job = job
+        self.network = Network(world)
+        self.tasks: dict[str, Process] = {}
+        self.chief_job: Any = None
+        self.finished: int | None = None
+        self.served: set[str] = set()
+        """The ps that ended well: what they held is the result, whoever is started in their place."""
+        self.wanted: dict[str, int] = {"ps": job.max_ps} if job.max_ps else {}
+        """How many tasks of a kind were asked for while the job ran."""
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"simulation-{os.getpid()}-", dir=_MEMORY))
+        self.disk = Disk(self.folder)
+        world.disk = self.disk  # type: ignore[attr-defined]
+        world.cluster = self  # type: ignore[attr-defined]
+        self.dismissed: set[str] = set()
+        """Tasks that ended because fewer were wanted."""
+        self._loops: dict[Process, Loop] = {}
+        self._num_started = 0
+        self.check: Callable[[], None] = lambda: None
+
+    @property
+    def checkpoint_dir(self) -> str:
+        return str(self.folder / "checkpoints") if self.job.checkpoints else ""
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts all tasks."""
+        names = [*(f"ps:{i}" for i in range(self.job.num_ps)), *(f"worker:{i}" for i in range(self.job.num_workers))]
+        for name in ["chief:0", *names]:
+            self.world.after(self.world.random.random() * 0.2, None, self.start_task, name)
+
+    def start_wanted(self, kind: str, index: int) -> None:
+        """Starts a task that is wanted, unless its work is done."""
+        name = f"{kind}:{index}"
+        ended = name in self.tasks and self.tasks[name].exit_code == 0
+        if index < self.wanted[kind] and not (ended and name not in self.dismissed):
+            self.dismissed.discard(name)
+            self.start_task(name)
+
+    def start_task(self, name: str) -> None:
+        """Starts a task, unless it is there or nobody needs it any more."""
+        if self.finished is not None or (name in self.tasks and self.tasks[name].alive):
+            return
+        self._num_started += 1
+        kind = name.partition(":")[0]
+        address = CHIEF if kind == "chief" else f"10.0.0.2:{8000 + self._num_started}"
+        process = Process(self.world, name, address)
+        if name in self.tasks:
+            process.wall_offset_s = self.tasks[name].wall_offset_s
+        self.tasks[name] = process
+        process.on_death.append(lambda: self._died(process))
+        self.world.note(f"{name} starts")
+        if kind == "chief":
+            self._start_chief(process)
+        elif kind == "ps":
+            process.spawn(lambda: process.end(ps_main.run(self._ps_config(name))), "main")
+        else:
+            process.spawn(lambda: process.end(script.run(self, process)), "main")
+
+    def _start_chief(self, process: Process) -> None:
+        loop = Loop(process, self.network.try_connection, lambda: self.disk.slow * self.world.random.random())
+        self._loops[process] = loop
+        job = self.job
+        config = ChiefConfig(
+            bind=CHIEF,
+            num_workers=job.num_workers,
+            num_ps=job.num_ps,
+            ps_replicas=job.ps_replicas,
+            max_ps=job.max_ps,
+            insecure=True,
+            state_dir=str(self.folder / "state"),
+            checkpoint_dir=self.checkpoint_dir,
+            checkpoint_every_s=job.checkpoint_every_s,
+            session_timeout_s=job.session_timeout_s,
+            session_grace_s=job.session_timeout_s / 2,
+            heartbeat_interval_s=min(0.5, job.session_timeout_s / 4),
+        )
+
+        async def serve() -> None:
+            try:
+                process.globals["exit_code"] = await chief_main.serve(config)
+            except Exception as error:
+                if self.world.closing:
+                    return
+                self.world.fail(f"the chief failed: {type(error).__name__}: {error}")
+                return
+            process.end(process.globals["exit_code"])
+
+        def begin() -> None:
+            loop.create_task(serve())
+
+        self.world.after(0.0, process, loop.enter, begin)
+
+    def _ps_config(self, name: str) -> PsConfig:
+        return PsConfig(task=name, bind="10.0.0.2:0", chief=CHIEF, insecure=True, checkpoint_dir=self.checkpoint_dir)
+
+    def join_as(self, resolver: Any) -> tuple[WorkerConfig, ClusterSpec]:
+        """In the place of ``stratagem.strategy.roles.join_as``: who the worker is that asks."""
+        assert self.world.process is not None
+        job = self.job
+        config = WorkerConfig(
+            task=self.world.process.name,
+            bind="10.0.0.2:0",
+            chief=CHIEF,
+            insecure=True,
+            transport="grpc",
+            checkpoint_dir=self.checkpoint_dir,
+        )
+        own = int(self.world.process.name.partition(":")[2]) + 1
+        workers = tuple(f"10.0.0.2:{7100 + i}" for i in range(max(job.num_workers, own)))
+        ps = tuple(f"10.0.0.2:{7200 + i}" for i in range(job.num_ps))
+        return config, ClusterSpec(chief=(CHIEF,), worker=workers, ps=ps)
+
+    def _died(self, process: Process) -> None:
+        code = process.exit_code
+        self.world.note(f"{process.name} {'is dead' if code is None else f'ends with {code}'}")
+        self.network.process_died(process)
+        kind, _, index = process.name.partition(":")
+        wanted = self.wanted.get(kind, 1 << 30)
+        if kind == "ps" and self.chief_job is not None:  # needed until others have its rows
+            wanted = max(wanted, self.chief_job.sessions.num_ps)
+        if int(index) >= wanted:
+            self.dismissed.add(process.name)
+            return
+        if code == 0 and (kind != "ps" or self.chief_job.sessions.stopping is not None):
+            self.served.add(process.name)
+        if process.name == "chief:0" and code is not None and code != 143:
+            self.finished = code
+        elif code != 0 or process.name.startswith("ps:"):
+            again_s = 0.1 + 2 * self.world.random.random() ** 2
+            self.world.after(again_s, None, self.start_task, process.name)
+
+    def signal(self, ps: Process) -> None:
+        """SIGTERM to a ps."""
+        for thread in ps.threads[:1]:
+            self.world.interrupt(thread, ps_main._Terminated())
+
+    def loop_of(self, chief: Process) -> Loop:
+        """Its event loop."""
+        return self._loops[chief]
+
+    # -- what stands in the place of gRPC -----------------------------------------------------------------------
+
+    def serve(self, bind: str, register: Callable[[Any], None], **_: Any) -> Any:
+        """In the place of ``stratagem.rpc.server.serve``."""
+        process = self.world.process
+        assert process is not None
+        server = Server(self.network, process)
+        register(server)
+        return _Running(server)
+
+    async def serve_aio(self, bind: str, register: Callable[[Any], None], **_: Any) -> Any:
+        """In the place of ``stratagem.rpc.server.serve_aio``."""
+        process = self.world.process
+        assert process is not None
+        loop: Any = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        server = Server(self.network, process, loop)
+        server.is_stopped = lambda: self.chief_job.finished.done()
+        register(server)
+        return _Running(server)
+
+    def connect(self, address: str, peer: str = "", *_: Any, **__: Any) -> Channel:
+        """In the place of ``stratagem.rpc.channels.connect``."""
+        assert self.world.process is not None
+        return Channel(self.network, self.world.process, address)
+
+    def connect_aio(self, address: str, peer: str = "", *_: Any, **__: Any) -> AioChannel:
+        """In the place of ``stratagem.rpc.channels.connect_aio``."""
+        assert self.world.process is not None
+        return AioChannel(self.network, self.world.process, address)
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """The chief has ended, and everybody else has."""
+        return self.finished is not None and not any(process.alive for process in self.tasks.values())
+
+    def run(self) -> None:
+        """Until all is over, or the deadline."""
+        enter(self.world)
+        worker_runtime._newest = None
+        self.start()
+        self.world.run(self.world.now + DEADLINE_S, lambda: self.is_over, self.check)
+
+    def close(self) -> None:
+        """Ends everything."""
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what is thrown away must not tidy up
+        models = [process.globals["model"] for process in self.world.processes if "model" in process.globals]
+        self.world.close()
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            if parameter._post_accumulate_grad_hooks:  # a circle through torch, which no collector sees
+                parameter._post_accumulate_grad_hooks.clear()
+        for loop in self._loops.values():
+            loop.close()
+        self.tasks.clear()
+        self._loops.clear()
+        self.network.servers.clear()
+        self.network.calls.clear()
+        self.chief_job = None
+        gc.collect()  # what generators do at their end must happen in this world, not in the next
+        sys.unraisablehook = hook
+        worker_runtime._newest = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class _Running:
+    """A server that listens, of either kind."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.address = server.process.address
+
+    def set_serving(self, serving: bool) -> Any:
+        return _Nothing()
+
+    def stop(self, grace_s: float = 1.0) -> Any:
+        return _Nothing()
+
+
+class _Nothing:
+    """Awaited or not."""
+
+    def __await__(self) -> Any:
+        return iter(())
+
+
+def cluster() -> Cluster:
+    """The cluster that runs."""
+    found: Cluster = here().cluster  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,89 @@
+"""The disk under journal and checkpoints: a folder in memory, whose writes are torn, fail, last, and are flipped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+from typing import Any
+
+from tests.simulation.threads import here
+
+
+class Disk:
+    """What is on the disk for good, and what goes wrong next.
+
+    Args:
+        folder: where the files really are.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.synced: dict[str, int] = {}
+        """Bytes of each file that survive a crash of the machine."""
+        self.flipped: set[str] = set()
+        """Names of the checkpoints that are not whole any more."""
+        self.full_until = 0.0
+        self.slow = 0.0
+        """A sync takes up to so many seconds."""
+
+    def sync(self, fd: int) -> None:
+        """What ``fsync`` means.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        world = here()
+        process = world.process
+        if world.closing or process is None or not process.alive:
+            return
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if self.full_until > world.now and "journal" not in path and os.path.isfile(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if os.path.isfile(path):
+            self.synced[path] = os.path.getsize(path)
+        if self.slow:
+            took_s = self.slow * world.random.random()
+            if world.thread is not None:
+                world.block(took_s)
+            else:
+                process.paused_until = max(process.paused_until, world.now + took_s)
+
+    def crash(self, path: pathlib.Path) -> bool:
+        """The machine crashes: what was not synced may be there, in part or not at all. Whether something is gone."""
+        size, kept = path.stat().st_size if path.exists() else 0, self.synced.get(str(path), 0)
+        if kept < size:
+            os.truncate(path, here().random.randint(kept, size))
+        return kept < size
+
+    def flip(self, path: pathlib.Path) -> None:
+        """One byte of a file is another one from now on."""
+        data = bytearray(path.read_bytes())
+        if data:
+            data[here().random.randrange(len(data))] ^= 1 << here().random.randrange(8)
+            path.write_bytes(data)
+            self.flipped.add(path.parent.name)
+
+
+class _Os:
+    """In the place of the module ``os``, where files are written."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    @staticmethod
+    def fsync(fd: int) -> None:
+        world = here()
+        disk: Disk = world.disk  # type: ignore[attr-defined]
+        disk.sync(fd)
+
+    @staticmethod
+    def write(fd: int, data: Any) -> int:
+        """A process that was killed writes nothing any more."""
+        world = here()
+        if world.closing or world.process is None or not world.process.alive:
+            return len(data)
+        return os.write(fd, data)
+
+
+Os = _Os()

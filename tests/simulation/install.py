@@ -1,0 +1,157 @@
+"""Puts the simulated ``threading``, ``time``, ``queue``, gRPC and disk in the place of the real ones, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import queue
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.chief.journal.lock import JournalLock
+from stratagem.ps import optimizers, snapshot
+from stratagem.ps.peer_client import PeerStore
+from stratagem.rpc import channels, handshake
+from stratagem.strategy import roles
+from tests.simulation.disk import Os
+from tests.simulation.invariants import hooks
+from tests.simulation.threads import Queue, Threading, Time, here
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+_MODULES = (
+    "stratagem.chief.__main__",
+    "stratagem.ps.__main__",
+    "stratagem.strategy.parameter_server",
+    "stratagem.worker.runtime",
+)
+_STAND_INS: dict[Any, Any] = {threading: Threading, time: Time, queue: Queue}
+_ON_DISK = ("stratagem.chief.journal.journal", "stratagem.checkpoint.durable", "stratagem.checkpoint.tensor_file")
+_NOT = ("stratagem.rpc.throttle", "stratagem.rpc.tls_files", "stratagem.cli", "stratagem.launch")
+
+
+def _functions() -> Iterator[Any]:
+    """All functions and methods of the product."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("stratagem."):
+            for value in list(vars(module).values()):
+                members = vars(value).values() if isinstance(value, type) else (value,)
+                yield from (each for each in members if isinstance(each, types.FunctionType))
+
+
+def _slow(read: Callable[..., bool]) -> Callable[..., bool]:
+    """Reading a checkpoint takes as long as writing one."""
+
+    def check(*arguments: Any) -> bool:
+        world = here()
+        if _cluster().disk.slow:
+            world.block(_cluster().disk.slow * 4 * world.random.random())
+        return read(*arguments)
+
+    return check
+
+
+class _Lock(JournalLock):
+    """As the system does, it is taken from a process that dies."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        here().process.on_death.append(self.release)  # type: ignore[union-attr]
+
+
+class _Gc:
+    """In the place of the module ``gc``: what one process makes permanent would stay for all schedules."""
+
+    @staticmethod
+    def freeze() -> None:
+        """A process of its own keeps what it has when it is complete."""
+
+
+class _Preemption:
+    """In the place of the worker's: no signal is sent."""
+
+    is_leaving = False
+
+    @staticmethod
+    def request() -> None:
+        """The worker sees by its session that the job is over."""
+
+
+def _cluster() -> Cluster:
+    found: Cluster = here().cluster  # type: ignore[attr-defined]
+    return found
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Inside, every module of the product has the simulated ones: nothing of it may run outside of a world."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    undo: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    connect_aio, explain = channels.connect_aio, handshake.explain_refusal
+    stand_ins = {id(real): stand_in for real, stand_in in _STAND_INS.items()}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("stratagem.") and not name.startswith(_NOT):
+            for attribute, value in list(vars(module).items()):
+                if id(value) in stand_ins:
+                    put(module, attribute, stand_ins[id(value)])
+                elif getattr(value, "__module__", "") == "time":  # one of its functions, under a name of the module
+                    put(module, attribute, getattr(Time, value.__name__))
+                elif value is connect_aio:
+                    put(module, attribute, lambda *a, **k: _cluster().connect_aio(*a, **k))
+                elif value is explain:
+                    put(module, attribute, lambda *_, **__: "")
+                elif value is os and name in _ON_DISK:
+                    put(module, attribute, Os)
+    for function in _functions():
+        if time.monotonic in (function.__defaults__ or ()):
+            given = tuple(Time.monotonic if value is time.monotonic else value for value in function.__defaults__)
+            put(function, "__defaults__", given)
+    put(channels, "connect", lambda *a, **k: _cluster().connect(*a, **k))
+    put(roles, "join_as", lambda resolver: _cluster().join_as(resolver))
+    for name in ("stratagem.ps.__main__", "stratagem.worker.runtime"):
+        put(sys.modules[name], "serve", lambda *a, **k: _cluster().serve(*a, **k))
+    put(sys.modules["stratagem.chief.__main__"], "serve_aio", lambda *a, **k: _cluster().serve_aio(*a, **k))
+    put(sys.modules["stratagem.chief.__main__"], "JournalLock", _Lock)
+    put(sys.modules["stratagem.worker.runtime"], "preemption", _Preemption)
+    put(PeerStore.__init__, "__defaults__", ("grpc",))
+    put(optimizers, "warm_up", lambda: None)
+    put(roles, "say_goodbye_at_exit", lambda runtime: None)
+    put(sys.modules["stratagem.ps.__main__"], "keep_freed_memory", lambda: None)
+    for name in ("stratagem.chief.__main__", "stratagem.ps.__main__"):
+        put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
+    put(snapshot, "check", _slow(snapshot.check))
+    for owner, name, wrap in hooks():
+        put(owner, name, wrap(getattr(owner, name)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    optimizers_warm()
+    gc.freeze()  # torch's objects stay: looking through them after each schedule would take most of the time
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
+        for owner, name, value in reversed(undo):
+            setattr(owner, name, value)
+
+
+def optimizers_warm() -> None:
+    """Torch loads its compiler with the first step."""
+    parameter = torch.zeros(1)
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], fused=True).step()

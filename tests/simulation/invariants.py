@@ -1,0 +1,386 @@
+"""What must hold, looked at whenever the product does what could break it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stratagem.checkpoint.server_state import consolidate
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.checkpoints import ServersManifest
+from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.job import ChiefJob
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.leases import EpochLeases
+from stratagem.chief.membership.session import SessionState
+from stratagem.chief.recovery import NOBODY, Recovery
+from stratagem.data.order import epoch_order
+from stratagem.errors import CheckpointError
+from stratagem.ps import snapshot
+from stratagem.ps.locked_group import LockedGroup
+from stratagem.ps.shard_group import ShardGroup
+from stratagem.ps.state import StoreState
+from stratagem.ps.store import Store
+from stratagem.ps.units import UnitLedger
+from tests.simulation.threads import here
+from tests.simulation.world import World
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+_TWICE = 0o66666666
+"""Bits of the numbers in a variable that say that an example was applied more than once in an epoch."""
+
+
+def digits(weights: torch.Tensor, epochs: int) -> list[list[int]]:
+    """How often each example of each epoch was applied: [epoch][example]."""
+    whole = weights.long()
+    return [((whole >> 3 * epoch) & 7).tolist() for epoch in range(epochs)]
+
+
+def variables_of(groups: Sequence[ShardGroup]) -> dict[str, torch.Tensor]:
+    """Whole variables, by their names."""
+    return {shard.variable: group.weights[shard.offset : shard.stop] for group in groups for shard in group.spec.shards}
+
+
+class Invariants:
+    """Of one world.
+
+    Args:
+        world: where they must hold.
+        cluster: the job.
+    """
+
+    def __init__(self, world: World, cluster: Cluster) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.released: set[tuple[str, int]] = set()
+        """Processes whose units went to others: nothing of theirs may count any more."""
+        self.holders: dict[tuple[int, int, int], tuple[Any, ChiefJob]] = {}
+        """Who has a unit, by the word of which chief."""
+        self.accepted: set[tuple[int, int, int]] = set()
+        """Units that are never leased again, unless all ps go back to a checkpoint."""
+        self.published: dict[tuple[str, int, int, int], bytes] = {}
+        self.stores: dict[str, Store] = {}
+        """Of each ps the newest."""
+        self.lost_units: set[tuple[str, int, int]] = set()
+        """(ps, epoch, unit) that a ps was told to do without."""
+        self.recorded: dict[tuple[str, int, int], UnitLedger] = {}
+        """In which memory of a ps (ps, epoch, unit) was: a worker may not have reported it yet when that is gone."""
+        self.num_checkpoints = 0
+        self.saved_complete = True
+        """Whether the last checkpoint waited for what was under way: not where nobody is left to send it."""
+
+    def task(self) -> str:
+        """Of the process that runs."""
+        return self.world.process.name if self.world.process is not None else "-"
+
+    # -- on a ps -----------------------------------------------------------------------------------------------
+
+    def applied(self, group: ShardGroup) -> None:
+        """No example counts twice."""
+        twice = group.weights.long() & _TWICE
+        if bool(twice.any()):
+            self.world.fail(
+                f"{self.task()} applied examples {twice.nonzero().flatten().tolist()} twice: "
+                f"{[oct(value) for value in group.weights.long().tolist()]}"
+            )
+
+    def entered(self, incarnation: tuple[str, int]) -> None:
+        """Fences are final on every ps that the chief has not given up."""
+        job = self.cluster.chief_job
+        is_member = job is None or job.sessions.tasks[self.task()].state is not SessionState.LOST
+        if incarnation in self.released and is_member:
+            self.world.fail(f"{self.task()} takes an update from {incarnation}, whose units have gone to others")
+
+    def publish(self, group: LockedGroup) -> None:
+        """A version says which weights are meant, for ever."""
+        version = group.version
+        key = (self.task(), group.spec.group, version.store_epoch, version.counter)
+        data = group.group.weights.numpy().tobytes()
+        if self.published.setdefault(key, data) != data:
+            self.world.fail(f"{key[0]} has two contents of version {version}")
+
+    def note_lost(self, units: Any, closed: Any) -> None:
+        """A ps is told to do without units that it has not."""
+        for (_, epoch), bitmap in units.items():
+            mine = closed.get((1, epoch))
+            self.lost_units.update((self.task(), epoch, unit) for unit in bitmap if mine is None or unit not in mine)
+
+    # -- in the chief --------------------------------------------------------------------------------------------
+
+    def acquired(self, key: tuple[int, int], index: int, incarnation: Any) -> None:
+        """No unit is with two workers."""
+        unit = (*key, index)
+        before, chief = self.holders.get(unit, (None, None))
+        if unit in self.accepted:
+            self.world.fail(f"unit {unit} is leased to {incarnation}, and it was accepted")
+        if incarnation == NOBODY:
+            return
+        is_given_up = before in (None, incarnation) or (before.task, before.number) in self.released
+        if not is_given_up and (chief is self.cluster.chief_job or self._knows_of_lease(before, unit)):
+            self.world.fail(f"unit {unit} is leased to {incarnation}, and {before} has it still")
+        self.holders[unit] = incarnation, self.cluster.chief_job
+
+    def _knows_of_lease(self, incarnation: Any, unit: tuple[int, int, int]) -> bool:
+        """Whether a worker has heard of a lease: the chief that gave it may have died with the reply."""
+        strategy = self.cluster.tasks[incarnation.task].globals.get("strategy")
+        held = strategy._runtime._held() if strategy is not None else []
+        return any((lease.unit.dataset, lease.unit.epoch, lease.unit.index) == unit for lease in held)
+
+    def committed(self, job: ChiefJob, path: pathlib.Path) -> None:
+        """A checkpoint is one cut: what is in it of an update is on all ps."""
+        self.num_checkpoints += 1
+        manifest = ServersManifest.read(path)
+        if manifest is None:
+            self.world.fail(f"{path.name} has no manifest")
+            return
+        epochs, seen = self.cluster.job.epochs, []
+        for task in sorted({file.ps for file in manifest.files}):
+            content = snapshot.load(path, int(task.removeprefix("ps:")))
+            closed = content.units.describe().closed
+            for variable, weights in variables_of(content.groups).items():
+                units = self._units_of(job, weights, epochs, f"{path.name}, {variable} on {task}")
+                seen.append((task, variable, units))
+                for key, bitmap in manifest.accepted.items():
+                    missing = bitmap - closed.get(key, type(bitmap)())
+                    applied = {unit for unit in units if unit[0] == key[1]}
+                    if any((key[1], unit) not in applied for unit in missing):
+                        self.world.fail(f"{path.name} says {missing!r} is accepted, and {task} has not closed it")
+        if len(seen) != self.cluster.job.num_ps:
+            self.world.fail(f"{path.name} has {[variable for _, variable, _ in seen]} only")
+        gone = {key for key, ledger in self.recorded.items() if ledger is not self.stores[key[0]].state.units}
+        lost = self.lost_units | gone
+        if self.cluster.wanted:  # what one ps lost another one lacks by now
+            lost = {(task, epoch, unit) for _, epoch, unit in lost for task, _, _ in seen}
+        for task, variable, units in seen:
+            for _, other, theirs in seen:
+                torn = {unit for unit in theirs - units if (task, *unit) not in lost}
+                if torn and self.saved_complete:
+                    self.world.fail(f"{path.name} is no cut: {other} has {sorted(torn)}, {variable} lacks them")
+
+    def _units_of(self, job: ChiefJob, weights: torch.Tensor, epochs: int, what: str) -> set[tuple[int, int]]:
+        """(epoch, unit) whose examples are in the weights, all of them or none."""
+        found: set[tuple[int, int]] = set()
+        plan = job.lease_book.plans.get(1)
+        counts = digits(weights, epochs)
+        if plan is None:
+            if any(map(any, counts)):
+                self.world.fail(f"{what} has updates before there is a plan")
+            return found
+        for epoch in range(epochs):
+            order = epoch_order(plan.num_examples, plan.shuffle, plan.seed, 1, epoch).tolist()
+            for index in range(plan.num_units):
+                start, stop = plan.bounds(index)
+                values = {counts[epoch][example] for example in order[start:stop]}
+                if len(values) != 1:
+                    self.world.fail(f"{what} has a part of unit {epoch}/{index}")
+                elif values == {1}:
+                    found.add((epoch, index))
+        return found
+
+    # -- at the end --------------------------------------------------------------------------------------------
+
+    def ended(self) -> None:
+        """Everybody has finished; every example of every epoch counts once on every ps, or was told to be lost."""
+        cluster, world = self.cluster, self.world
+        if cluster.finished is None or not cluster.is_over:
+            world.fail(f"not over after {world.now - 1000:.0f} s: {self.waiting()}")
+            return
+        job: ChiefJob = cluster.chief_job
+        kept = {path.name for path in pathlib.Path(cluster.checkpoint_dir).glob("step-*")}
+        if job.ps_pool.without_memory and kept <= cluster.disk.flipped:
+            return  # the log says that there is no last checkpoint, and that no other one is whole
+        if cluster.finished != 0:
+            stopping = job.sessions.stopping
+            reason = stopping.reason if stopping else "-"
+            # The first checkpoint has to be written, and a ps without memory needs one that is whole.
+            is_told = "No space left on device" in reason or (
+                "is whole on every ps" in reason and kept <= cluster.disk.flipped
+            )
+            if not is_told:
+                world.fail(f"the job ended with {cluster.finished}: {reason}")
+            return
+        epochs = cluster.job.epochs
+        told = job.journal.history.updates_lost
+        variables = self._variables()
+        if variables is None:
+            return
+        found = [self._units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()]
+        num_units = epochs * job.lease_book.plans[1].num_units
+        missing = [num_units - len(units) for units in found]
+        least, most = max(missing), sum(missing)
+        if not cluster.wanted:  # each variable is on a ps of its own
+            least, most = (most, most) if cluster.job.staleness else (least, least)
+        if not least <= told <= most:
+            world.fail(f"{missing} updates of each variable are not there at the end, and {told} are told to be lost")
+        if cluster.job.staleness == 0 and any(units != found[0] for units in found):
+            world.fail(f"at staleness 0 the ps differ: {[len(units) for units in found]}")
+
+    def _variables(self) -> dict[str, torch.Tensor] | None:
+        """What the ps hold; of one that died in the last moment, what the last checkpoint holds, if it is whole."""
+        found: dict[str, torch.Tensor] = {}
+        for index in range(self.cluster.chief_job.sessions.num_ps):
+            groups = self.stores[f"ps:{index}"].state.locked_groups.values()
+            found |= variables_of([locked.group for locked in groups])
+        if len(found) == self.cluster.job.num_ps:
+            return found
+        newest = checkpoints.newest(self.cluster.checkpoint_dir)
+        try:
+            return {**consolidate(newest[0]), **found} if newest is not None else None
+        except CheckpointError:
+            return None
+
+    def waiting(self) -> str:
+        """Who is there, and what they wait for, by the word of the chief."""
+        job = self.cluster.chief_job
+        alive = [process.name for process in self.cluster.tasks.values() if process.alive]
+        if job is None:
+            return f"no chief; alive: {alive}"
+        report = job.get_status()
+        waits = [f"{task.member.task} {task.state} waits for {task.waiting_on}" for task in report.tasks]
+        return f"{report.waiting_for} {report.stop_reason} {waits}; alive: {alive}"
+
+
+def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Where the product is looked at: owner, name, and what makes a method of the one that is there."""
+
+    def after_apply(real: Any) -> Any:
+        def apply(self: Any, *arguments: Any, **named: Any) -> Any:
+            result = real(self, *arguments, **named)
+            checks().applied(self)
+            return result
+
+        return apply
+
+    def on_enter(real: Any) -> Any:
+        def enter(self: Any, sender: Any) -> Any:
+            checks().entered(sender.key)
+            return real(self, sender)
+
+        return enter
+
+    def on_send(real: Any) -> Any:
+        def send_weights(self: Any, *arguments: Any, **named: Any) -> Any:
+            checks().publish(self)
+            return real(self, *arguments, **named)
+
+        return send_weights
+
+    def on_release(real: Any) -> Any:
+        async def release(self: Any, incarnation: Any) -> Any:
+            checks().released.add((incarnation.task, incarnation.number))
+            return await real(self, incarnation)
+
+        return release
+
+    def on_epoch(real: Any) -> Any:
+        def epoch(self: Any, dataset: int, number: int) -> Any:
+            leases = real(self, dataset, number)
+            leases.key = (dataset, number)
+            return leases
+
+        return epoch
+
+    def on_acquire(real: Any) -> Any:
+        def acquire(self: Any, index: int, incarnation: Any, *rest: Any) -> Any:
+            checks().acquired(self.key, index, incarnation)
+            return real(self, index, incarnation, *rest)
+
+        return acquire
+
+    def on_end(real: Any) -> Any:
+        def end(self: Any, index: int) -> Any:
+            checks().holders.pop((*self.key, index), None)
+            return real(self, index)
+
+        return end
+
+    def on_accept(real: Any) -> Any:
+        def mark_accepted(self: Any, index: int) -> Any:
+            checks().accepted.add((*self.key, index))
+            return real(self, index)
+
+        return mark_accepted
+
+    def on_revoke(real: Any) -> Any:
+        def revoke(self: Any, indices: Any) -> Any:
+            checks().accepted.difference_update((*self.key, index) for index in indices)
+            return real(self, indices)
+
+        return revoke
+
+    def on_committed(real: Any) -> Any:
+        def committed(self: Any, saved: Any) -> Any:
+            real(self, saved)
+            path = pathlib.Path(saved.path)
+            if path.name not in checks().cluster.disk.flipped:
+                checks().committed(self, path)
+
+        return committed
+
+    def on_save(real: Any) -> Any:
+        async def save_inside(self: Any, *arguments: Any, complete: bool = True, **named: Any) -> Any:
+            checks().saved_complete = complete
+            return await real(self, *arguments, complete=complete, **named)
+
+        return save_inside
+
+    def on_job(real: Any) -> Any:
+        def init(self: Any, *arguments: Any, **named: Any) -> None:
+            checks().cluster.chief_job = self
+            real(self, *arguments, **named)
+            if self.journal.history.is_new:  # it goes on from a checkpoint, and leases what that lacks
+                checks().accepted.clear()
+
+        return init
+
+    def on_store(real: Any) -> Any:
+        def init(self: Any, *arguments: Any, **named: Any) -> None:
+            real(self, *arguments, **named)
+            if self.task not in checks().cluster.served:
+                checks().stores[self.task] = self
+
+        return init
+
+    def on_lost(real: Any) -> Any:
+        def mark_lost(self: Any, units: Any) -> Any:
+            closed = {key: bitmap for key, bitmap in self.describe().closed.items()}
+            result = real(self, units)
+            checks().note_lost(units, closed)
+            return result
+
+        return mark_lost
+
+    yield ShardGroup, "apply", after_apply
+    yield StoreState, "enter", on_enter
+    yield LockedGroup, "send_weights", on_send
+    yield Recovery, "release", on_release
+    yield LeaseBook, "epoch", on_epoch
+    yield EpochLeases, "acquire", on_acquire
+    yield EpochLeases, "_end", on_end
+    yield EpochLeases, "mark_accepted", on_accept
+    yield EpochLeases, "revoke", on_revoke
+    yield ChiefJob, "_committed", on_committed
+    yield Saving, "save_inside", on_save
+    yield ChiefJob, "__init__", on_job
+    yield Store, "__init__", on_store
+
+    def on_record(real: Any) -> Any:
+        def record(self: Any, update: Any, num_servers: int) -> None:
+            real(self, update, num_servers)
+            checks().recorded.update(((checks().task(), unit.epoch, unit.index), self) for unit in update.units)
+
+        return record
+
+    yield UnitLedger, "mark_lost", on_lost
+    yield UnitLedger, "record", on_record
+
+
+def checks() -> Invariants:
+    """Of the world that runs."""
+    found: Invariants = here().checks  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,134 @@
+"""The protocol, broken in one place each: a simulator that does not find them proves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from stratagem.checkpoint.draft import CheckpointDraft
+from stratagem.chief.checkpointing import commit_hold
+from stratagem.chief.job import ChiefJob
+from stratagem.chief.journal import history
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.membership.session import Release
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.ps_return import PsReturn
+from stratagem.ps.commit_gate import CommitGate
+from stratagem.ps.senders import Senders
+from stratagem.ps.sync_steps import SyncSteps
+from stratagem.ps.units import UnitLedger
+
+_Change = tuple[Any, str, Any]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+async def _soon(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _lost_fence() -> Iterator[_Change]:
+    """A ps says that it refuses an incarnation, and goes on with it."""
+    yield Senders, "check", _nothing
+
+
+def _unasked_fence() -> Iterator[_Change]:
+    """The chief gives units to others before any ps has refused the one who had them."""
+    real = Sessions._fence
+
+    def fence(self: Any, session: Any) -> Any:
+        real(self, session)
+        self._pending.pop(session.incarnation, None)
+        return [Release(session.incarnation)] if session.task.type == "worker" else []
+
+    yield Sessions, "_fence", fence
+
+
+def _forgetful_ledger() -> Iterator[_Change]:
+    """A ps does not remember which updates it has applied."""
+    yield UnitLedger, "is_applied", lambda self, unit, ordinal: False
+
+
+def _empty_bitmaps() -> Iterator[_Change]:
+    """A snapshot is saved without what is applied in it."""
+    yield UnitLedger, "to_json", lambda self: {"closed": [], "open": []}
+
+
+def _forgotten_acceptance() -> Iterator[_Change]:
+    """What workers have reported is not in the journal, and the chief does not ask the ps when it starts again."""
+    yield history, "_RECORDS", {**history._RECORDS, "accepted": _nothing}
+    yield LeaseBook, "know_accepted", _nothing
+
+
+def _open_gate() -> Iterator[_Change]:
+    """Commits pass while a checkpoint is written."""
+    yield CommitGate, "lets_through", lambda self, update, now: True
+
+
+def _torn_cut() -> Iterator[_Change]:
+    """A checkpoint does not wait for updates that only some of their ps have."""
+    yield commit_hold, "torn_updates", lambda held: {}
+
+
+def _uncounted_loss() -> Iterator[_Change]:
+    """What a ps lacks after it went back to a checkpoint is not counted."""
+    real = PsReturn._mark_lost
+
+    async def mark_lost(self: Any, server: Any, accepted: Any) -> tuple[int, int]:
+        return 0, (await real(self, server, accepted))[1]
+
+    yield PsReturn, "_mark_lost", mark_lost
+
+
+def _unclosed_step() -> Iterator[_Change]:
+    """A synchronous step that lost a worker is never settled on the ps."""
+    yield SyncSteps, "close", lambda self, step, included, committed: []
+
+
+def _deaf_release() -> Iterator[_Change]:
+    """What a dead worker held is given to nobody."""
+    yield ChiefJob, "_release", _soon
+
+
+def _left_draft() -> Iterator[_Change]:
+    """A checkpoint is told of, and never becomes one."""
+    yield CheckpointDraft, "commit", _nothing
+
+
+def _forgotten_fences() -> Iterator[_Change]:
+    """A chief that starts again has forgotten who is dead, and a ps that comes does not hear it."""
+    yield history, "_RECORDS", {**history._RECORDS, "over": _nothing}
+
+
+MUTATIONS = {
+    "lost fence": _lost_fence,
+    "unasked fence": _unasked_fence,
+    "forgetful ledger": _forgetful_ledger,
+    "ledger not saved": _empty_bitmaps,
+    "forgotten acceptance": _forgotten_acceptance,
+    "open gate": _open_gate,
+    "torn cut": _torn_cut,
+    "uncounted loss": _uncounted_loss,
+    "unclosed step": _unclosed_step,
+    "deaf release": _deaf_release,
+    "left draft": _left_draft,
+    "forgotten fences": _forgotten_fences,
+}
+"""By name."""
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """Inside, the protocol is broken; None: it is not."""
+    changes = list(MUTATIONS[name]()) if name is not None else []
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
+    for owner, attribute, value in changes:
+        setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        for owner, attribute, value in before:
+            setattr(owner, attribute, value)

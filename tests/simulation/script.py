@@ -1,0 +1,76 @@
+"""What every simulated worker runs: the real strategy, on data of which each example leaves an exact number behind.
+
+Variable v of the model lies on ps v and has an element for each example. The gradient of an example is minus a power of
+eight in its element, at a learning rate of 1: digit k of element e, in octal, says how often example e of epoch k was
+applied on that ps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem.errors import FencedError, JobStoppedError, StratagemError
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.worker import runtime as worker_runtime
+from tests.simulation.world import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+BASE = 8
+MAX_EPOCHS = 8
+
+
+class Counters(torch.nn.Module):
+    """An element for each example, on each ps."""
+
+    def __init__(self, num_ps: int, num_examples: int) -> None:
+        super().__init__()
+        self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_ps))
+
+
+def run(cluster: Cluster, process: Process) -> int:
+    """The life of a worker; returns its exit code."""
+    try:
+        _train(cluster, process)
+    except JobStoppedError as stopped:
+        code, message = stopped.exit_code, str(stopped)
+    except FencedError as error:
+        code, message = 1, str(error)
+    except StratagemError as error:
+        code, message = 1, f"{type(error).__name__}: {error}"
+    else:
+        code, message = 0, ""
+    if code:
+        cluster.world.note(f"{process.name} gives up: {message}")
+    strategy = process.globals.get("strategy")
+    if strategy is not None:
+        strategy._runtime.goodbye(code, message)
+    return code
+
+
+def _train(cluster: Cluster, process: Process) -> None:
+    job, world = cluster.job, cluster.world
+    worker_runtime._newest = None  # the last one is of another process
+    strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
+    with strategy.scope():
+        model: Any = Counters(job.num_ps, job.num_examples)
+    process.globals["model"] = model
+    optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
+    strategy.prepare(model, optimizer, gradients="sum")
+    data = TensorDataset(torch.arange(job.num_examples))
+    batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
+
+    def step(batch: list[torch.Tensor], scale: int) -> None:
+        optimizer.zero_grad()
+        loss = sum(counts[batch[0]].sum() for counts in model.counts) * -scale
+        loss.backward()
+        optimizer.step()
+
+    for epoch in range(job.epochs):
+        for batch in batches:
+            world.block(job.step_s * world.random.random())
+            strategy.run(step, args=(batch, BASE**epoch))

@@ -1,0 +1,34 @@
+"""A small share of what ``make simulate`` does, and that it can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own: what stands in the place of threads is in no other test's way."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.simulation", *arguments], env=environment, capture_output=True, text=True
+    )
+
+
+def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() -> None:
+    done = simulate("--first", "1", "--seeds", "6")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "6 schedules, none failed" in done.stdout
+    first, second = simulate("--seed", "7"), simulate("--seed", "7")
+    assert first.stdout == second.stdout and " starts" in first.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_a_broken_protocol_is_found_within_a_minute(name: str) -> None:
+    found = simulate("--first", "1", "--seeds", "100000", "--seconds", "60", "--mutation", name)
+    assert found.returncode == 1 and "failed:" in found.stdout, found.stdout[-2000:] + found.stderr[-2000:]

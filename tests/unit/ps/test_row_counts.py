@@ -1,0 +1,65 @@
+"""The rows of a table that are updated most: found in a sample, and told by their numbers in the whole table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from stratagem.ps import row_counts
+from stratagem.ps.row_counts import RowCounts
+
+
+def rows(*numbers: int) -> torch.Tensor:
+    return torch.tensor(sorted(set(numbers)))
+
+
+def test_what_every_update_has_is_found_among_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
+    counts, generator = RowCounts(), np.random.default_rng(1)
+    for _ in range(40):
+        for _ in range(row_counts.MAX_WAITING):
+            counts.note(rows(7, 99_000, *map(int, generator.integers(100, 90_000, 12))))
+        found = counts.hottest()
+    assert {row for row, _ in found} == {7, 99_000}
+    assert all(share == pytest.approx(1 / 14, rel=0.1) for _, share in found)
+
+
+def test_rows_that_share_their_updates_evenly_are_none() -> None:
+    counts = RowCounts()
+    for start in range(row_counts.MAX_WAITING):
+        counts.note(torch.arange(start, 20_000, 64))
+    assert counts.hottest() == []
+    assert RowCounts().hottest() == []
+
+
+def test_an_update_of_many_rows_is_sampled_and_counts_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e9)
+    counts = RowCounts()
+    for _ in range(20):
+        counts.note(torch.arange(640))
+        for _ in range(32):
+            counts.note(rows(5000))
+        found = counts.hottest()
+    ((row, share),) = found
+    assert row == 5000 and share == pytest.approx(32 / 672)
+
+
+def test_what_was_hot_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_counts, "HALF_LIFE_S", 1e-9)
+    counts = RowCounts()
+    counts.note(rows(1))
+    assert counts.hottest() == [(1, 1.0)]
+    counts.note(rows(2))
+    assert counts.hottest() == [(2, 1.0)]
+    assert counts.hottest() == []
+
+
+def test_nobody_asks_and_memory_does_not_grow() -> None:
+    counts = RowCounts()
+    for _ in range(10 * row_counts.MAX_WAITING):
+        counts.note(torch.arange(0, 10_000_000, 1000))
+    assert len(counts._waiting) == row_counts.MAX_WAITING
+    assert sum(len(sample) for sample, _ in counts._waiting) <= row_counts.MAX_WAITING * row_counts.PER_UPDATE
+    counts.hottest()
+    assert len(counts._numbers) <= row_counts.KEPT

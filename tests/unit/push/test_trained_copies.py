@@ -1,0 +1,78 @@
+"""Weights on parameter servers that a script changes in its own copies: said, not lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stratagem.errors import ConfigurationError
+from stratagem.worker.push.trained_copies import NUM_EXACT, TrainedCopies
+
+Change = Callable[[torch.nn.Linear], object]
+CHANGES: dict[str, Change] = {
+    "loaded": lambda model: model.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.ones(1)}),
+    "initialised": lambda model: torch.nn.init.ones_(model.weight),
+    "clamped behind torch's back": lambda model: model.bias.data.clamp_(5.0, 6.0),
+    "put elsewhere": lambda model: setattr(model.weight, "data", torch.full((1, 2), 3.0)),
+}
+
+
+@pytest.fixture
+def model() -> torch.nn.Linear:
+    return torch.nn.Linear(2, 1)
+
+
+@pytest.fixture
+def copies(model: torch.nn.Linear) -> TrainedCopies:
+    return TrainedCopies(list(model.named_parameters()))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_values_are_refused(model: torch.nn.Linear, copies: TrainedCopies, change: Change) -> None:
+    copies.note()
+    copies.check()
+    change(model)
+    with pytest.raises(ConfigurationError, match=r"(weight|bias) was changed here .* strategy\.load_once"):
+        copies.check()
+
+
+def test_values_that_were_put_back_are_not(model: torch.nn.Linear, copies: TrainedCopies) -> None:
+    copies.note()
+    before = model.state_dict()["weight"].clone()
+    torch.nn.init.zeros_(model.weight)
+    with torch.no_grad():
+        model.weight.copy_(before)
+    copies.check()
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_the_ps_bring_may_be_anything(model: torch.nn.Linear, copies: TrainedCopies, change: Change) -> None:
+    for _ in range(2 * NUM_EXACT):
+        copies.note()
+        copies.forget()
+        change(model)
+        copies.check()
+
+
+def test_later_a_change_is_said_once(
+    model: torch.nn.Linear, copies: TrainedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(NUM_EXACT + 1):
+        copies.note()
+    copies.check()
+    assert not caplog.records
+    for _ in range(3):
+        torch.nn.init.zeros_(model.bias)
+        copies.check()
+    assert [record.getMessage().partition(". ")[0] for record in caplog.records] == [
+        "bias was written to since the last update"
+    ]
+    for _ in range(300):
+        copies.note()
+        if copies._sums is not None:
+            break
+    model.bias.data.fill_(9.0)
+    with pytest.raises(ConfigurationError, match="bias was changed here"):
+        copies.check()

@@ -1,0 +1,77 @@
+"""A rank dies in a backward, in any of its collectives: the others have the gradient of the examples that are left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from stratagem.worker.reduction.reducer import Weight
+from stratagem.worker.ring.communicator import Communicator
+from tests.unit.reduction.reducing import (
+    assert_bit_identical,
+    assert_same,
+    batch,
+    build,
+    gradients,
+    mean_loss,
+    reducing,
+    share_of,
+)
+from tests.unit.ring.healing_ranks import Fate, run_mortal
+
+SHARES = [3, 1, 2]
+Gradients = list[torch.Tensor | None]
+
+
+def weight_of(rank: int) -> Callable[[], Weight]:
+    return lambda: Weight(SHARES[rank] / sum(SHARES), is_share=True)
+
+
+def alone(examples: Sequence[int], seed: int = 0, build_model: Callable[[], Any] = build) -> Gradients:
+    """The gradient of one process on some of the examples."""
+    model = build_model()
+    x, y = batch(seed, sum(SHARES))
+    mean_loss(model, x[list(examples)], y[list(examples)]).backward()
+    return gradients(model)
+
+
+WITH, WITHOUT = range(6), [0, 1, 2, 4, 5]
+
+
+def work(communicator: Communicator) -> list[Gradients]:
+    """Two backwards, and one after the step in which the ring has healed."""
+    rank, found = communicator.rank, []
+    model = build()
+    with reducing(model, communicator, weight_of(rank), keep_sources=True):
+        for seed in range(2):
+            communicator.step += 1
+            for parameter in model.parameters():
+                parameter.grad = None
+            x, y = share_of(batch(seed, sum(SHARES)), SHARES, rank)
+            mean_loss(model, x, y).backward()
+            found.append(gradients(model))
+        communicator.barrier()
+    return found
+
+
+NUM_COLLECTIVES = 12
+"""Of the group in :func:`work`, before its barrier: 3 of the layout, then 4 buckets and the status in each backward."""
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dies_at", range(1, NUM_COLLECTIVES + 1))
+def test_the_gradient_is_of_the_examples_that_are_left(dies_at: int, late: bool) -> None:
+    results = run_mortal(3, work, rank1=Fate(dies_at, late))
+    assert_bit_identical([result[0] + result[1] for result in results])
+    kinds = []
+    for seed, found in enumerate(results[0]):
+        for kind, examples in enumerate((WITH, WITHOUT)):
+            with contextlib.suppress(AssertionError):
+                assert_same(found, alone(examples, seed))
+                kinds.append(kind)
+    assert len(kinds) == 2, f"a gradient of neither: {kinds}"
+    assert kinds == sorted(kinds)

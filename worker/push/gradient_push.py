@@ -1,0 +1,419 @@
+"""``optimizer.step()`` under parameter servers: commit what was staged, take the new weights, exactly once.
+
+The optimizer keeps its object and its ``param_groups``. A pre-hook of its ``step`` commits, and torch's own step finds
+nothing to do (docs/protocol.md 7).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stratagem.cluster.units import Unit, Update
+from stratagem.errors import ConfigurationError, NonFiniteGradientError, PeerUnavailableError, StaleStoreError
+from stratagem.measuring import measures
+from stratagem.measuring.flight import FLIGHT
+from stratagem.rpc.lane import Lane
+from stratagem.rpc.units import update_to_proto
+from stratagem.worker.gradient_guard import GradientPolicy, are_finite, not_finite
+from stratagem.worker.push import wire
+from stratagem.worker.push.close_reports import MAX_WAITING, CloseReports
+from stratagem.worker.push.ps_client import PendingCall, PsClient, Rerouted
+from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.row_gradients import RowGradient
+from stratagem.worker.push.staging import GradientStaging
+from stratagem.worker.push.variables import RemoteVariables
+from stratagem.worker.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
+
+_NOT_SENT = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSlice:
+    """Staleness 0: the step of the job that an update belongs to."""
+
+    step: int
+    units: tuple[Unit, ...]
+    weight: float
+
+
+class RolledBack(Exception):
+    """All ps went back to a checkpoint (staleness 0): the update in hand belongs to a past that is gone."""
+
+
+NO_UNIT = (
+    "an update of no batch was under way when the number of parameter servers changed: nothing says which of them had "
+    "applied it, and it %s"
+)
+
+
+class GradientPush:
+    """Pushes the gradients of one optimizer.
+
+    Args:
+        optimizer: the optimizer; its parameters are the variables of ``variables.layout`` named by ``indices``.
+        parameters: the parameters in the layout's order.
+        variables: the remote variables (one optimizer's groups).
+        staging: sends the frames.
+        policy: clipping and NaN policy.
+        closes: closed units to report with the commit.
+        meter: times what is exposed.
+        tables: tables that the optimizer changes.
+        recover: connects to a ps that was lost.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        variables: RemoteVariables,
+        staging: GradientStaging,
+        policy: GradientPolicy,
+        closes: CloseReports,
+        meter: StepMeter,
+        tables: Sequence[RemoteTable],
+        recover: Callable[[PsClient], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self._tables = list(tables)
+        self._reconnect = recover
+        self._parameters = list(parameters)
+        self._variables = variables
+        self._clients: Sequence[PsClient] = variables.clients
+        self._layout = variables.layout
+        self._staging = staging
+        self._policy = policy
+        self._closes = closes
+        self._meter = meter
+        self._sent = [name for name in optimizer.defaults if name not in _NOT_SENT]
+        self._came: list[list[Any]] = []
+        """Hyper-parameters as they stood in the last step."""
+        self._is_plain = False
+        """Whether none of them is a tensor or a list, which may change and be the same object."""
+        self._hyper: tuple[list[dict[str, Any]], Sequence[Any]] = [], ()
+        self._rows: tuple[RowGradient | None, ...] = ()
+        """Of this step: the gradient of each table."""
+        self._servers: tuple[int, ...] = ()
+        self._messages: dict[int, wire.CommitMessage] = {}
+        self._store_epochs: dict[int, int] = {}
+        self._is_rerouted = False
+        """While an update is under way: there is another number of ps."""
+        self._num_answered = 0
+        """Of the ps that an update goes to: those that have applied it."""
+        self._corked: list[Lane] = []
+        """Lanes that hold frames back, which leave with the first request."""
+        self._calls: dict[int, PendingCall | None] = {}
+        self._applied: dict[int, tuple[int, int]] = {}
+        """Of each ps: updates by its count, and how many it has forgotten."""
+        self.num_pushed = 0
+        """Updates of this worker."""
+        self.rerouted()
+
+    def rerouted(self) -> None:
+        """The variables lie elsewhere: an update that is under way begins anew."""
+        of_tables = (ps for table in self._tables for ps in table.link.placement.servers)
+        self._servers = tuple(sorted({*self._layout.servers_of(self._layout.groups), *of_tables}))
+        self._messages = {ps: wire.CommitMessage() for ps in self._servers}
+        self._applied = dict.fromkeys(self._servers, max(self._applied.values(), default=(0, 0)))
+        self._calls.clear()
+        self._is_rerouted = True
+        self.reattached()
+
+    def push(self, update: Update, step_slice: StepSlice | None) -> bool:
+        """Commits the gradients as ``update`` and takes the new weights.
+
+        Returns:
+            False when there was no gradient at all, and nothing happened.
+
+        Raises:
+            NonFiniteGradientError: NaN or Inf under the policy "error".
+            RolledBack: the job went back to a checkpoint.
+            PeerUnavailableError: a ps did not come back in time.
+        """
+        self._variables.check_unchanged()
+        self._rows = tuple([table.gradient() for table in self._tables])
+        gradients = [parameter.grad for parameter in self._parameters]
+        gradients += [None if rows is None else rows.values for rows in self._rows]
+        given = [gradient is not None for gradient in gradients]
+        if not any(given):
+            return False
+        while True:
+            self._is_rerouted, self._num_answered = False, 0
+            try:
+                self._push(update, given, gradients, step_slice)
+                return True
+            except Rerouted:
+                if not update.units:
+                    logger.warning(NO_UNIT, "counts as applied" if self._num_answered else "is sent again")
+                if not update.units and self._num_answered:
+                    return True
+
+    def _push(
+        self,
+        update: Update,
+        given: Sequence[bool],
+        gradients: Sequence[torch.Tensor | None],
+        step_slice: StepSlice | None,
+    ) -> None:
+        self._check_stores(step_slice)  # a ps may have been found changed when rows were asked for
+        scale = self._judge_own([gradient for gradient in gradients if gradient is not None], step_slice is None)
+        with (
+            self._meter.exposed(
+                lambda: self._waiting_text(step_slice), step_slice.step if step_slice else 0, measures.PUSH
+            ),
+            FLIGHT.happening("push", update),
+        ):
+            self._cork()
+            try:
+                references = self._stage_all(step_slice)
+                if step_slice is not None:
+                    scale = self._prepare(update, step_slice, references, scale)
+                self._commit(update, given, step_slice, references, scale)
+            finally:
+                self._uncork()
+        self._staging.reset()
+        self.num_pushed += 1
+        self._closes.pushed(update.units, self._servers)
+        with contextlib.suppress(PeerUnavailableError):  # a ps that is away hears of them when it is back
+            self._closes.flush(MAX_WAITING)
+        if scale is None:
+            self._meter.skipped += 1
+            logger.warning("skipped an update with a NaN or Inf gradient (%d so far)", self._meter.skipped)
+
+    @property
+    def num_applied(self) -> int:
+        """Updates that the job has applied to what the optimizer changes, whoever sent them, as of the last reply."""
+        return max((count + forgotten for count, forgotten in self._applied.values()), default=0)
+
+    def reattached(self) -> None:
+        """The variables are those of the ps as they are now."""
+        self._store_epochs = self._epochs_now()
+
+    def _epochs_now(self) -> dict[int, int]:
+        return {ps: self._clients[ps].store_epoch for ps in self._servers}
+
+    # -- before anything is sent ----------------------------------------------------------------------------
+
+    def _judge_own(self, gradients: Sequence[torch.Tensor], own_is_all: bool) -> float | None:
+        """The gradient's factor by this worker's own; None: skip the update. ``own_is_all``: no other worker
+        contributes."""
+        if self._policy.clip_norm is None and are_finite(gradients):
+            return 1.0
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            if self._policy.nan == "error":
+                raise self._non_finite()
+            return None
+        return self._policy.factor(norm) if own_is_all else 1.0
+
+    def _non_finite(self) -> NonFiniteGradientError:
+        names = [
+            spec.name
+            for spec, parameter in zip(self._layout.variables, self._parameters, strict=True)
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ]
+        names += [
+            table.link.name
+            for table, gradient in zip(self._tables, self._rows, strict=True)
+            if gradient is not None and not bool(torch.isfinite(gradient.values).all())
+        ]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        if not names:
+            return NonFiniteGradientError(
+                "the norm of the gradients overflows although every element is finite: lower the loss scale."
+            )
+        return not_finite(f" in {', '.join(names[:3])}{more}")
+
+    # -- sending ----------------------------------------------------------------------------------------------
+
+    def _stage_all(self, step_slice: StepSlice | None) -> dict[int, wire.Transfer]:
+        while True:
+            try:
+                return self._staging.complete(self._servers, self._rows)
+            except PeerUnavailableError:
+                for ps in self._servers:
+                    if not self._clients[ps].is_connected:
+                        self._recover(ps, step_slice)
+
+    def _prepare(
+        self,
+        update: Update,
+        step_slice: StepSlice,
+        references: dict[int, wire.Transfer],
+        scale: float | None,
+    ) -> float | None:
+        """First phase of a synchronous update: every ps has this slice; perhaps facts about the merged gradient."""
+        want_facts = self._policy.clip_norm is not None or self._policy.nan == "skip"
+
+        hyper = self._hyper_parameters()
+
+        def request(ps: int) -> Any:
+            of_step = self._slice(step_slice)
+            return wire.prepare_update(update, references[ps], self._group_commits(ps, hyper), of_step, want_facts)
+
+        replies: list[Any] = []
+        self._on_all("PrepareUpdate", request, references, step_slice, lambda _, call: replies.append(call.result()))
+        if not want_facts:
+            return scale
+        if not all(reply.finite for reply in replies):
+            return None
+        return self._policy.factor(math.sqrt(sum(reply.squared_norm for reply in replies)))
+
+    def _commit(
+        self,
+        update: Update,
+        given: Sequence[bool],
+        step_slice: StepSlice | None,
+        references: dict[int, wire.Transfer],
+        scale: float | None,
+    ) -> None:
+        num_closes: dict[int, int] = {}
+        hyper, of_update = self._hyper_parameters(), update_to_proto(update)
+        of_step = self._slice(step_slice) if step_slice is not None else None
+
+        def request(ps: int) -> Any:
+            message, closes, transfer = self._messages[ps], self._closes.for_ps(ps), self._clients[ps].new_transfer()
+            num_closes[ps] = len(closes)
+            message.set_groups(given, hyper, lambda: self._group_commits(ps, hyper))
+            message.set_versions(self._variables.have(ps))
+            return message.commit(of_update, references[ps], of_step, scale, closes, transfer, len(self._servers))
+
+        def finish(ps: int, call: PendingCall) -> None:
+            reply = self._variables.take(self._clients[ps], call)
+            if reply.left_out:
+                raise RolledBack
+            self._count(ps, max([version.num_updates for version in reply.versions], default=0))
+            self._closes.acknowledged(ps, num_closes[ps])
+            self._num_answered += 1
+
+        self._on_all("CommitUpdate", request, references, step_slice, finish)
+        self._variables.finish()
+
+    def _count(self, ps: int, num_updates: int) -> None:
+        before, forgotten = self._applied.get(ps, (0, 0))
+        self._applied[ps] = num_updates, forgotten + max(0, before - num_updates)
+
+    def _on_all(
+        self,
+        method: str,
+        build: Callable[[int], Any],
+        references: dict[int, wire.Transfer],
+        step_slice: StepSlice | None,
+        finish: Callable[[int, PendingCall], None],
+    ) -> None:
+        """One sequenced call on every ps at once; a ps that goes away is waited for and asked again."""
+        requests: dict[int, Any] = {}
+        self._calls.clear()
+        for ps in self._servers:
+            requests[ps] = build(ps)
+            try:
+                self._calls[ps] = self._clients[ps].start(method, requests[ps], sequenced=True)
+            except PeerUnavailableError:
+                self._calls[ps] = None
+        self._uncork()
+        for ps, request in requests.items():
+            while True:
+                call = self._calls[ps]
+                try:
+                    if call is None:
+                        raise PeerUnavailableError("not connected")
+                    with self._meter.within(measures.WAIT, self._clients[ps].task):
+                        finish(ps, call)
+                    break
+                except (PeerUnavailableError, StaleStoreError) as error:
+                    if step_slice is not None and isinstance(error, StaleStoreError):
+                        raise RolledBack from None
+                    self._recover(ps, step_slice)
+                    references[ps] = self._staging.restage(ps)
+                    request.gradients.CopyFrom(references[ps].to_proto())
+                    self._calls[ps] = self._repeat(method, request, ps)
+
+    def _cork(self) -> None:
+        """From now on frames wait for the first request behind them."""
+        self._corked = [client.lane for ps in self._servers if (client := self._clients[ps]).is_connected]
+        for lane in self._corked:
+            lane.cork()
+
+    def _uncork(self) -> None:
+        for lane in self._corked:
+            lane.uncork()
+        self._corked.clear()
+
+    def _repeat(self, method: str, request: Any, ps: int) -> PendingCall | None:
+        client = self._clients[ps]
+        try:
+            return client.restart(method, request)
+        except PeerUnavailableError:
+            return None
+
+    def _recover(self, ps: int, step_slice: StepSlice | None) -> None:
+        self._reconnect(self._clients[ps])
+        if self._is_rerouted:
+            raise Rerouted
+        self._check_stores(step_slice)
+
+    def _check_stores(self, step_slice: StepSlice | None) -> None:
+        if step_slice is not None and self._store_epochs != self._epochs_now():
+            raise RolledBack
+
+    # -- what a request says -----------------------------------------------------------------------------------
+
+    def _group_commits(self, ps: int, hyper: Sequence[Any]) -> list[Any]:
+        commits = []
+        for group in self._layout.groups:
+            shards = self._layout.shards.get((group, ps))
+            if not shards:
+                continue
+            present = [self._parameters[shard.variable].grad is not None for shard in shards]
+            commits.append(wire.group_commit(group, present, hyper, self._variables.have(ps).get(group)))
+        for table, gradient in zip(self._tables, self._rows, strict=True):
+            rows = table.link.placement.on(ps)
+            if rows:
+                present = [gradient is not None] * len(rows)
+                commits.append(wire.group_commit(table.link.group, present, hyper))
+        return commits
+
+    def _hyper_parameters(self) -> Sequence[Any]:
+        """One a param_group; made again only when a value has changed, because that takes a while."""
+        came = [[group[name] for name in self._sent] for group in self.optimizer.param_groups]
+        if came != self._came or not self._is_plain:
+            self._came = came
+            self._is_plain = all(value is None or isinstance(value, int | float | str) for of in came for value in of)
+            values = [_hyper_values(self.optimizer, group, self._sent) for group in self.optimizer.param_groups]
+            if values != self._hyper[0]:
+                self._hyper = values, wire.hyper_parameters(values)
+        return self._hyper[1]
+
+    def _slice(self, of: StepSlice) -> Any:
+        return wire.step_slice(of.step, of.units, of.weight, self._policy.gradients)
+
+    def _waiting_text(self, step_slice: StepSlice | None) -> str:
+        late = [ps for ps in self._servers if (call := self._calls.get(ps)) is None or not call.done]
+        servers = ", ".join(f"ps:{ps}" for ps in late or self._servers)
+        return f"{servers} to apply " + (f"step {step_slice.step}" if step_slice else "its update")
+
+
+def _hyper_values(optimizer: torch.optim.Optimizer, group: dict[str, Any], sent: Sequence[str]) -> dict[str, Any]:
+    """The arguments of the optimizer as they stand in one param_group."""
+    values: dict[str, Any] = {}
+    for name in sent:
+        value = group[name]
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        elif isinstance(value, tuple | list):
+            value = [item.item() if isinstance(item, torch.Tensor) else item for item in value]
+        if not isinstance(value, float | int | str | list | type(None)):
+            raise ConfigurationError(
+                f"expected a number, text or list for the hyper-parameter {name} of {type(optimizer).__name__}, "
+                f"got {type(value).__name__}"
+            )
+        values[name] = value
+    return values

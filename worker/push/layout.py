@@ -1,0 +1,167 @@
+"""Where each row of each variable lives: shard groups, their flat tensors, and the frames they are cut into. Pure.
+
+A *group* holds the shards of one optimizer and one dtype. On each ps its shards lie one after the other in one
+flat tensor, in reverse order of registration: the order in which backward makes gradients ready.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableSpec:
+    """A named tensor of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int
+    """Shard group it belongs to."""
+    param_group: int = 0
+    """Index of the optimizer's param_group; 0 without an optimizer."""
+
+    @property
+    def rows(self) -> int:
+        """Length of axis 0; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_elements(self) -> int:
+        """Elements in one row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the whole variable."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole variable."""
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Contiguous rows of one variable on one ps."""
+
+    variable: int
+    """Index of the variable in the layout."""
+    ps: int
+    """Index of the ps."""
+    first_row: int
+    num_rows: int
+    offset: int
+    """First element in the flat tensor of (group, ps)."""
+    start: int
+    """First element in the variable."""
+    num_elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Contiguous elements of one variable that lie together in a flat tensor."""
+
+    variable: int
+    start: int
+    """First element in the variable."""
+    num_elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one gradient frame carries: contiguous elements of the flat tensor of (group, ps)."""
+
+    index: int
+    group: int
+    ps: int
+    offset: int
+    num_elements: int
+    spans: tuple[Span, ...]
+
+
+class Layout:
+    """Shards and chunks of a set of variables.
+
+    Args:
+        variables: the variables, in order of registration.
+        rows: for each variable, ``(ps, first_row, num_rows)`` of each of its shards.
+        num_ps: parameter servers.
+        chunk_bytes: payload bytes of a gradient frame, at most.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[VariableSpec],
+        rows: Sequence[Sequence[tuple[int, int, int]]],
+        num_ps: int,
+        chunk_bytes: int,
+    ) -> None:
+        self.variables = tuple(variables)
+        self._chunk_bytes = chunk_bytes
+        self.place(rows, num_ps)
+
+    def place(self, rows: Sequence[Sequence[tuple[int, int, int]]], num_ps: int) -> None:
+        """Lays the same variables out anew; arguments as those of the constructor."""
+        self.num_ps = num_ps
+        self.shards: dict[tuple[int, int], tuple[Shard, ...]] = {}
+        """Shards by (group, ps), in the order of the flat tensor."""
+        building: dict[tuple[int, int], list[Shard]] = {}
+        for index in reversed(range(len(self.variables))):
+            spec = self.variables[index]
+            for ps, first_row, num_rows in rows[index]:
+                siblings = building.setdefault((spec.group, ps), [])
+                offset = siblings[-1].offset + siblings[-1].num_elements if siblings else 0
+                start, count = first_row * spec.row_elements, num_rows * spec.row_elements
+                siblings.append(Shard(index, ps, first_row, num_rows, offset, start, count))
+        self.shards = {key: tuple(shards) for key, shards in building.items()}
+        self.chunks: tuple[Chunk, ...] = tuple(self._cut(self._chunk_bytes))
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The groups, in order."""
+        return tuple(sorted({group for group, _ in self.shards}))
+
+    def servers_of(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """The ps that hold a part of any of ``groups``."""
+        return tuple(sorted({ps for group, ps in self.shards if group in groups}))
+
+    def _cut(self, chunk_bytes: int) -> Iterator[Chunk]:
+        index = 0
+        for (group, ps), shards in sorted(self.shards.items()):
+            limit = max(1, chunk_bytes // self.variables[shards[0].variable].dtype.itemsize)
+            spans: list[Span] = []
+            offset = size = 0
+            for shard in shards:
+                done = 0
+                while done < shard.num_elements:
+                    take = min(limit - size, shard.num_elements - done)
+                    spans.append(Span(shard.variable, shard.start + done, take))
+                    done, size = done + take, size + take
+                    if size == limit:
+                        yield Chunk(index, group, ps, offset, size, tuple(spans))
+                        index, offset, size, spans = index + 1, offset + size, 0, []
+            if size:
+                yield Chunk(index, group, ps, offset, size, tuple(spans))
+                index += 1
+
+    def spans_between(self, group: int, ps: int, offset: int, num_elements: int) -> Iterator[tuple[Span, int]]:
+        """The parts of variables that elements ``[offset, offset + num_elements)`` of a flat tensor hold.
+
+        Yields:
+            a span, and its first element's position counted from ``offset``.
+        """
+        stop = offset + num_elements
+        shards = self.shards[group, ps]
+        for shard in shards[max(0, bisect.bisect_right(shards, offset, key=lambda shard: shard.offset) - 1) :]:
+            if shard.offset >= stop:
+                return
+            first, last = max(offset, shard.offset), min(stop, shard.offset + shard.num_elements)
+            if first < last:
+                yield Span(shard.variable, shard.start + first - shard.offset, last - first), first - offset

@@ -1,0 +1,273 @@
+"""A table whose rows live on parameter servers: this worker asks for the rows of its batch, and holds no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from stratagem.cluster.initial_rows import InitialRows
+from stratagem.errors import ConfigurationError, PeerUnavailableError
+from stratagem.measuring import measures
+from stratagem.rpc.codec import FrameKind
+from stratagem.rpc.lane import Pieces
+from stratagem.worker.push.ps_client import PsClient
+from stratagem.worker.push.row_gradients import PendingRows, RowGradient, rows_in
+from stratagem.worker.push.row_placement import Numbers, RowPlacement
+from stratagem.worker.push.table_handle import LOAD, TableHandle
+from stratagem.worker.push.variables import INITIAL_WAIT_S
+from stratagem.worker.push.wire import (
+    Attached,
+    Transfer,
+    assign_values,
+    create_variables,
+    group_spec,
+    pull_weights,
+    shard_spec,
+)
+from stratagem.worker.step_meter import StepMeter
+
+PULL_BYTES = 32 << 20
+"""Rows asked for at once; a larger pull takes turns."""
+ASSIGN_BYTES = 32 << 20
+"""Values on their way in one assignment."""
+MAX_TRIES = 5
+"""Pulls of the same rows before it is given up; between two the connection is made anew."""
+_WANTED_ROWS, _ROW_GRADIENT, _VALUES = map(int, (FrameKind.WANTED_ROWS, FrameKind.ROW_GRADIENT, FrameKind.VALUES))
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLink:
+    """What connects a table to its parameter servers."""
+
+    name: str
+    """Of the variable, in the job."""
+    clients: Sequence[PsClient]
+    """One per ps."""
+    placement: RowPlacement
+    group: int
+    """Shard group of the table."""
+    optimizer: str
+    """Name of the torch.optim class; empty: no optimizer changes the table."""
+    param_group: int
+    frame_bytes: int
+    meter: StepMeter
+    may_assign: Callable[[], bool]
+    """Whether values that this worker loads reach the ps."""
+    on_backward: Callable[[], None]
+    """Called whenever a gradient was accumulated."""
+    recover: Callable[[PsClient], None]
+    """Connects anew to a ps whose lane has broken."""
+    timeout_s: float
+    """Seconds to wait for a ps."""
+
+
+class RemoteTable:
+    """A table, from the moment that a module is built; ``prepare`` links it to the ps.
+
+    Args:
+        num_rows: rows.
+        width: elements of a row.
+        dtype: of the elements.
+        initial: initial values of the rows: how the ps make them, or all rows, ``(num_rows, width)``, which may lie in
+            a mapped file: they are read a part at a time.
+    """
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, initial: InitialRows | torch.Tensor) -> None:
+        self.num_rows = num_rows
+        self.width = width
+        self.dtype = dtype
+        self._row_bytes = width * dtype.itemsize
+        self._values: torch.Tensor | None = None
+        self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
+        """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
+        self._pending = PendingRows(self.handle)
+        self._link: TableLink | None = None
+        self.begin_with(initial)
+
+    def begin_with(self, initial: InitialRows | torch.Tensor) -> None:
+        """Chooses other initial values. Rows that are given are kept: a ps that lost all it had gets them again.
+
+        Raises:
+            ConfigurationError: the rows have their values.
+        """
+        if self._link is not None:
+            raise ConfigurationError(
+                "initial values of a table are chosen before strategy.prepare: by now its rows have theirs. To give it "
+                f"others, on every worker:\n    {LOAD}"
+            )
+        if isinstance(initial, torch.Tensor):
+            self._values = initial.detach()
+            self._initial = InitialRows("assigned")
+        else:
+            self._values, self._initial = None, initial
+
+    @property
+    def link(self) -> TableLink:
+        """The connection.
+
+        Raises:
+            ConfigurationError: there is none yet.
+        """
+        if self._link is None:
+            raise ConfigurationError(
+                "this table has no rows yet: give its model to strategy.prepare(model, optimizer) first"
+            )
+        return self._link
+
+    # -- creating ----------------------------------------------------------------------------------------------
+
+    def link_to(self, link: TableLink) -> None:
+        """From now on the table is on the ps."""
+        self._link = link
+
+    def attach(self, client: PsClient, can_initialize: bool) -> Attached:
+        """Tells one ps which rows it holds; where it has no values it makes them, or gets them from this worker."""
+        link = self.link
+        shards = [
+            shard_spec(link.name, (self.num_rows, self.width), shard, shard.local_row * self.width, link.param_group)
+            for shard in link.placement.on(client.index)
+        ]
+        if not shards:
+            return Attached(0, 0)
+        spec = group_spec(link.group, link.optimizer, self.dtype, shards, self._initial)
+        return create_variables(client, [spec], can_initialize, lambda _: self._give(client))
+
+    def _give(self, client: PsClient) -> None:
+        assert self._values is not None
+        self._assign_all(self._values, [client.index])
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def rows(self, numbers: Numbers) -> torch.Tensor:
+        """Some rows as they are on the ps now, ``(len(numbers), width)``, on the CPU.
+
+        Args:
+            numbers: ascending, each once, below ``num_rows``.
+
+        Raises:
+            PeerUnavailableError: a ps did not come back in time.
+        """
+        link = self.link
+        out = torch.empty(len(numbers), self.width, dtype=self.dtype, device="cpu")
+        at_once = max(1, PULL_BYTES // self._row_bytes)
+        with link.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
+            if len(numbers) <= at_once:
+                self._pull(numbers, out)
+            else:
+                for start in range(0, len(numbers), at_once):
+                    self._pull(numbers[start : start + at_once], out[start : start + at_once])
+        return out
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """All rows in turn: number of the first, and some."""
+        at_once = max(1, PULL_BYTES // self._row_bytes)
+        for start in range(0, self.num_rows, at_once):
+            yield start, self.rows(np.arange(start, min(start + at_once, self.num_rows)))
+
+    def accumulate(self, numbers: Numbers, values: torch.Tensor) -> None:
+        """A backward has reached the table. Takes ``values`` over."""
+        self.link.on_backward()
+        self._pending.add(numbers, values)
+
+    def gradient(self) -> RowGradient | None:
+        """What backward has accumulated since ``zero_grad()``; None without any."""
+        return self._pending.total()
+
+    def clear_gradient(self) -> None:
+        """Forgets it."""
+        self._pending.clear()
+
+    def send_gradient(self, gradient: RowGradient, client: PsClient, transfer: int) -> int:
+        """Sends one ps its part of a gradient; returns the number of frames."""
+        link, num_frames = self.link, 0
+        for before, pieces in gradient.pieces(link.placement, client.index, link.frame_bytes):
+            num_bytes = sum([piece.numel() for piece in pieces])
+            client.lane.send(_ROW_GRADIENT, transfer, link.group, before, _held(pieces), num_bytes)
+            num_frames += 1
+        return num_frames
+
+    # -- values from outside -----------------------------------------------------------------------------------
+
+    def assign(self, values: torch.Tensor, slot: str = "", num_updates: int = 0) -> None:
+        """Gives the ps values of the whole table, a part at a time; only the lead's reach them.
+
+        Before ``prepare`` they are kept, and the table begins with them.
+
+        Args:
+            values: ``(num_rows, width)``.
+            slot: of the optimizer; empty: weights.
+            num_updates: with a slot: updates that the table has seen.
+
+        Raises:
+            ConfigurationError: another shape.
+        """
+        if tuple(values.shape) != (self.num_rows, self.width):
+            raise ConfigurationError(
+                f"expected values of a table of shape {[self.num_rows, self.width]}, got {list(values.shape)}"
+            )
+        if self._link is None and not slot:
+            self.begin_with(values)
+        elif self.link.may_assign():
+            self._assign_all(values, self.link.placement.servers, slot, num_updates)
+
+    def _assign_all(self, values: torch.Tensor, servers: Sequence[int], slot: str = "", num_updates: int = 0) -> None:
+        link = self.link
+        at_once = max(1, ASSIGN_BYTES // self._row_bytes)
+        for shard in link.placement.shards:
+            for start in range(0, shard.num_rows if shard.ps in servers else 0, at_once):
+                stop = min(start + at_once, shard.num_rows)
+                rows = values[shard.first_row + start : shard.first_row + stop]
+                first = (shard.local_row + start) * self.width
+                self._assign(link.clients[shard.ps], rows, first, slot, num_updates)
+
+    def _assign(self, client: PsClient, rows: torch.Tensor, first: int, slot: str, num_updates: int) -> None:
+        link = self.link
+        flat = rows.detach().to("cpu", self.dtype).reshape(-1)
+        transfer, num_frames = client.new_transfer(), 0
+        for piece in flat.split(max(1, link.frame_bytes // flat.itemsize)):
+            client.lane.send(_VALUES, transfer, link.group, first, _held([piece]), piece.numel())
+            first += piece.numel()
+            num_frames += 1
+        counts = [num_updates] * len(link.placement.on(client.index)) if slot else []
+        assign_values(client, Transfer(transfer, num_frames), [link.group], slot, counts)
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    def _pull(self, numbers: Numbers, out: torch.Tensor) -> None:
+        for tries_left in reversed(range(MAX_TRIES)):
+            link = self.link  # another one, when there is another number of ps
+            client: PsClient | None = None
+            transfers: dict[int, int] = {}
+            asked: list[tuple[PsClient, int, torch.Tensor]] = []
+            try:
+                for ps, start, stop, local in link.placement.cut(numbers, rows_in(link.frame_bytes, out)):
+                    client = link.clients[ps]
+                    if ps not in transfers:
+                        transfers[ps] = client.new_transfer()
+                    pieces = [torch.from_numpy(local)]
+                    client.lane.send(_WANTED_ROWS, transfers[ps], link.group, start, _held(pieces), stop - start)
+                    asked.append((client, transfers[ps], out[start:stop].view(-1)))
+                deadline = time.monotonic() + link.timeout_s
+                for client, transfer, target in asked:
+                    frame = client.lane.receive(transfer, deadline, target)
+                    if frame.tensor is not target:
+                        target.copy_(frame.tensor)
+                for ps, transfer in transfers.items():
+                    link.clients[ps].lane.forget(transfer)
+                return
+            except PeerUnavailableError:
+                if client is None or not tries_left:
+                    raise
+                link.recover(client)
+
+    def has_values(self, client: PsClient) -> bool:
+        """Whether one ps has all of its rows; waits a moment."""
+        return bool(pull_weights(client, {self.link.group: None}, INITIAL_WAIT_S).result().versions)
+
+
+def _held(pieces: Sequence[torch.Tensor]) -> Pieces:
+    return lambda: pieces

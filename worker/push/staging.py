@@ -1,0 +1,231 @@
+"""Gradient frames leave while backward still runs. Nothing staged counts before its commit (docs/protocol.md 3)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from stratagem.errors import PeerUnavailableError
+from stratagem.rpc.codec import FrameKind
+from stratagem.worker.push.host_tensors import GradientSource
+from stratagem.worker.push.layout import Chunk, Layout
+from stratagem.worker.push.ps_client import PsClient
+from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.row_gradients import RowGradient
+from stratagem.worker.push.wire import Transfer
+from stratagem.worker.reduction.backward import current_backward
+
+logger = logging.getLogger(__name__)
+
+MIN_EARLY_BYTES = 64 << 10
+"""Smaller frames leave with the commit, in one write: alone each would only wake the ps."""
+MAX_RESTAGED_COMMITS = 3  # after so many commits that had to send again, eager staging does not pay
+
+GRADIENT = int(FrameKind.GRADIENT)
+_Signature = tuple[int, int] | None
+
+
+class GradientStaging:
+    """Cuts the gradients of one optimizer's parameters into frames and sends each as soon as it is complete.
+
+    A frame whose gradient changed after it was sent (other storage or version counter) is sent again at
+    :meth:`complete`; the ps keeps the newest.
+
+    Args:
+        clients: one per ps.
+        layout: where the rows live; parameter i is variable i.
+        parameters: the parameters.
+        on_backward: called in each backward that reaches a parameter.
+        tables: those that the optimizer changes; their rows leave at :meth:`complete`.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[PsClient],
+        layout: Layout,
+        parameters: Sequence[torch.nn.Parameter],
+        on_backward: Callable[[], None],
+        tables: Sequence[RemoteTable] = (),
+    ) -> None:
+        self._clients = clients
+        self._tables = tables
+        self._rows: tuple[RowGradient | None, ...] = ()
+        self._rows_sent: dict[int, tuple[RowGradient | None, ...]] = {}
+        self._parameters = list(parameters)
+        self._source = GradientSource(parameters)
+        self._on_backward = on_backward
+        self._eager = True
+        self._paused = 0
+        self._num_restaged_commits = 0
+        self._layout = layout
+        self._any_fired = False
+        self._backward = -1
+        """The newest that has reached a parameter, by torch's number of it."""
+        self._staged: dict[int, list[_Signature]] = {}
+        self._transfers: dict[int, int] = {}
+        self._num_frames: dict[int, int] = {}
+        self._restaged = False
+        self.rerouted()
+        self._handles: list[RemovableHandle] = []
+        for index, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def rerouted(self) -> None:
+        """The layout has changed: nothing is staged where it belongs."""
+        layout = self._layout
+        self._chunks = [chunk for chunk in layout.chunks if chunk.num_elements]
+        self._members = {chunk.index: sorted({span.variable for span in chunk.spans}) for chunk in self._chunks}
+        self._chunks_of: list[list[Chunk]] = [[] for _ in self._parameters]
+        for chunk in self._chunks:
+            for variable in self._members[chunk.index]:
+                self._chunks_of[variable].append(chunk)
+        self._early_of = [
+            [
+                chunk
+                for chunk in chunks
+                if chunk.num_elements * layout.variables[index].dtype.itemsize >= MIN_EARLY_BYTES
+            ]
+            for index, chunks in enumerate(self._chunks_of)
+        ]
+        self._fired: dict[int, set[int]] = {chunk.index: set() for chunk in self._chunks}
+        self.reset()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, backward sends nothing: for accumulation."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def complete(self, servers: Sequence[int], rows: tuple[RowGradient | None, ...] = ()) -> dict[int, Transfer]:
+        """Sends what is missing or has changed, for the given ps. Returns what the commit must name, by ps.
+
+        Args:
+            servers: the ps.
+            rows: gradient of each table.
+        """
+        self._rows = rows
+        restaged = self._restaged
+        for chunk in self._chunks:
+            if chunk.ps not in servers:
+                continue
+            signatures = self._signatures(chunk)
+            if not any(signatures):
+                continue
+            staged = self._staged.get(chunk.index)
+            if staged != signatures:
+                restaged = restaged or staged is not None
+                self._stage(chunk, signatures)
+        if restaged:
+            self._count_restaged()
+        for ps in servers:
+            self._stage_rows(ps)
+        return {ps: self.reference(ps) for ps in servers}
+
+    def reference(self, ps: int) -> Transfer:
+        """What has been sent to one ps for this step."""
+        return Transfer(self._transfer(ps), self._num_frames.get(ps, 0))
+
+    def lost(self, ps: int) -> None:
+        """One ps has forgotten what it was sent: the connection to it is new."""
+        self._transfers.pop(ps, None)
+        self._num_frames.pop(ps, None)
+        self._rows_sent.pop(ps, None)
+        for chunk in self._chunks:
+            if chunk.ps == ps:
+                self._staged.pop(chunk.index, None)
+
+    def restage(self, ps: int) -> Transfer:
+        """Sends everything for one ps again, after its connection was lost."""
+        self.lost(ps)
+        for chunk in self._chunks:
+            if chunk.ps == ps:
+                signatures = self._signatures(chunk)
+                if any(signatures):
+                    self._stage(chunk, signatures)
+        self._stage_rows(ps)
+        return self.reference(ps)
+
+    def reset(self) -> None:
+        """The step is over: the next frames belong to the next one."""
+        self._transfers.clear()
+        self._num_frames.clear()
+        self._staged.clear()
+        self._rows_sent.clear()
+        self._restaged = False
+        if self._any_fired:
+            for fired in self._fired.values():
+                fired.clear()
+            self._any_fired = False
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(_: torch.Tensor) -> None:
+            backward = current_backward()
+            if backward != self._backward:
+                self._backward = backward
+                self._on_backward()
+            if self._staged:
+                for chunk in self._chunks_of[index]:
+                    if self._staged.pop(chunk.index, None) is not None:
+                        self._restaged = True
+            early = self._early_of[index]
+            if not early or not self._eager or self._paused:
+                return
+            self._any_fired = True
+            for chunk in early:
+                fired = self._fired[chunk.index]
+                fired.add(index)
+                if len(fired) == len(self._members[chunk.index]):
+                    fired.clear()
+                    with contextlib.suppress(PeerUnavailableError):  # the commit will find it missing
+                        self._stage(chunk, self._signatures(chunk))
+
+        return on_gradient
+
+    def _stage(self, chunk: Chunk, signatures: list[_Signature]) -> None:
+        client = self._clients[chunk.ps]
+        transfer = self._transfer(chunk.ps)
+        pieces = self._source.pieces(chunk)
+        client.lane.send(GRADIENT, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
+        self._num_frames[chunk.ps] = self._num_frames.get(chunk.ps, 0) + 1
+        self._staged[chunk.index] = signatures
+
+    def _stage_rows(self, ps: int) -> None:
+        if not self._tables or self._rows_sent.get(ps) == self._rows:
+            return
+        for table, gradient in zip(self._tables, self._rows, strict=True):
+            if gradient is not None:
+                num_frames = table.send_gradient(gradient, self._clients[ps], self._transfer(ps))
+                self._num_frames[ps] = self._num_frames.get(ps, 0) + num_frames
+        self._rows_sent[ps] = self._rows
+
+    def _transfer(self, ps: int) -> int:
+        if ps not in self._transfers:
+            self._transfers[ps] = self._clients[ps].new_transfer()
+        return self._transfers[ps]
+
+    def _signatures(self, chunk: Chunk) -> list[_Signature]:
+        gradients = [self._parameters[variable].grad for variable in self._members[chunk.index]]
+        return [None if one is None else (one.data_ptr(), one._version) for one in gradients]
+
+    def _count_restaged(self) -> None:
+        self._num_restaged_commits += 1
+        if self._num_restaged_commits == MAX_RESTAGED_COMMITS and self._eager:
+            self._eager = False
+            logger.info(
+                "gradients change between backward() and step(), so sending them early was wasted %d times and is off "
+                "now. For clipping use prepare(clip_norm=...); for accumulation use strategy.no_sync().",
+                MAX_RESTAGED_COMMITS,
+            )

@@ -1,0 +1,134 @@
+"""What a module and an optimizer hold in the stead of a table on parameter servers: a parameter without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+
+from stratagem.errors import ConfigurationError
+
+Distribution = Literal["normal", "uniform", "constant"]
+
+_ABOUT = frozenset(
+    (
+        *("__len__", "__hash__", "__repr__", "__eq__", "__ne__", "dim", "ndimension", "numel", "nelement", "size"),
+        *("stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_"),
+        *(
+            "empty_like",
+            "zeros_like",
+            "full_like",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "is_same_size",
+        ),
+    )
+)
+"""Functions that ask about a tensor, or make another of its form."""
+_VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
+"""Attributes that are values."""
+_Class: Any = torch.Tensor
+_GRADIENT = frozenset((_Class.grad.__get__, _Class.grad.__set__, _Class.requires_grad.__get__))
+"""What every step asks of a table's parameter, and sets."""
+
+
+_FILLS: dict[str, tuple[Distribution, tuple[str, str], tuple[float, float]]] = {
+    "normal_": ("normal", ("mean", "std"), (0.0, 1.0)),
+    "uniform_": ("uniform", ("from|a", "to|b"), (0.0, 1.0)),
+    "fill_": ("constant", ("value", ""), (0.0, 0.0)),
+    "constant_": ("constant", ("val", ""), (0.0, 0.0)),
+    "zero_": ("constant", ("", ""), (0.0, 0.0)),
+}
+"""What fills a tensor: the distribution, names of its two numbers, and their defaults in torch."""
+
+
+LOAD = 'strategy.load_once(lambda: layer.load_state_dict({"weight": rows}))'
+"""How a script gives a table values; every worker calls it."""
+
+
+class WithoutValues(torch.Tensor):
+    """A tensor of device "meta" that refuses, with advice, whatever would need or copy its values."""
+
+    harmless: ClassVar[frozenset[str]] = _ABOUT
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _GRADIENT:  # as several times a step
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        if attribute == "is_meta":
+            return False  # torch.nn.init leaves tensors of that device alone, without a word
+        if name in cls.harmless or (attribute and attribute not in _VALUES):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return cls.instead(attribute or name, args, kwargs)
+
+    @classmethod
+    def instead(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What is done for ``func`` when it is none of the harmless ones."""
+        cls.refuse(name)
+
+    @classmethod
+    def refuse(cls, what: str) -> NoReturn:
+        """Raises the error."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse("pickle (torch.save)")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.refuse("copy.deepcopy")
+
+
+class TableHandle(WithoutValues, torch.nn.Parameter):
+    """Shape, dtype, name and identity of a table. Functions of ``torch.nn.init`` choose its initial values."""
+
+    begin_with: Callable[[Distribution, float, float, torch.Generator | None], None]
+    """Takes a distribution and its two numbers; set by whoever makes the table's initial values known to the ps."""
+
+    @classmethod
+    def instead(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        named = dict(kwargs)
+        handle = named.pop("tensor") if "tensor" in named else args[0]
+        if name == "data" and len(args) == 1:
+            return handle
+        if not isinstance(handle, TableHandle) or name not in _FILLS:
+            cls.refuse(name)
+        distribution, keys, numbers = _FILLS[name]
+        given = dict(zip((key.split("|")[0] for key in keys), args[1:], strict=False)) | named
+        first, second = (
+            float(next((given[key] for key in names.split("|") if key in given), default))
+            for names, default in zip(keys, numbers, strict=True)
+        )
+        handle.begin_with(distribution, first, second, given.get("generator"))
+        return handle
+
+    @classmethod
+    def refuse(cls, what: str) -> NoReturn:
+        raise ConfigurationError(
+            f"{what} of the weight of a table on parameter servers, which is not in this process: call the layer to "
+            "get rows, layer.export_form() to get all as a plain layer, sg.Checkpoint to save and restore it. Before "
+            "prepare, nn.init.normal_, uniform_, constant_, zeros_, ones_, xavier_*_ and init=sg.nn.Normal(std=0.02) "
+            f"choose initial values, from_pretrained or layer.load_state_dict({{'weight': rows}}) gives them; after "
+            f"it, on every worker:\n    {LOAD}"
+        )
+
+
+class TableGradient(WithoutValues):
+    """Marks that a table has a gradient."""
+
+    harmless = _ABOUT | {"zero_", "detach_", "_foreach_zero_"}
+
+    @classmethod
+    def refuse(cls, what: str) -> NoReturn:
+        raise ConfigurationError(
+            f"{what} of the gradient of a table on parameter servers, of which this process has the rows of its batch "
+            "only, elsewhere: clip with strategy.prepare(..., clip_norm=), which counts tables and all ps, or clip "
+            "the other parameters alone"
+        )

@@ -1,0 +1,75 @@
+"""Whether a script has changed weights that live on parameter servers, in its copies of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from stratagem.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+NUM_EXACT, EXACT_EVERY = 3, 256
+"""So often at first, and now and then later, the values themselves are looked at: ``tensor.data`` hides changes from
+torch's counters."""
+_WAY_OUT = (
+    "The parameter servers have the weights of the job, and the next update brings theirs. Load or change weights "
+    "before strategy.prepare, or after it in strategy.load_once(lambda: model.load_state_dict(…)) on every worker; "
+    "what happens in every step (clamping, normalising) belongs into forward, as torch.nn.utils.parametrize does it"
+)
+
+
+class TrainedCopies:
+    """Copies of variables that an optimizer changes.
+
+    Args:
+        named: names and tensors.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._names = [name for name, _ in named]
+        self._tensors = [tensor for _, tensor in named]
+        self._counters: list[int] | None = None
+        """Of torch, one for each tensor, which count changes in place; None: whatever they are is right."""
+        self._sums: list[int] | None = None
+        self._num_noted = 0
+        self._has_warned = False
+
+    def note(self) -> None:
+        """From now on they are to stay as they are."""
+        self._counters = [tensor._version for tensor in self._tensors]
+        is_exact = self._num_noted < NUM_EXACT or not self._num_noted % EXACT_EVERY
+        self._sums = [_sum_of_bits(tensor) for tensor in self._tensors] if is_exact else None
+        self._num_noted += 1
+
+    def forget(self) -> None:
+        """They may be anything until the next :meth:`note`."""
+        self._counters = self._sums = None
+
+    def check(self) -> None:
+        """Looks whether they have stayed so. Where only the counters differ, values that were put back may be the
+        same, so there is but a warning.
+
+        Raises:
+            ConfigurationError: one has other values.
+        """
+        if self._counters is None:
+            return
+        if self._sums is not None:
+            for name, tensor, bits in zip(self._names, self._tensors, self._sums, strict=True):
+                if _sum_of_bits(tensor) != bits:
+                    self.forget()
+                    raise ConfigurationError(f"{name} was changed here since the last update. {_WAY_OUT}")
+        elif not self._has_warned:
+            for name, tensor, counter in zip(self._names, self._tensors, self._counters, strict=True):
+                if tensor._version != counter:
+                    self._has_warned = True
+                    logger.warning("%s was written to since the last update. %s", name, _WAY_OUT)
+                    break
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().reshape(-1)
+    return int(flat.view(torch.int32 if flat.itemsize % 4 == 0 else torch.uint8).sum(dtype=torch.int64))

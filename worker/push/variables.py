@@ -1,0 +1,205 @@
+"""The variables of one ``prepare``: created once in the job, attached to by everybody else, pulled and assigned."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from stratagem.errors import ClusterTimeoutError
+from stratagem.rpc.codec import FrameKind
+from stratagem.worker.push import wire
+from stratagem.worker.push.host_tensors import WeightTargets
+from stratagem.worker.push.layout import Layout
+from stratagem.worker.push.ps_client import PendingCall, PsClient
+from stratagem.worker.push.trained_copies import TrainedCopies
+
+WEIGHTS = int(FrameKind.WEIGHTS)
+logger = logging.getLogger(__name__)
+
+INITIAL_WAIT_S = 2.0  # one wait for the lead's initial values; then look again who the lead is
+
+
+def send_values(client: PsClient, layout: Layout, source: WeightTargets, groups: Sequence[int]) -> wire.Transfer:
+    """Sends one ps its part of ``groups``; an AssignValues must name what this returns."""
+    transfer, num_frames = client.new_transfer(), 0
+    for chunk in layout.chunks:
+        if chunk.ps == client.index and chunk.group in groups:
+            pieces = source.pieces(chunk)
+            client.lane.send(FrameKind.VALUES, transfer, chunk.group, chunk.offset, pieces, chunk.num_elements)
+            num_frames += 1
+    return wire.Transfer(transfer, num_frames)
+
+
+class Attachable(Protocol):
+    """What parameter servers hold for the job, and workers attach to."""
+
+    def attach(self, client: PsClient, can_initialize: bool) -> wire.Attached:
+        """Tells one ps what it holds; gives it the values where this worker is asked to."""
+
+    def has_values(self, client: PsClient) -> bool:
+        """Whether one ps has them; waits a moment."""
+
+
+def create_or_attach(
+    one: Attachable, clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float, of: str = ""
+) -> None:
+    """Creates it with this process's values if this worker is the lead, else waits until it has the job's.
+
+    Raises:
+        VariableError: the job has it with another shape, dtype or optimizer.
+        UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
+        ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
+    """
+    for client in clients:
+        one.attach(client, is_lead())
+    deadline = time.monotonic() + timeout_s
+    while clients := [client for client in clients if not one.has_values(client)]:
+        if time.monotonic() > deadline:
+            raise ClusterTimeoutError(
+                f"{clients[0].task} got no initial values{of} within {timeout_s:.0f} s; the lead (the lowest live "
+                "worker) supplies them in prepare(). Look at its log."
+            )
+        for client in clients:
+            one.attach(client, is_lead())
+
+
+class RemoteVariables:
+    """Variables that live on the parameter servers, and their copies in this process.
+
+    Args:
+        clients: one per ps.
+        layout: where the rows live.
+        tensors: the copies in this process, in the order of ``layout.variables``.
+        optimizers: for each group the name of its torch.optim class; "" for values that no optimizer changes.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[PsClient],
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        optimizers: dict[int, str],
+    ) -> None:
+        self.clients = clients
+        self.layout = layout
+        self.targets = WeightTargets(layout, tensors)
+        self._optimizers = optimizers
+        self._have: dict[int, dict[int, wire.Version]] = {}
+        self._copies = TrainedCopies(self.named) if self.optimized else None
+        self.rerouted()
+
+    def rerouted(self) -> None:
+        """The layout has changed, and with it whose versions the copies here are."""
+        self.may_differ()
+        self.targets.rerouted()
+        self._have = {client.index: {} for client in self.clients}
+
+    @property
+    def optimized(self) -> bool:
+        """Whether an optimizer changes these variables."""
+        return any(self._optimizers.values())
+
+    def attach(self, client: PsClient, can_initialize: bool) -> wire.Attached:
+        """Tells one ps which shards it holds; assigns their values where this worker is asked to."""
+        specs = self._specs(client.index)
+        return wire.create_variables(client, specs, can_initialize, functools.partial(self.assign, client))
+
+    def has_values(self, client: PsClient) -> bool:
+        """Takes the weights that one ps has, and waits a moment for initial ones; False when it has none yet."""
+        return self.pull([client], wait_s=INITIAL_WAIT_S)
+
+    def assign(self, client: PsClient, groups: Sequence[int]) -> None:
+        """Sends this process's values of ``groups`` to one ps."""
+        values = send_values(client, self.layout, self.targets, groups)
+        self._remember(client, wire.assign_values(client, values, groups))
+        self.finish()
+
+    @property
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Every variable by its name in the job, and its copy in this process."""
+        names = (variable.name for variable in self.layout.variables)
+        return list(zip(names, self.targets.tensors, strict=True))
+
+    def assign_all(self) -> None:
+        """Sends this process's values to every ps."""
+        for client in self.clients:
+            groups = [group for group, ps in self.layout.shards if ps == client.index]
+            if groups:
+                self.assign(client, groups)
+
+    def forget(self) -> None:
+        """The copies here are no version of the job's: the next pull takes all."""
+        self.may_differ()
+        for versions in self._have.values():
+            versions.clear()
+
+    def pull(self, clients: Iterable[PsClient] | None = None, wait_s: float = 0.0) -> bool:
+        """Takes weights newer than the copies here; unchanged ones cost no payload.
+
+        Returns:
+            False when a ps has no initial values yet.
+        """
+        calls: list[tuple[PsClient, PendingCall]] = []
+        for client in self.clients if clients is None else clients:
+            groups = [group for group, ps in self.layout.shards if ps == client.index]
+            if not groups:
+                continue
+            have = {group: self._have[client.index].get(group) for group in groups}
+            calls.append((client, wire.pull_weights(client, have, wait_s)))
+        complete = True
+        for client, call in calls:
+            reply = self.take(client, call)
+            complete = complete and bool(reply.versions)
+        self.finish()
+        return complete
+
+    def finish(self) -> None:
+        """What came is in the tensors, which are as the ps have them from now on."""
+        self.targets.finish()
+        if self._copies is not None:
+            self._copies.note()
+
+    def may_differ(self) -> None:
+        """Whatever the copies here are now, the next values of the ps are welcome."""
+        if self._copies is not None:
+            self._copies.forget()
+
+    def check_unchanged(self) -> None:
+        """See :meth:`TrainedCopies.check`."""
+        if self._copies is not None:
+            self._copies.check()
+
+    def take(self, client: PsClient, call: PendingCall) -> Any:
+        """Waits for a reply with versions, and writes the weights that it brings into the tensors; call
+        :meth:`finish` after the last ps."""
+        targets, ps = self.targets, client.index
+        reply = call.result(
+            lambda frame: targets.write(ps, frame),
+            lambda kind, group, offset, num: targets.place(ps, group, offset, num) if kind == WEIGHTS else None,
+        )
+        self._remember(client, wire.versions_of(reply))
+        return reply
+
+    def have(self, ps: int) -> Mapping[int, wire.Version]:
+        """Versions of the copies here, by group, of one ps."""
+        return self._have[ps]
+
+    def _remember(self, client: PsClient, versions: Mapping[int, wire.Version]) -> None:
+        self._have[client.index].update(versions)
+
+    def _specs(self, ps: int) -> list[Any]:
+        specs = []
+        for (group, holder), shards in sorted(self.layout.shards.items()):
+            if holder == ps:
+                variables = [self.layout.variables[shard.variable] for shard in shards]
+                parts = [
+                    wire.shard_spec(variable.name, variable.shape, shard, shard.offset, variable.param_group)
+                    for variable, shard in zip(variables, shards, strict=True)
+                ]
+                specs.append(wire.group_spec(group, self._optimizers.get(group, ""), variables[0].dtype, parts))
+        return specs

@@ -1,0 +1,242 @@
+"""What a worker asks of a ps: requests as messages, replies in the worker's words. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from google.protobuf import struct_pb2
+
+from stratagem.cluster.initial_rows import InitialRows
+from stratagem.cluster.units import Unit, Update
+from stratagem.rpc.codec import to_wire_dtype
+from stratagem.rpc.generated import common_pb2, ps_pb2
+from stratagem.rpc.units import unit_to_proto, update_to_proto
+from stratagem.worker.push.layout import Shard
+from stratagem.worker.push.ps_client import PendingCall, PsClient
+from stratagem.worker.push.row_placement import RowShard
+
+Version = ps_pb2.Version
+"""Of a shard group on one ps, as that ps tells it."""
+
+
+class Transfer(NamedTuple):
+    """Frames that were sent to one ps, and that a request names."""
+
+    transfer: int
+    num_frames: int
+
+    def to_proto(self) -> ps_pb2.TransferRef:
+        """As a request has it."""
+        return ps_pb2.TransferRef(transfer=self.transfer, num_frames=self.num_frames)
+
+
+class Attached(NamedTuple):
+    """What came of an attempt to attach to the variables of one ps."""
+
+    num_given: int
+    """Variables that got their values from this process."""
+    num_lacking: int
+    """Groups that have none yet: another worker is to give them."""
+
+
+def shard_spec(
+    variable: str, shape: Sequence[int], shard: Shard | RowShard, offset: int, param_group: int
+) -> ps_pb2.ShardSpec:
+    """A shard of a variable, at ``offset`` in the flat tensor of its group."""
+    return ps_pb2.ShardSpec(
+        variable=variable,
+        shape=shape,
+        first_row=shard.first_row,
+        num_rows=shard.num_rows,
+        offset=offset,
+        param_group=param_group,
+    )
+
+
+def group_spec(
+    group: int,
+    optimizer: str,
+    dtype: torch.dtype,
+    shards: Sequence[ps_pb2.ShardSpec],
+    initial: InitialRows | None = None,
+) -> ps_pb2.GroupSpec:
+    """The shards of a group on one ps; ``initial`` makes it a table."""
+    spec = ps_pb2.GroupSpec(group=group, optimizer=optimizer, shards=shards)
+    spec.dtype = to_wire_dtype(dtype)  # type: ignore[assignment]  # an enum is an int on the wire
+    if initial is not None:
+        spec.rows.distribution = ps_pb2.InitialRows.Distribution.Value(initial.distribution.upper())
+        spec.rows.first, spec.rows.second, spec.rows.seed = initial.first, initial.second, initial.seed
+        if initial.zero_row is not None:
+            spec.rows.zero_row = initial.zero_row
+    return spec
+
+
+def create_variables(
+    client: PsClient, groups: Sequence[ps_pb2.GroupSpec], can_initialize: bool, give: Callable[[Sequence[int]], None]
+) -> Attached:
+    """Tells a ps what it holds. ``give`` sends the values of groups where this process is told to."""
+    request = ps_pb2.CreateVariablesRequest(groups=groups, can_initialize=can_initialize, num_ps=client.num_ps())
+    reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
+    if reply.initialize:
+        give(reply.initialize)
+    num_given = sum(len(group.shards) for group in groups if group.group in reply.initialize)
+    return Attached(num_given, len(groups) - len({*reply.initialize, *reply.initialized}))
+
+
+def assign_values(
+    client: PsClient,
+    values: Transfer,
+    groups: Sequence[int],
+    slot: str = "",
+    step_counts: Sequence[int] = (),
+    scalars: Mapping[str, Any] | None = None,
+) -> dict[int, Version]:
+    """Gives groups the values that went before, or a slot of the optimizer; returns the versions that this makes."""
+    request = ps_pb2.AssignValuesRequest(
+        values=values.to_proto(), groups=groups, slot=slot, step_counts=step_counts, scalars=_struct(scalars or {})
+    )
+    reply: ps_pb2.AssignValuesReply = client.call("AssignValues", request, sequenced=True)
+    return versions_of(reply)
+
+
+def pull_weights(
+    client: PsClient, have: Mapping[int, Version | None], wait_s: float = 0.0, slot: str = ""
+) -> PendingCall:
+    """Asks for groups newer than the versions that this process has, or for a slot of the optimizer."""
+    wants = [ps_pb2.PullWeightsRequest.Want(group=group, have=version) for group, version in have.items()]
+    request = ps_pb2.PullWeightsRequest(groups=wants, wait_s=wait_s, slot=slot, reply_transfer=client.new_transfer())
+    return client.start("PullWeights", request)
+
+
+def close_units(client: PsClient, closes: Sequence[tuple[Unit, int]]) -> None:
+    """Tells a ps that units are complete on this worker, and how many of their updates it acknowledged."""
+    client.call("CloseUnits", ps_pb2.CloseUnitsRequest(closes=_closes(closes)))
+
+
+def step_slice(step: int, units: Sequence[Unit], weight: float, gradients: Literal["mean", "sum"]) -> ps_pb2.StepSlice:
+    """Staleness 0: the step of the job that an update belongs to."""
+    merge = ps_pb2.MEAN if gradients == "mean" else ps_pb2.SUM
+    return ps_pb2.StepSlice(step=step, units=[unit_to_proto(unit) for unit in units], weight=weight, merge=merge)
+
+
+def hyper_parameters(of_groups: Sequence[Mapping[str, Any]]) -> list[struct_pb2.Struct]:
+    """Hyper-parameters, one a param_group."""
+    return [_struct(values) for values in of_groups]
+
+
+def group_commit(
+    group: int, present: Sequence[bool], hyper: Sequence[struct_pb2.Struct], have: Version | None = None
+) -> ps_pb2.GroupCommit:
+    """One optimizer step for one group; ``present``: which of its shards have a gradient."""
+    bits = sum(1 << index for index, bit in enumerate(present) if bit)
+    return ps_pb2.GroupCommit(
+        group=group,
+        present=b"" if all(present) else bits.to_bytes(-(-len(present) // 8), "little"),
+        hyper_parameters=hyper,
+        have=have,
+    )
+
+
+def prepare_update(
+    update: Update,
+    gradients: Transfer,
+    groups: Sequence[ps_pb2.GroupCommit],
+    of_step: ps_pb2.StepSlice,
+    want_facts: bool,
+) -> ps_pb2.PrepareUpdateRequest:
+    """First half of a synchronous update."""
+    return ps_pb2.PrepareUpdateRequest(
+        update=update_to_proto(update),
+        gradients=gradients.to_proto(),
+        groups=groups,
+        slice=of_step,
+        want_facts=want_facts,
+    )
+
+
+class CommitMessage:
+    """The commits to one ps as one message, which keeps what is as it was in the step before."""
+
+    def __init__(self) -> None:
+        self._message = ps_pb2.CommitUpdateRequest()
+        self._groups: tuple[object, object] = None, None
+        self._commits: list[tuple[int, ps_pb2.GroupCommit]] = []
+
+    def set_groups(
+        self,
+        given: Sequence[bool],
+        hyper: Sequence[struct_pb2.Struct],
+        make: Callable[[], Sequence[ps_pb2.GroupCommit]],
+    ) -> None:
+        """Groups, their presence and hyper-parameters.
+
+        Args:
+            given: what presence follows from.
+            hyper: of the optimizer; another object when a value has changed.
+            make: makes them, where either has changed.
+        """
+        if self._groups[0] != given or self._groups[1] is not hyper:
+            del self._message.groups[:]
+            self._message.groups.extend(make())
+            self._commits = [(commit.group, commit) for commit in self._message.groups]
+            self._groups = given, hyper
+
+    def set_versions(self, have: Mapping[int, Version]) -> None:
+        """Versions that this process has, by group."""
+        for group, commit in self._commits:
+            version = have.get(group)
+            if version is None:
+                commit.ClearField("have")
+            else:
+                commit.have.store_epoch, commit.have.counter = version.store_epoch, version.counter
+
+    def commit(
+        self,
+        update: common_pb2.Update,
+        gradients: Transfer,
+        of_step: ps_pb2.StepSlice | None,
+        scale: float | None,
+        closes: Sequence[tuple[Unit, int]],
+        reply_transfer: int,
+        num_servers: int,
+    ) -> ps_pb2.CommitUpdateRequest:
+        """An update, its gradients multiplied by ``scale``; None: it counts as done and is not applied."""
+        message = self._message
+        message.update.CopyFrom(update)
+        message.gradients.transfer, message.gradients.num_frames = gradients
+        if of_step is None:
+            message.ClearField("slice")
+        else:
+            message.slice.CopyFrom(of_step)
+        message.action = ps_pb2.SKIP if scale is None else ps_pb2.APPLY
+        message.scale = 1.0 if scale is None else scale
+        del message.closes[:]
+        for unit, num_updates in closes:
+            close = message.closes.add()
+            close.num_updates = num_updates
+            close.unit.dataset, close.unit.epoch, close.unit.index = unit
+        message.reply_transfer, message.num_servers = reply_transfer, num_servers
+        return message
+
+
+def versions_of(reply: Any) -> dict[int, Version]:
+    """The groups' versions in a reply that has some."""
+    return {each.group: each.version for each in reply.versions}
+
+
+def scalars_of(reply: Any) -> dict[str, list[float]]:
+    """The optimizer's numbers in the reply to a pull: of each a value for each shard."""
+    found = reply.scalars.fields.items()
+    return {name: [value.number_value for value in values.list_value.values] for name, values in found}
+
+
+def _closes(closes: Sequence[tuple[Unit, int]]) -> list[ps_pb2.UnitClose]:
+    return [ps_pb2.UnitClose(unit=unit_to_proto(unit), num_updates=num_updates) for unit, num_updates in closes]
+
+
+def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+    struct = struct_pb2.Struct()
+    struct.update(dict(values))
+    return struct

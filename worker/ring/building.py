@@ -1,0 +1,118 @@
+"""The group of a plan: its lanes opened, and tried once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from stratagem.cluster.communication import CommunicationOptions
+from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, StratagemError
+from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES
+from stratagem.worker.ring.group import Group, Tag
+from stratagem.worker.ring.host_group import HostGroup
+from stratagem.worker.ring.lane_plan import LanePlan, RankInfo
+from stratagem.worker.ring.opening import Opener
+from stratagem.worker.ring.peers import Peers
+from stratagem.worker.ring.ring_group import RingGroup
+from stratagem.worker.ring.torch_group import TorchGroup
+from stratagem.worker.ring.two_level_group import TwoLevelGroup
+
+DEFAULT_TIMEOUT_S = 300.0
+PROBE = Tag(0, 0)
+"""Marks the collective that tries a new group before anybody relies on it."""
+
+
+class LaneFailedError(Exception):
+    """A kind of lane that cannot be had."""
+
+    def __init__(self, lane: str, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.lane = lane
+
+
+def build(
+    plan: LanePlan,
+    peers: Peers,
+    opener: Opener,
+    options: CommunicationOptions,
+    device: torch.device,
+    store_address: str,
+    purpose: str,
+) -> Group:
+    """The group of a plan, tried once.
+
+    Raises:
+        LaneFailedError: a lane cannot be opened.
+    """
+    ranks, rank = range(len(peers.members.ranks)), peers.rank
+    timeout_s = options.timeout_seconds or DEFAULT_TIMEOUT_S
+    if plan.nccl:
+        return TorchGroup(rank, len(ranks), "nccl", store_address, timeout_s, device)
+    made: list[Group] = []
+
+    def ring(members: Sequence[int], name: str) -> RingGroup:
+        assert plan.ring is not None
+        right, left = opener.ring(members, plan.ring, f"{name}, {purpose}", options.stripes)
+        group = RingGroup(
+            members.index(rank),
+            len(members),
+            right,
+            left,
+            chunk_bytes=options.chunk_bytes or DEFAULT_BYTES,
+            wire_dtype=None if options.wire_dtype == "float32" else getattr(torch, options.wire_dtype),
+            timeout_s=timeout_s,
+        )
+        made.append(group)
+        return group
+
+    with _trying(plan.ring or "shm", made):
+        flat = ring(ranks, "ring") if plan.ring is not None else None
+        if flat is not None and plan.flat:
+            flat.barrier(PROBE)
+            return flat
+        host_ranks = plan.host_of(rank)
+        leaders = ring(plan.leaders, "hosts") if plan.ring is not None and rank == host_ranks[0] else None
+    with _trying("shm", made):
+        links = opener.links(host_ranks, f"links, {purpose}")
+        host = HostGroup(host_ranks.index(rank), len(host_ranks), links, timeout_s=timeout_s)
+        made.append(host)
+        host.barrier(PROBE)
+    return (
+        host if flat is None else TwoLevelGroup(host, leaders, flat, host_ranks=host_ranks, leader_ranks=plan.leaders)
+    )
+
+
+@contextlib.contextmanager
+def _trying(lane: str, made: Sequence[Group]) -> Iterator[None]:
+    """Around the attempt at a lane: whatever goes wrong, others may do."""
+    try:
+        yield
+    except StratagemError as error:
+        for group in made:
+            group.close("the ring did not form")
+        if isinstance(error, FencedError | JobStoppedError):
+            raise
+        raise LaneFailedError(lane, error) from None
+
+
+def better(
+    plan: LanePlan, options: CommunicationOptions, members: Sequence[RankInfo], failures: Mapping[str, str]
+) -> str:
+    """What would be faster than the lanes of a plan, and is not had; empty: nothing."""
+    if failures:
+        return "; ".join(f"no {lane} lane: {why}" for lane, why in failures.items())
+    if options.transport in ("grpc", "tcp") and len({member.place for member in members}) < len(members):
+        return f"{options.transport} was asked for, and ranks are on one host"
+    return ""
+
+
+def check_agreement(said: Sequence[RankInfo]) -> None:
+    for one in said[1:]:
+        for name, value in said[0].options.items():
+            if one.options[name] != value:
+                raise ConfigurationError(
+                    f"{name} is {value} on {said[0].task} and {one.options[name]} on {one.task}; it has to be the same "
+                    "on every worker"
+                )

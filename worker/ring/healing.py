@@ -1,0 +1,293 @@
+"""How a ring goes on with other members: what is made again without a lost rank, who has which examples of which step,
+and who has yet to be given the state of the training.
+
+Collectives that count together are *atomic*: their effects show once the last of them is through. Each rank counts
+those that it has completed. The last one of each needs every rank, so after a loss no rank is more than one ahead, and
+what it has beyond the others is one small result, which it has kept (:data:`KEPT_BYTES`; behind a larger one all meet
+once more). So the ranks that are left, in their new group, first compare their counts: whoever is behind takes over the
+result of who is ahead, with the lost rank's part in it, and what nobody has completed all make again without it.
+
+A newcomer is alone until its script asks for its first batch. The others take it in between two steps: all form a group
+with it, compare counts as after a loss, and make one more atomic collective, which gives it the state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+
+from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.measuring.flight import FLIGHT
+from stratagem.worker.ring.group import Group
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEPT_BYTES = 64 << 10
+"""The largest result that every rank keeps, in case another did not get it."""
+
+
+class Kept(NamedTuple):
+    """The result of atomic collectives, the same on every rank."""
+
+    lengths: list[int]
+    data: torch.Tensor
+    """Flat uint8."""
+
+
+class Placement(NamedTuple):
+    """Who shares out the examples of steps."""
+
+    first_step: int
+    """The first step that they share out."""
+    members: tuple[str, ...]
+    """By rank."""
+
+
+class LostMembers(NamedTuple):
+    """Members who were lost, and which of their examples with them."""
+
+    members: frozenset[str]
+    after_step: int
+    """The examples of this step and those before have counted."""
+    last_step: int
+    """The newest step of which they had a share."""
+    is_training: bool
+    """Whether it was lost in the backward of that step, which the others have made without it."""
+
+
+class Ranks(Protocol):
+    """What :class:`Healing` needs of a communicator."""
+
+    step: int
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its group cannot be used any more."""
+
+    def renew(self, group: Group) -> None:
+        """Goes on with another group, once nothing is queued for the old one."""
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See :class:`Communicator`."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        """See :class:`Communicator`."""
+
+    def confirm(self) -> None:
+        """A barrier that is no atomic collective of its own."""
+
+
+Heal = Callable[[CollectiveError | None], tuple[Group, tuple[str, ...]]]
+"""Forms the group of those who are left after an error, or (None) of all and those who wait to be taken in, and says
+who they are; raises what cannot be healed."""
+
+
+class Healing:
+    """The books of one rank.
+
+    Args:
+        me: this rank's name.
+        members: of all ranks.
+        heal: forms the next group.
+        is_new: this rank is a newcomer: alone for now, without the state of the training.
+    """
+
+    placements: list[Placement]
+    losses: list[LostMembers]
+
+    def __init__(self, me: str, members: tuple[str, ...], heal: Heal, is_new: bool = False) -> None:
+        self.me = me
+        self.members = members
+        """Those of the group as it is, by rank."""
+        self.placements = [Placement(0, members)]
+        self.losses = []
+        self.counted_step = 0
+        """The newest step whose examples have had their effect; see ``is_training`` of :meth:`run`."""
+        self.is_new = is_new
+        """Whether this rank has yet to be given the state of the training."""
+        self.newcomers: frozenset[str] = frozenset()
+        """Members of the group who have."""
+        self.sees_newcomer = False
+        """Whether somebody waits to be taken in, as far as this rank has heard."""
+        self.is_due = False
+        """Whether all ranks know, since the same backward, that somebody waits."""
+        self._heal = heal
+        self._num_done = 0
+        self._kept: Kept | None = None
+        self._is_training = False
+        self._inside = threading.local()
+
+    def placement(self, step: int) -> Placement:
+        """Who shares out the examples of a step."""
+        return next(each for each in reversed(self.placements) if each.first_step <= step or not each.first_step)
+
+    def rank_of(self, member: str) -> int:
+        """The place of a member in the group as it is.
+
+        Raises:
+            CollectiveError: it is lost, and what only it had with it.
+        """
+        if member not in self.members:
+            raise CollectiveError(f"{member} is lost, and what it was about to send with it; start the job again")
+        return self.members.index(member)
+
+    def refuse_newcomer(self, what: str) -> None:
+        """Raises ``ConfigurationError`` on a newcomer, for what cannot be joined in the middle."""
+        if self.is_new:
+            raise ConfigurationError(
+                f"this worker came to a ring that trains, and {what} cannot be joined in the middle; the others go on "
+                "without it. A loop over strategy.distribute_dataset that begins with data.epoch can be joined"
+            )
+
+    @property
+    def donor(self) -> int:
+        """The place of the first member that has the state."""
+        return next(place for place, name in enumerate(self.members) if name not in self.newcomers)
+
+    def take_in(self, ranks: Ranks, give: Callable[[], None]) -> None:
+        """Between two steps: goes on with those who wait, if it is due, or takes this newcomer to the others.
+
+        Args:
+            ranks: whose next group is of all.
+            give: collectives that give the newcomers the state of :attr:`donor`; once more after a loss.
+
+        Raises:
+            CollectiveError: it cannot be healed.
+        """
+
+        def work() -> None:
+            if self.newcomers:
+                give()
+            self.is_new = False
+            ranks.confirm()
+
+        if not self.newcomers:  # else this rank has met them when it went on after a loss
+            self._inside.here, self._is_training = True, False
+            try:
+                self._recover(ranks, None)
+            finally:
+                self._inside.here = False
+        self.run(ranks, work, lambda _: Kept([], torch.empty(0, dtype=torch.uint8)), lambda _: None, False)
+        self.is_due, self.newcomers = False, frozenset()
+
+    def run(
+        self,
+        ranks: Ranks,
+        work: Callable[[], T],
+        pack: Callable[[T], Kept | None],
+        unpack: Callable[[Kept], T],
+        is_training: bool,
+    ) -> T:
+        """Runs collectives as one.
+
+        Args:
+            ranks: whose collectives they are.
+            work: makes them; its inputs stay as they are until it has returned.
+            pack: its result, if that is the same on every rank; None: all meet once more instead.
+            unpack: the other way round.
+            is_training: whether with them the examples of the step have counted.
+
+        Raises:
+            CollectiveError: it cannot be healed.
+        """
+        if getattr(self._inside, "here", False):
+            return work()
+        self._inside.here, self._is_training = True, is_training
+        try:
+            return self._run(ranks, work, pack, unpack)
+        finally:
+            self._inside.here = False
+
+    def _run(
+        self, ranks: Ranks, work: Callable[[], T], pack: Callable[[T], Kept | None], unpack: Callable[[Kept], T]
+    ) -> T:
+        results: list[T] = []
+        kept: Kept | None = None
+        while True:
+            try:
+                if not results:
+                    results.append(work())
+                    kept = pack(results[0])
+                    if kept is not None:  # the caller may change what it gets
+                        kept = kept._replace(data=kept.data.clone()) if kept.data.numel() <= KEPT_BYTES else None
+                if kept is None:
+                    ranks.confirm()
+                self._done(ranks, kept)
+                return results[0]
+            except CollectiveError as error:
+                if not ranks.is_broken:
+                    raise
+                is_done, kept = self._recover(ranks, error)
+                if is_done:
+                    self._done(ranks, kept)
+                    return results[0] if results or kept is None else unpack(kept)
+                results.clear()
+
+    def _done(self, ranks: Ranks, kept: Kept | None) -> None:
+        self._num_done, self._kept = self._num_done + 1, kept
+        if self._is_training:
+            self.counted_step = ranks.step
+
+    def _recover(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
+        """Goes on in the next group. Whether others have completed what this rank has not, and its result."""
+        try:
+            return self._go_on(ranks, error)
+        except CollectiveError:
+            FLIGHT.tell(logger)
+            raise
+
+    def _go_on(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
+        while True:
+            group, members = self._heal(error)
+            ranks.renew(group)
+            step, ranks.step = ranks.step, 0  # they may be a step apart
+            try:
+                step, is_behind, kept = self._compare(ranks, members, step)
+                return is_behind, kept
+            except CollectiveError as another:
+                if not ranks.is_broken:
+                    raise
+                error = another
+            finally:
+                ranks.step = step
+
+    def _compare(self, ranks: Ranks, members: tuple[str, ...], own_step: int) -> tuple[int, bool, Kept | None]:
+        mine = torch.tensor([self._num_done, own_step, self.counted_step, self._is_training, self.is_new])
+        every = [tuple(map(int, each)) for each in ranks.all_gather(mine)]
+        told = [each[:4] for each in every if not each[4]]
+        if not told:
+            raise CollectiveError("no worker is left that has the state of the training; start the job again")
+        newest, step, counted, is_training = max(told)
+        if newest - min(told)[0] > 1:
+            raise CollectiveError(
+                f"the ring cannot heal: its ranks have completed {[each[0] for each in told]} collectives, and more "
+                "than one apart they cannot be brought together; start the job again from a checkpoint"
+            )
+        is_behind, kept = self._num_done < newest and not self.is_new, None
+        if min(told)[0] < newest:
+            kept = self._take_over(ranks, every.index((*max(told), 0)))
+        if self.is_new:
+            self._num_done, self.counted_step, own_step = newest, counted, step
+        elif lost := frozenset(self.members) - frozenset(members):
+            self.losses.append(LostMembers(lost, counted, step, bool(is_training)))
+        self.placements = [each for each in self.placements if each.first_step <= step]
+        self.placements.append(Placement(step + 1, members))
+        self.members = members
+        self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each[4])
+        return own_step, is_behind, kept if is_behind else None
+
+    def _take_over(self, ranks: Ranks, donor: int) -> Kept | None:
+        """The newest result of a rank, on every rank; None: they have it."""
+        own = self._kept
+        lengths = ranks.all_gather(torch.tensor([] if own is None else own.lengths, dtype=torch.int64))[donor]
+        num_bytes = ranks.all_gather(torch.tensor([-1 if own is None else own.data.numel()]))[donor]
+        if int(num_bytes) < 0:
+            return None
+        parts = ranks.all_gather(torch.empty(0, dtype=torch.uint8) if own is None else own.data)
+        return Kept([int(length) for length in lengths], parts[donor])
