@@ -44,8 +44,10 @@ def test_there_and_back(tmp_path: Path) -> None:
             await ask(worker, 3)
             await until(lambda: running.job.get_status().scaling == "ps:1, ps:2 to come")
             second = await stack.enter_async_context(ps(running.address, FakePs(1)))
-            assert second.session is not None
-            assert {task.task for task in second.session.membership.tasks} == {"worker:0", "ps:0"}
+            newcomer = second.session
+            assert newcomer is not None
+            tasks = await until(lambda: newcomer.membership.tasks)
+            assert {task.task for task in tasks} == {"worker:0", "ps:0"}
             first.calls.clear()
             third = await stack.enter_async_context(ps(running.address, FakePs(2)))
             await until(lambda: worker.membership.num_ps == 3 and all(task.live for task in worker.membership.tasks))
@@ -60,7 +62,7 @@ def test_there_and_back(tmp_path: Path) -> None:
             await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
             assert (first.num_ps, second.num_ps) == (1, 3)
             assert running.job.get_status().scaling == ""
-            second.session.goodbye(0)
+            newcomer.goodbye(0)
             await until(lambda: {t.member.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
             assert running.job.sessions.stopping is None
 
