@@ -18,7 +18,7 @@ from stratagem.rpc.session import SessionClient
 _Reply = TypeVar("_Reply")
 
 PATIENCE_S = 10.0  # a call that waits for other workers is repeated this often, to see the end of the job
-REPORT_S = 1.0
+REPORT_WAIT_S = 1.0
 """Seconds that a report may wait for its answer."""
 
 
@@ -54,10 +54,10 @@ class ChiefClient:
         """Reports units of a pass as accepted, and wants none. For workers that go on while the chief is away.
 
         Raises:
-            PeerUnavailableError: the chief has not answered within :data:`REPORT_S`.
+            PeerUnavailableError: the chief has not answered within :data:`REPORT_WAIT_S`.
         """
         request = chief_pb2.NextUnitsRequest(sender=self._sender, dataset=dataset, epoch=epoch, accepted=accepted)
-        self._call(lambda stub: stub.NextUnits, request, timeout_s=REPORT_S)
+        self._call(lambda stub: stub.NextUnits, request, timeout_s=REPORT_WAIT_S)
 
     def start_step(
         self, dataset: int, epoch: int, accepted: Sequence[int], states: Sequence[chief_pb2.MetricState], clock: int

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from stratagem.arguments import check_kind, whole_number
+from stratagem.arguments import whole_number
 from stratagem.cluster.units import Plan
 from stratagem.data.batch_split import BatchSplit
 from stratagem.data.files import file_based, own_files
@@ -44,8 +44,7 @@ def distribute(
     Raises:
         ConfigurationError: the source cannot be shared out like that; says why, and what can be done.
     """
-    options = DistributeOptions() if options is None else options
-    check_kind(options, DistributeOptions)
+    options = DistributeOptions.of(options)
     listener = listener or Listener()
     batched = _with_batches(source, batch_size)
     policy = _choose(options.auto_shard_policy, batched)
@@ -108,8 +107,7 @@ def distribute_from_function(
     Raises:
         ConfigurationError: ``dataset_fn`` returns something else, or ``options`` ask for sharding.
     """
-    options = DistributeOptions() if options is None else options
-    check_kind(options, DistributeOptions)
+    options = DistributeOptions.of(options)
     if placement.healing is not None:
         raise _not_healing("a dataset function")
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
@@ -132,13 +130,16 @@ def distribute_from_function(
 
 
 def leasable(
-    source: DataLoader[Any] | Dataset[Any] | Iterable[Any], batch_size: int | None, options: DistributeOptions
+    source: DataLoader[Any] | Dataset[Any] | Iterable[Any],
+    batch_size: int | None = None,
+    options: DistributeOptions | None = None,
 ) -> DataLoader[Any]:
     """The loader whose batches a chief can lease.
 
     Raises:
         ConfigurationError: ``source`` is an iterable, or ``options`` are for workers that run in step.
     """
+    options = DistributeOptions.of(options)
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.LEASE):
         raise ConfigurationError(
             f"AutoShardPolicy.{options.auto_shard_policy.name} is for workers that run in step; under "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from types import NoneType
 from typing import Literal
 
-from stratagem.arguments import whole_numbers
+from stratagem.arguments import check_kind, whole_number, whole_numbers
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.errors import ConfigurationError
 
@@ -47,6 +48,16 @@ class DistributeOptions:
         if self.on_empty not in ("call", "skip"):
             raise ConfigurationError(f"expected on_empty='call' or 'skip', got {self.on_empty!r}")
 
+    @classmethod
+    def of(cls, given: DistributeOptions | None) -> DistributeOptions:
+        """``given``, or the defaults for None.
+
+        Raises:
+            ConfigurationError: it is something else.
+        """
+        check_kind(given, cls, NoneType)
+        return cls() if given is None else given
+
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
@@ -63,8 +74,9 @@ class InputContext:
         """Examples of each replica in a global batch.
 
         Raises:
-            ConfigurationError: the batch does not divide evenly.
+            ConfigurationError: the batch does not divide evenly, or is no number.
         """
+        global_batch_size = whole_number("a global batch size", global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:
             raise ConfigurationError(
                 f"expected a global batch size divisible by the {self.num_replicas_in_sync} replicas, "

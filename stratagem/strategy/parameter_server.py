@@ -317,7 +317,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ConfigurationError: a source whose batches cannot be leased: an iterable, or a sampler of one's own.
         """
-        loader = leasable(source, batch_size, options or DistributeOptions())
+        loader = leasable(source, batch_size, options)
         plan = plan_of(loader, self.num_replicas_in_sync, self.staleness)
         self._num_datasets += 1
         seed = self._runtime.chief.open_dataset(self._num_datasets, plan)

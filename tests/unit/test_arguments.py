@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import stratagem as sg
 from stratagem.arguments import above_zero, check_kind, whole_number
+from stratagem.data.distribute import leasable
 from stratagem.errors import ConfigurationError
 
 
@@ -37,8 +39,12 @@ def test_a_dict_is_no_options() -> None:
     check_kind(None, sg.DistributeOptions, NoneType)
     with pytest.raises(ConfigurationError, match="expected CommunicationOptions or None, got dict"):
         sg.MultiWorkerMirroredStrategy(communication_options={"transport": "tcp"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="expected DistributeOptions, got dict"):
+    with pytest.raises(ConfigurationError, match="expected DistributeOptions or None, got dict"):
         sg.OneDeviceStrategy().distribute_dataset([torch.ones(2)], options={"prefetch": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected DistributeOptions or None, got dict"):
+        leasable(TensorDataset(torch.ones(4)), 2, {"prefetch": 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected a global batch size of at least 1"):
+        sg.InputContext().get_per_replica_batch_size("64")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected Checkpoint, got Linear"):
         sg.CheckpointManager(torch.nn.Linear(1, 1), "x")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"expected a function that gets an InputContext .*, got list"):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import leasable
 from stratagem.data.loaders import plan_of
-from stratagem.data.options import DistributeOptions
 from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
 
@@ -45,7 +44,7 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
     Raises:
         ConfigurationError: the batches of ``source`` cannot be leased; says why.
     """
-    loader = leasable(source, None, DistributeOptions())
+    loader = leasable(source)
     plan = plan_of(loader, num_slices=1, staleness=float("inf"))
     kept = plan.num_batches * plan.batch_size if plan.drop_last else plan.num_examples
     if not kept:
