@@ -20,7 +20,7 @@ from stratagem.launch.display import Display, make_display
 from stratagem.launch.output import OutputRouter, wants_colour
 from stratagem.launch.plan import Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
-from stratagem.launch.summary import build_summary, failure_words, read_report, write_summary
+from stratagem.launch.summary import build_summary, failure_words, last_status, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.launch.tls import AUTO, make_throw_away
 from stratagem.rpc.binding import listening
@@ -136,9 +136,10 @@ def _run(
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
     checkpoint = str(newest(stays) or "") if stays is not None else ""
     tail = cluster.failure_tail
-    summary = build_summary(job, supervisor, cluster.status, reports, exit_code, duration_s, tail, checkpoint)
+    status = last_status(cluster.status, folders.journal)
+    summary = build_summary(job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint)
     if chaos is not None:
-        summary["chaos"] = chaos.records()
+        summary["chaos"] = chaos.records(status.updates_lost)
         output.say(chaos_words(summary["chaos"]))
     if job.summary is not None:
         write_summary(job.summary, summary)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -9,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError
 from stratagem.launch.output import essence
 from stratagem.launch.plan import LocalJob
 from stratagem.launch.supervisor import Failure, Supervisor, describe_exit
@@ -26,10 +30,29 @@ def read_report(path: Path) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
+def last_status(status: StatusView | None, journal: Path) -> StatusView:
+    """The chief's last answer, and what it has noted since: its last second may count what a ps lost.
+
+    Args:
+        status: the answer; None: it never gave one.
+        journal: folder of its journal, which it has left.
+    """
+    status = status or StatusView()
+    with contextlib.suppress(ConfigurationError):
+        history = replay(journal / NAME)
+        return dataclasses.replace(
+            status,
+            updates_lost=max(status.updates_lost, history.updates_lost),
+            updates_undone=max(status.updates_undone, history.updates_undone),
+            restored=history.restored or status.restored,
+        )
+    return status
+
+
 def build_summary(
     job: LocalJob,
     supervisor: Supervisor,
-    status: StatusView | None,
+    status: StatusView,
     reports: Mapping[TaskId, Mapping[str, Any]],
     exit_code: int,
     duration_s: float,
@@ -41,14 +64,13 @@ def build_summary(
     Args:
         job: what was asked for.
         supervisor: after the end.
-        status: the last one the chief gave; None without a chief.
+        status: see :func:`last_status`.
         reports: of the workers that finished, in the order of their indices.
         exit_code: of the launcher.
         duration_s: from the first start to the last exit, in seconds.
         tail: last lines of stderr of the task that failed first.
         checkpoint: path of the newest checkpoint that stays.
     """
-    status = status or StatusView()
     in_turn = job.staleness == 0 and job.chosen_strategy == "ps"
     steps = [int(report.get("steps", 0)) for report in reports.values()]
     reported_steps = max(steps, default=0) if in_turn else sum(steps)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ChaosEvent, connections, parse
-from stratagem.launch.chaos.injector import chaos_words
+from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.chaos.relay import Relay, owner_of
+from stratagem.launch.processes import TaskProcess
+from stratagem.rpc.status_view import StatusView, TaskState
 
 CHIEF, PS0, PS1, WORKER0, WORKER1 = TASKS = tuple(
     TaskId.parse(task) for task in ("chief:0", "ps:0", "ps:1", "worker:0", "worker:1")
@@ -87,6 +91,18 @@ def test_the_line_about_the_cost_names_what_did_not_happen() -> None:
         "chaos: 1 of 2 faults happened, longest standstill 2.5 s (kill ps:0), 3 updates lost; "
         "the job was over before kill ps:1@step=9"
     )
+
+
+def test_what_was_told_to_be_lost_at_the_end_is_of_the_last_fault() -> None:
+    process = Mock(spec=TaskProcess, pid=7)
+    injector = ChaosInjector("kill ps:0; kill ps:1@step=9", TASKS, Mock(), has_copies=False)
+    for lost in (2, 3):
+        status = StatusView(tasks=(TaskState("worker:0", "live", step=1),), updates_lost=lost)
+        injector.tick(0.0, status, {PS0: process, PS1: process})
+    process.send.assert_called_once_with(signal.SIGKILL)
+    assert injector.fired[0].updates_lost == 1
+    fired, waits = injector.records(updates_lost=7)
+    assert (fired["updates_lost"], waits) == (5, {"event": "kill ps:1@step=9"})
 
 
 @pytest.fixture

@@ -232,6 +232,20 @@ def test_a_script_that_fails_after_a_step_is_started_again(case: Case) -> None:
     assert case.stdout.getvalue() == "lead now\n"
 
 
+def test_what_the_chief_noted_after_its_last_answer_is_in_the_summary(case: Case) -> None:
+    case.programs["chief:0"] = CHIEF_WITH_STATUS + (
+        "import glob\nfrom stratagem.chief.journal.journal import Journal\n"
+        "journal = Journal(glob.glob(sys.argv[1] + '/state/*/chief')[0])\n"
+        "journal.write('lost', task='ps:0', units=[[1, 0, '1f']])\n"
+        "journal.write('restored', path='/ckpt-7', undone=2)\n"
+        "journal.write('stopped', reason='all workers are done')\n"
+    )
+    case.programs["ps:0"] = WORKER_DONE
+    assert case.run() == 0
+    assert [case.summary[name] for name in ("updates_lost", "updates_undone", "restored")] == [5, 2, "/ckpt-7"]
+    assert "5 updates lost, 2 updates of damaged checkpoints computed again" in case.stderr.getvalue()
+
+
 RUN = """
 import os, sys
 from pathlib import Path

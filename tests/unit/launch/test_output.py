@@ -255,7 +255,7 @@ def test_summary_of_a_synchronous_job(tmp_path: Path) -> None:
     summary = build_summary(job, supervisor, status, reports, 0, 1.23456, [])
     assert (summary["steps"], summary["examples"], summary["loss"]) == (10, 100, 0.3)
     assert json.loads(json.dumps(summary))["duration_s"] == 1.235
-    assert build_summary(job, supervisor, None, {}, 1, 1.0, [])["loss"] is None
+    assert build_summary(job, supervisor, StatusView(), {}, 1, 1.0, [])["loss"] is None
     assert math.isinf(LocalJob(script=job.script).staleness)
 
 
