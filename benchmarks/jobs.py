@@ -6,7 +6,6 @@ import dataclasses
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import TypeVar
 from benchmarks.job_files import RESULT_VARIABLE, ROOT_VARIABLE
 from benchmarks.signals import exit_on_sigterm
 from stratagem.rpc import heap
+from stratagem.rpc.binding import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 Result = TypeVar("Result")
@@ -52,12 +52,8 @@ def stratagem_run(script: str, arguments: Sequence[str], *options: str) -> list[
 
 
 def free_addresses(count: int) -> list[str]:
-    """Loopback addresses that were free a moment ago, for systems that cannot report a port that they chose."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    return addresses
+    """Loopback addresses, for systems that cannot report a port that they chose."""
+    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
 
 
 def run_job(tasks: Sequence[Task], read: Callable[[Path], Result], num_members: int = 1) -> Result:

@@ -23,7 +23,7 @@ from stratagem.launch.signals import signal_pipe
 from stratagem.launch.summary import build_summary, failure_words, last_status, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
 from stratagem.launch.tls import AUTO, make_throw_away
-from stratagem.rpc.binding import listening
+from stratagem.rpc.binding import free_port
 from stratagem.rpc.security import OPEN, operator_security
 
 _INTERRUPTED = (130, 143)
@@ -51,9 +51,9 @@ def run_local(
     out, err = stdout or sys.stdout, stderr or sys.stderr
     folders = _make_folders(job)
     num_cores = len(os.sched_getaffinity(0))
-    master_port = _free_port()
+    master_port = free_port()
     if job.web.endswith(":0"):  # known here, so that the next chief serves the page at the same place
-        job = dataclasses.replace(job, web=f"{job.web[:-2]}:{_free_port()}")
+        job = dataclasses.replace(job, web=f"{job.web[:-2]}:{free_port()}")
 
     display = make_display(out, err)
     output = OutputRouter(display, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
@@ -92,11 +92,6 @@ def run_local(
         shutil.rmtree(folders.certificates, ignore_errors=True)
         if not _is_kept(job, supervisor):
             shutil.rmtree(folders.root, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with listening("127.0.0.1") as free:
-        return int(free.getsockname()[1])
 
 
 def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:

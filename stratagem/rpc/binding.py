@@ -67,6 +67,19 @@ def listening(host: str, port: int = 0) -> socket.socket:
     return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=is_dual)
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port for a server that starts later: for a minute nobody who asks for any port gets it.
+
+    A connection to it was closed at this end (TIME_WAIT). That keeps no server from it which sets SO_REUSEADDR, as
+    ours, gRPC's and torch's do.
+    """
+    with listening(host) as server:
+        address = server.getsockname()
+        with socket.create_connection(address[:2]):
+            server.accept()[0].close()
+        return int(address[1])
+
+
 def check_token_path(address: str, insecure: bool) -> None:
     """Refuses to send a token beyond loopback in the clear.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stratagem.rpc.binding import listening
+from stratagem.rpc.binding import free_port
 from tests import forks
 from tests.cluster.test_exactly_once import check_counts
 
@@ -19,12 +19,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
-    """Addresses that were free a moment ago: TF_CONFIG names ports, so somebody must choose them."""
-    sockets = [listening(host.strip("[]")) for _ in range(count)]
-    addresses = [f"{host}:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    return addresses
+    """TF_CONFIG names ports, so somebody must choose them."""
+    return [f"{host}:{free_port(host.strip('[]'))}" for _ in range(count)]
 
 
 def start(cluster: dict[str, list[str]], task_type: str, index: int, *arguments: object) -> subprocess.Popen[str]:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from stratagem.rpc.binding import free_port
 from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
@@ -31,8 +31,7 @@ def loss(script: str, backend: str, *arguments: str) -> float:
     command = [sys.executable, *TORCHRUN, str(EXAMPLES / script), "--backend", backend, *arguments]
     environments = [environ]
     if backend == "gloo" and script == "ddp.py":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environments = [{**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         command = [word for word in command if word not in TORCHRUN]
     with contextlib.ExitStack() as stack:

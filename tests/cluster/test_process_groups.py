@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from stratagem.rpc.binding import free_port
 from tests import forks
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -56,9 +56,7 @@ def run_unported(backend: str) -> None:
 
 def test_a_rank_that_fails_ends_and_the_other_is_told() -> None:
     """Though nobody destroys the group: a thread that waits for another rank keeps no process."""
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         forks.Popen(
             [sys.executable, str(SCRIPTS / "leaves_early.py"), "stratagem"],

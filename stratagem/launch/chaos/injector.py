@@ -15,7 +15,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, ChaosEvent, connections, parse
 from stratagem.launch.chaos.relay import Relay, owner_of
 from stratagem.launch.processes import TaskProcess
-from stratagem.rpc.binding import listening
+from stratagem.rpc.binding import free_port
 from stratagem.rpc.status_view import StatusView
 
 SLOW_PERIOD_S = 0.2
@@ -85,7 +85,7 @@ class ChaosInjector:
                 "--chaos: cut, reset and random need Linux, whose /proc says whose a connection is"
             )
         called = {server for _, server in connections(tasks)} & suffer
-        self._binds = {task: _free_address() for task in called if task.type != "chief"}
+        self._binds = {task: f"127.0.0.1:{free_port()}" for task in called if task.type != "chief"}
         self._relays = {task: Relay(self._binds.get(task, ""), self._client) for task in called}
 
     def bind(self, task: TaskId) -> tuple[str, str]:
@@ -229,9 +229,3 @@ def chaos_words(records: Sequence[Mapping[str, Any]]) -> str:
         words += [f"longest standstill {worst['standstill_s']} s ({worst['event']})", f"{lost} updates lost"]
     left = [record["event"] for record in records if "after_s" not in record]
     return ", ".join(words) + (f"; the job was over before {'; '.join(left)}" if left else "")
-
-
-def _free_address() -> str:
-    with listening("127.0.0.1") as free:
-        host, port = free.getsockname()[:2]
-        return f"{host}:{port}"

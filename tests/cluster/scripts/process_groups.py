@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import stratagem.distributed  # noqa: F401
+from stratagem.rpc.binding import free_port
 
 STEPS, BATCH = 5, 8
 
@@ -236,9 +236,7 @@ SIZE = 4
 
 def forked() -> int:
     """The number of this fork; the process they come from ends with the number of those that failed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ.update(WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     forks = []
     for rank in range(SIZE):
         if not (fork := os.fork()):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.rpc.binding import advertised_address, check_binding, is_loopback
+from stratagem.rpc.binding import advertised_address, check_binding, free_port, is_loopback, listening
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.1", "example.org", "127.0.0.1.example.org", ""])
@@ -47,3 +49,12 @@ def test_what_others_are_told(advertise: str, bound: str, told: str) -> None:
 def test_an_address_that_nobody_can_call_is_refused(advertise: str, bound: str) -> None:
     with pytest.raises(ConfigurationError, match="--advertise host:port, or in TF_CONFIG"):
         advertised_address(advertise, bound)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_free_port_is_for_the_server_that_is_to_have_it(host: str) -> None:
+    port = free_port(host)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as other, pytest.raises(OSError):
+        other.bind((host, port))  # as the kernel binds who asks for any port
+    with listening(host, port) as server:
+        assert server.getsockname()[1] == port
