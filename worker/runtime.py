@@ -68,7 +68,7 @@ class WorkerRuntime:
         self.meter = StepMeter()
         self.bytes = BytesMeter()
         self._process = ProcessUse()
-        FLIGHT.values = self.meter.values
+        FLIGHT.values, FLIGHT.num_steps = self.meter.values, lambda: self.meter.steps
         self.leases: list[LeaseClient] = []
         self.clients: list[PsClient] = []
         """One a ps; others stand in this list after :meth:`reroute`."""

@@ -24,6 +24,7 @@ from stratagem.rpc.status_view import StatusView, TaskState
 
 NUM_PINGS = 8
 POLL_S = 0.1
+_CLOCK = observer_pb2.StartTraceRequest(only_clock=True)
 _SAME = re.compile(r"update \d+ of unit .*|step \d+, collective .*")
 """What a commit or a collective is called on every task that has part in it."""
 
@@ -59,20 +60,22 @@ def record(
     Raises:
         PeerUnavailableError: the chief or a task does not answer.
     """
-    before = fetch_status(address, 5.0, security)
     with contextlib.ExitStack() as cleanup:
         stubs = {}
-        for task in _traced(before):
+        for task in _traced(fetch_status(address, 5.0, security)):
             channel = cleanup.enter_context(connect(task.address, task.task, security))
             stubs[task.task] = observer_pb2_grpc.ObserverStub(channel)
         if not stubs:
             raise PeerUnavailableError(f"no worker or ps of the job at {address} is live: there is nothing to trace")
         clocks = {name: _clock(stub, name) for name, stub in stubs.items()}
+        until = {}
         for name, stub in stubs.items():
-            of_torch = with_torch and name.startswith("worker:")
-            _call(stub.StartTrace, observer_pb2.StartTraceRequest(torch=of_torch), name)
+            with_operators = with_torch and name.startswith("worker:")  # the profiler begins with the next step
+            reply = _call(stub.StartTrace, observer_pb2.StartTraceRequest(torch=with_operators), name)
+            if name.startswith("worker:"):
+                until[name] = reply.num_steps + num_steps + with_operators
         try:
-            _wait(address, before, num_steps + with_torch, timeout_s, security)  # the profiler begins with the next one
+            until_steps(stubs, until, timeout_s)
         finally:
             replies = {
                 name: _call(stub.StopTrace, observer_pb2.StopTraceRequest(), name) for name, stub in stubs.items()
@@ -143,15 +146,14 @@ def _traced(status: StatusView) -> list[TaskState]:
     return [task for task in observed if task.state == "live" and task.address]
 
 
-def _wait(address: str, before: StatusView, num_steps: int, timeout_s: float, security: Security) -> None:
+def until_steps(stubs: Mapping[str, Any], until: Mapping[str, int], timeout_s: float) -> bool:
+    """Waits until each worker has completed so many steps, by its own count; False: not in time."""
     deadline = time.monotonic() + timeout_s
-    began = {worker.task: worker.step for worker in before.workers}
     while time.monotonic() < deadline:
-        now = fetch_status(address, 5.0, security)
-        live = [worker for worker in now.workers if worker.state == "live"]
-        if all(worker.step >= began.get(worker.task, 0) + num_steps for worker in live):
-            return
+        if all(_call(stubs[name].StartTrace, _CLOCK, name).num_steps >= steps for name, steps in until.items()):
+            return True
         time.sleep(POLL_S)
+    return False
 
 
 def _clock(stub: Any, task: str) -> tuple[int, int]:
@@ -159,7 +161,7 @@ def _clock(stub: Any, task: str) -> tuple[int, int]:
     found = []
     for _ in range(NUM_PINGS):
         asked = time.perf_counter_ns()
-        reply = _call(stub.StartTrace, observer_pb2.StartTraceRequest(only_clock=True), task)
+        reply = _call(stub.StartTrace, _CLOCK, task)
         heard = time.perf_counter_ns()
         found.append(((heard - asked) // 2, reply.clock_ns - (asked + heard) // 2))
     error_ns, offset_ns = min(found)

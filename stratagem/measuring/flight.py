@@ -76,6 +76,8 @@ class FlightRecorder:
         self._before: Mapping[str, float] = {}
         self.values: Callable[[], Mapping[str, float]] = dict
         """What the process has measured so far."""
+        self.num_steps: Callable[[], int] = int
+        """Steps that it has completed, if it is a worker."""
         self.torch: StepProfile | None = None
         """What the training thread has to tell of a step that begins, while somebody traces with torch's operators."""
 

@@ -73,7 +73,7 @@ class ObserverServicer:
     ) -> observer_pb2.StartTraceReply:
         if not request.only_clock:
             FLIGHT.start_trace(_profile() if request.torch else None)
-        return observer_pb2.StartTraceReply(clock_ns=time.perf_counter_ns())
+        return observer_pb2.StartTraceReply(clock_ns=time.perf_counter_ns(), num_steps=FLIGHT.num_steps())
 
     def StopTrace(
         self, request: observer_pb2.StopTraceRequest, context: grpc.ServicerContext

@@ -39,7 +39,7 @@ group by task, slice.name
 
 def test_twenty_steps_add_up_to_the_counters(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     timeline = tmp_path / "trace.json"
-    job = cluster(2, 1, "slowed.py", "--seconds", 60, "--work", 40, "--bulk", 0.5)
+    job = cluster(2, 1, "slowed.py", "--work", 40, "--bulk", 0.5)
     job.wait_for(lambda: bool(address_of(job.stderr)), "the chief")
     address = address_of(job.stderr)
     job.wait_for(lambda: sum(task.step for task in fetch_status(address, 10.0).tasks) >= 4, "steps")

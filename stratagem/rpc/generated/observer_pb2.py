@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&stratagem/rpc/generated/observer.proto\x12\tstratagem\"\x11\n\x0fGetStackRequest\"0\n\rGetStackReply\x12\x0f\n\x07threads\x18\x01 \x03(\t\x12\x0e\n\x06\x66light\x18\x02 \x03(\t\"6\n\x11StartTraceRequest\x12\x12\n\nonly_clock\x18\x01 \x01(\x08\x12\r\n\x05torch\x18\x02 \x01(\x08\"#\n\x0fStartTraceReply\x12\x10\n\x08\x63lock_ns\x18\x01 \x01(\x03\"\x12\n\x10StopTraceRequest\"Z\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06thread\x18\x02 \x01(\t\x12\x10\n\x08start_ns\x18\x03 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x03\x12\r\n\x05torch\x18\x05 \x01(\x08\"\xa8\x01\n\x0eStopTraceReply\x12\x1e\n\x05spans\x18\x01 \x03(\x0b\x32\x0f.stratagem.Span\x12\x33\n\x05spent\x18\x02 \x03(\x0b\x32$.stratagem.StopTraceReply.SpentEntry\x12\x13\n\x0bnum_dropped\x18\x03 \x01(\x04\x1a,\n\nSpentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xd9\x01\n\x08Observer\x12@\n\x08GetStack\x12\x1a.stratagem.GetStackRequest\x1a\x18.stratagem.GetStackReply\x12\x46\n\nStartTrace\x12\x1c.stratagem.StartTraceRequest\x1a\x1a.stratagem.StartTraceReply\x12\x43\n\tStopTrace\x12\x1b.stratagem.StopTraceRequest\x1a\x19.stratagem.StopTraceReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&stratagem/rpc/generated/observer.proto\x12\tstratagem\"\x11\n\x0fGetStackRequest\"0\n\rGetStackReply\x12\x0f\n\x07threads\x18\x01 \x03(\t\x12\x0e\n\x06\x66light\x18\x02 \x03(\t\"6\n\x11StartTraceRequest\x12\x12\n\nonly_clock\x18\x01 \x01(\x08\x12\r\n\x05torch\x18\x02 \x01(\x08\"6\n\x0fStartTraceReply\x12\x10\n\x08\x63lock_ns\x18\x01 \x01(\x03\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"\x12\n\x10StopTraceRequest\"Z\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06thread\x18\x02 \x01(\t\x12\x10\n\x08start_ns\x18\x03 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x03\x12\r\n\x05torch\x18\x05 \x01(\x08\"\xa8\x01\n\x0eStopTraceReply\x12\x1e\n\x05spans\x18\x01 \x03(\x0b\x32\x0f.stratagem.Span\x12\x33\n\x05spent\x18\x02 \x03(\x0b\x32$.stratagem.StopTraceReply.SpentEntry\x12\x13\n\x0bnum_dropped\x18\x03 \x01(\x04\x1a,\n\nSpentEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xd9\x01\n\x08Observer\x12@\n\x08GetStack\x12\x1a.stratagem.GetStackRequest\x1a\x18.stratagem.GetStackReply\x12\x46\n\nStartTrace\x12\x1c.stratagem.StartTraceRequest\x1a\x1a.stratagem.StartTraceReply\x12\x43\n\tStopTrace\x12\x1b.stratagem.StopTraceRequest\x1a\x19.stratagem.StopTraceReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,15 +40,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTTRACEREQUEST']._serialized_start=122
   _globals['_STARTTRACEREQUEST']._serialized_end=176
   _globals['_STARTTRACEREPLY']._serialized_start=178
-  _globals['_STARTTRACEREPLY']._serialized_end=213
-  _globals['_STOPTRACEREQUEST']._serialized_start=215
-  _globals['_STOPTRACEREQUEST']._serialized_end=233
-  _globals['_SPAN']._serialized_start=235
-  _globals['_SPAN']._serialized_end=325
-  _globals['_STOPTRACEREPLY']._serialized_start=328
-  _globals['_STOPTRACEREPLY']._serialized_end=496
-  _globals['_STOPTRACEREPLY_SPENTENTRY']._serialized_start=452
-  _globals['_STOPTRACEREPLY_SPENTENTRY']._serialized_end=496
-  _globals['_OBSERVER']._serialized_start=499
-  _globals['_OBSERVER']._serialized_end=716
+  _globals['_STARTTRACEREPLY']._serialized_end=232
+  _globals['_STOPTRACEREQUEST']._serialized_start=234
+  _globals['_STOPTRACEREQUEST']._serialized_end=252
+  _globals['_SPAN']._serialized_start=254
+  _globals['_SPAN']._serialized_end=344
+  _globals['_STOPTRACEREPLY']._serialized_start=347
+  _globals['_STOPTRACEREPLY']._serialized_end=515
+  _globals['_STOPTRACEREPLY_SPENTENTRY']._serialized_start=471
+  _globals['_STOPTRACEREPLY_SPENTENTRY']._serialized_end=515
+  _globals['_OBSERVER']._serialized_start=518
+  _globals['_OBSERVER']._serialized_end=735
 # @@protoc_insertion_point(module_scope)

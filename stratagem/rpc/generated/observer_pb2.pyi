@@ -90,16 +90,20 @@ class StartTraceReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLOCK_NS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     clock_ns: _builtins.int
     """Nanoseconds, from an arbitrary beginning."""
+    num_steps: _builtins.int
+    """Steps that a worker has completed."""
     def __init__(
         self,
         *,
         clock_ns: _builtins.int = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ns", b"clock_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ns", b"clock_ns", "num_steps", b"num_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

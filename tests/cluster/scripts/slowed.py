@@ -1,4 +1,4 @@
-"""Trains for a while on work of a known size; some tasks do more of something, as TEST_SLOWED says."""
+"""Trains on work of a known size until it is told to end; some tasks do more of something, as TEST_SLOWED says."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--loaders", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--until", type=Path, help="train until this file is there")
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--sharded", action="store_true")
     options = parser.parse_args()
@@ -94,7 +94,6 @@ def main() -> None:
         checkpoint = sg.Checkpoint(model=model, optimizer=optimizer, strategy=strategy)
     for _ in range(int(mine.get("burning", 0))):
         threading.Thread(target=burn, name="preparing", daemon=True).start()
-    until = time.monotonic() + options.seconds
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
@@ -108,7 +107,7 @@ def main() -> None:
         strategy.run(step, (batch,))
         if options.save_every and steps % options.save_every == 0:
             checkpoint.save(Path(os.environ["TEST_FAULTS_DIR"]) / "saved" / "step")
-        if time.monotonic() > until:
+        if options.until and options.until.exists():
             break
 
 
