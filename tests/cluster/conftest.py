@@ -123,7 +123,7 @@ class Cluster:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 continue
-        self.process.wait(10)
+        self.process.wait(60)
         self._out.close()
         self._err.close()
 

@@ -40,12 +40,12 @@ def test_a_damaged_shard(
     saved = tmp_path / "saved"
     flags = ("--staleness", staleness, "--checkpoint-dir", str(saved), "--checkpoint-every-s", "0.3")
     arguments = ("--epochs", EPOCHS, "--examples", 240, "--pause-s", 0.01)
-    first = cluster(2, 2, "count_examples.py", *arguments, "--pause-s", 0.05, flags=flags)
+    first = cluster(2, 2, "count_examples.py", *arguments, "--pause-s", 0.2, flags=flags)
     first.wait_for(lambda: len(list(saved.glob("step-*"))) >= 3, "three checkpoints")
     processes = first.processes()
     os.killpg(first.process.pid, signal.SIGKILL)
     for process in processes:
-        process.wait(10)
+        process.wait(60)
     first.close()
     paths = sorted(saved.glob("step-*"), key=step_of)
     harm(paths[-1] / shard)

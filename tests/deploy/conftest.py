@@ -80,4 +80,4 @@ def registry(tmp_path: Path) -> Iterator[str]:
         yield address
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)

@@ -26,7 +26,7 @@ CONFTEST = Path(__file__).parents[1] / "conftest.py"
 @pytest.mark.parametrize("kind", LEAKS)
 def test_a_leak_fails_the_test(kind: str, tmp_path: Path) -> None:
     shared = Path("/dev/shm") / f"stray-{tmp_path.name}"
-    (tmp_path / "conftest.py").write_text(CONFTEST.read_text().replace("_DEADLINE_S = 5.0", "_DEADLINE_S = 0.1"))
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text().replace("_DEADLINE_S = 30.0", "_DEADLINE_S = 0.1"))
     body = "\n".join("    " + line for line in LEAKS[kind].splitlines())
     (tmp_path / "test_leak.py").write_text(f"KEEP = []\nSHM = {str(shared)!r}\n\ndef test_leak():\n{body}\n")
     try:

@@ -149,7 +149,7 @@ def test_the_memory_of_processes_is_watched_by_role() -> None:
     watch = memory.Watch(os.getpid(), lambda pid: "worker" if pid == child.pid else "")
     with watch.running():
         child.stdout.readline()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (peak := watch.of("worker")) is None or peak.pss_bytes < 64 << 20:
             assert time.monotonic() < deadline, peak
             time.sleep(0.02)

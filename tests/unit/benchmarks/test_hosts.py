@@ -94,7 +94,7 @@ def test_sigterm_leaves_nothing() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().strip() in namespaces()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 143
+        assert process.wait(60) == 143
     assert namespaces() == before
 
 

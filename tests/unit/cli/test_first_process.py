@@ -38,7 +38,7 @@ def start(work: str) -> subprocess.Popen[str]:
 )
 def test_it_ends_as_its_child_does(work: str, code: int) -> None:
     process = start(work)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == code
 
 
@@ -49,7 +49,7 @@ def test_signals_reach_the_child(number: signal.Signals) -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "here\n"
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 7
 
 
@@ -57,7 +57,7 @@ def test_a_child_without_a_handler_dies_of_the_signal() -> None:
     process = start("print('here', flush=True)\nwhile True: signal.pause()")
     assert process.stdout is not None and process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     assert process.returncode == 143
 
 

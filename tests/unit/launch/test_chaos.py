@@ -132,25 +132,25 @@ def test_a_relay_holds_and_resets_the_connections_of_one_client(echo: str) -> No
     relay = Relay(echo, lambda port: owner_of(port, me))
     host, _, port = relay.address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), 10.0) as one:
+        with socket.create_connection((host, int(port)), 60.0) as one:
             one.sendall(b"a")
             assert one.recv(10) == b"a"
-            assert (relay.hold(5.0, "another"), relay.hold(0.3, "me")) == (0, 1)
             began = time.monotonic()
+            assert (relay.hold(5.0, "another"), relay.hold(0.3, "me")) == (0, 1)
             one.sendall(b"b")
             assert one.recv(10) == b"b" and time.monotonic() - began >= 0.28  # late, not lost
             assert relay.reset(0.3, "me") == 1
             with pytest.raises(ConnectionResetError):
                 one.recv(10)
-        began = time.monotonic()
+        deadline = time.monotonic() + 60
         while True:  # until new connections live again
             try:
-                with socket.create_connection((host, int(port)), 10.0) as again:
+                with socket.create_connection((host, int(port)), 60.0) as again:
                     again.sendall(b"c")
                     if again.recv(10) == b"c":
                         break
             except OSError:
-                assert time.monotonic() - began < 10
+                assert time.monotonic() < deadline
     finally:
         relay.close()
 

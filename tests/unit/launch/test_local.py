@@ -30,7 +30,7 @@ while len([name for name in os.listdir(sys.argv[1]) if name.startswith("done")])
 """
 WORKER_DONE = "import sys, os; open(os.path.join(sys.argv[1], 'done' + sys.argv[3]), 'w').close()\n"
 WAIT = "import time\nwhile True: time.sleep(0.01)\n"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def until(condition: Callable[[], Any]) -> Any:

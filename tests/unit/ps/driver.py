@@ -231,7 +231,7 @@ class Background:
         """Whether it has returned."""
         return not self._thread.is_alive()
 
-    def result(self, timeout_s: float = 10.0) -> Any:
+    def result(self, timeout_s: float = 60.0) -> Any:
         """What it returned; raises what it raised."""
         self._thread.join(timeout_s)
         assert self._outcome, "the call did not return in time"
@@ -240,7 +240,7 @@ class Background:
         return self._outcome[0]
 
 
-def poll(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def poll(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Waits for a condition, with a deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():

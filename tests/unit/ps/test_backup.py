@@ -15,7 +15,7 @@ from stratagem.ps.backup import MIN_TOLD_BYTES, Backup
 from stratagem.ps.requests import Sender
 from tests.unit.ps.driver import ListLane, poll
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 COMMIT, FOLLOWED = 7, 13
 FIRST, SECOND = Sender("ps:1", 5), Sender("ps:1", 9)
 

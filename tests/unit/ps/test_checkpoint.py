@@ -33,7 +33,7 @@ def unit(index: int) -> Unit:
 
 
 def new_store(index: int = 0) -> Store:
-    return Store(f"ps:{index}", index, frames_timeout_s=0.3)
+    return Store(f"ps:{index}", index)
 
 
 def checkpoint(directory: pathlib.Path, stores: list[Store], step: int, epoch: int = 1) -> pathlib.Path:

@@ -35,7 +35,7 @@ def stage(worker: DirectWorker, num_pieces: int) -> TransferRef:
 
 
 def started(**limits: int) -> tuple[Store, DirectWorker]:
-    store = Store(limits=Limits(**limits), frames_timeout_s=0.3)
+    store = Store(limits=Limits(**limits))
     worker = DirectWorker(store, "worker:0", SPEC)
     worker.create(torch.zeros(1000))
     return store, worker

@@ -50,7 +50,7 @@ def test_two_gradients_have_room_and_every_one_becomes_complete(num_workers: int
 
 
 def three_workers() -> tuple[Store, list[DirectWorker]]:
-    store = Store(frames_timeout_s=0.3)
+    store = Store()
     workers = [DirectWorker(store, f"worker:{index}", make_spec([(10,)])) for index in range(3)]
     for worker in workers:
         worker.create(torch.zeros(10))

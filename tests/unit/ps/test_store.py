@@ -30,7 +30,7 @@ SPEC = make_spec([(3, 2), (4,)])
 
 
 def new_store(**limits: int) -> Store:
-    return Store(limits=Limits(**limits), frames_timeout_s=0.3)
+    return Store(limits=Limits(**limits))
 
 
 def started(num_workers: int = 1) -> tuple[Store, list[DirectWorker]]:
@@ -224,6 +224,7 @@ def test_requests_out_of_order_within_the_window() -> None:
 
 def test_a_failed_request_may_be_tried_again_under_its_number() -> None:
     store, (worker,) = started()
+    store.state.frames_timeout_s = 0.01
     request = worker.request(TransferRef(worker.transfer + 10, 1), [])
     with pytest.raises(ProtocolError, match=r"expected 1 frames of transfer .* got 0"):
         worker.send(request)
@@ -235,6 +236,7 @@ def test_a_failed_request_may_be_tried_again_under_its_number() -> None:
 
 def test_an_update_without_units_whose_reply_is_lost_is_not_applied_again() -> None:
     store, (worker,) = started()
+    store.state.frames_timeout_s = 0.01  # of the lane that is closed
     request = worker.request(worker.stage(torch.ones(10)), [])
     with store.state.locked_groups[1].lock:
         call = in_thread(lambda: worker.send(request))

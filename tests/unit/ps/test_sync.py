@@ -21,7 +21,7 @@ SIZE = SPEC.num_elements
 
 
 def started(num_workers: int) -> tuple[Store, list[DirectWorker]]:
-    store = Store(frames_timeout_s=0.3)
+    store = Store()
     workers = [DirectWorker(store, f"worker:{index}", SPEC) for index in range(num_workers)]
     for worker in workers:
         worker.hyper = {"lr": 0.1}

@@ -28,7 +28,7 @@ UNIT = Unit(1, 0, 0)
 
 
 def store_and_worker(optimizer: str = "SGD") -> tuple[Store, TableWorker]:
-    store = Store(frames_timeout_s=0.5)
+    store = Store()
     worker = TableWorker(store, "worker:0", table_spec(ROWS, WIDTH, optimizer))
     return store, worker
 

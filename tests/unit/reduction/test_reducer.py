@@ -480,7 +480,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        assert ctx.passed.wait(20), "no bucket was reduced while backward ran"
+        assert ctx.passed.wait(60), "no bucket was reduced while backward ran"
         return grads[0], None
 
 

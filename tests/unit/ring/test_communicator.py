@@ -101,7 +101,7 @@ def test_a_direct_call_waits_for_what_was_submitted_before() -> None:
         gate = threading.Event()
 
         def queued(number: float) -> None:
-            gate.wait(10)
+            gate.wait(60)
             seen.append(float(communicator.all_reduce(torch.tensor(number))))
 
         futures = [communicator.submit(functools.partial(queued, float(number))) for number in range(3)]

@@ -16,7 +16,7 @@ from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.schedule import cut
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0  # of one meeting; a test in which a rank is missing fails by it
+TIMEOUT_S = 40.0  # of one meeting; a test in which a rank is missing fails by it
 
 
 class Meeting:

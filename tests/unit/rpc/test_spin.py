@@ -62,7 +62,7 @@ def test_what_the_kernel_said_holds_for_a_moment_and_not_longer(tmp_path: Path) 
     cores = Cores(str(loadavg))
     assert cores.are_enough()
     loadavg.write_text("0 0 0 9999/1 1\n")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while cores.are_enough():
         assert time.monotonic() < deadline
 

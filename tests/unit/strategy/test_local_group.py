@@ -28,7 +28,7 @@ from tests.unit.reduction.reducing import Net, batch, build, mean_loss, share_of
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 from tests.unit.strategy.replica_crews import Replicas, replicas
 
-DEADLINE_S = 20.0  # of any wait in a test; one that runs into it fails
+DEADLINE_S = 60.0  # of any wait in a test; one that runs into it fails
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

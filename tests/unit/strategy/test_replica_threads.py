@@ -17,7 +17,7 @@ import torch
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 
-DEADLINE_S = 20.0  # of any wait in a test; one that runs into it fails
+DEADLINE_S = 60.0  # of any wait in a test; one that runs into it fails
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def test_an_asynchronous_save_keeps_the_moment(tmp_path: Path, monkeypatch: pyte
 
     def slow(*arguments: Any) -> None:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         write(*arguments)
 
     monkeypatch.setattr(Checkpoint, "_write", slow)
@@ -108,7 +108,7 @@ def test_an_asynchronous_save_keeps_the_moment(tmp_path: Path, monkeypatch: pyte
     script.train(2)
     moment = script.state()
     path = script.checkpoint.save(tmp_path / "step")
-    assert began.wait(20)
+    assert began.wait(60)
     script.train(2)
     assert not Path(path).exists() and latest_checkpoint(tmp_path) is None
     assert script.checkpoint.last_stall_s > 0

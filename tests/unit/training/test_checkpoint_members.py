@@ -107,7 +107,7 @@ def test_a_long_write_keeps_the_others_informed(monkeypatch: pytest.MonkeyPatch)
             return found
 
     def work(communicator: Communicator) -> Any:
-        return Counting(communicator).from_first(lambda: heard.wait(20))
+        return Counting(communicator).from_first(lambda: heard.wait(60))
 
     assert run_ranks(2, work) == [True, True]
 

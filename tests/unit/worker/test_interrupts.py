@@ -34,10 +34,10 @@ def test_code_of_grpc_may_not() -> None:
 
 def test_waiting_may_be_interrupted() -> None:
     event = threading.Event()
-    waiter = threading.Thread(target=event.wait, args=(10,))
+    waiter = threading.Thread(target=event.wait, args=(60,))
     waiter.start()
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         frame = sys._current_frames().get(waiter.ident or 0)
         while frame is None or frame.f_code.co_name != "wait" or frame.f_locals.get("waiter") is None:
             assert time.monotonic() < deadline

@@ -107,8 +107,8 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()), name="kmock")
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(60)
         yield server
     finally:
         stops[0]()
-        thread.join(10)
+        thread.join(60)
