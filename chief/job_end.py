@@ -111,7 +111,8 @@ class JobEnd:
         """Waits for it, on the clock of the job."""
         while not condition() and (left_s := deadline - self._clock()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+                async with asyncio.timeout(left_s):  # not wait_for, which forgets (3.11) that it was cancelled
+                    await self._changed.wait()
 
     def _say_end(self, stop: StopJob, missing: Sequence[str]) -> None:
         """For the tasks that have not said goodbye: those that start again find no chief any more."""

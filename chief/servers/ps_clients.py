@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,8 +123,7 @@ class ChiefPsClient:
             await channel.close(None)
 
     async def _call(self, method: str, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        if self._closed:  # gRPC has no error of ours for that, and whoever lets go of a hold calls everybody
-            raise PeerUnavailableError(f"{self._incarnation} is gone")
+        self._check_open()
         if (found := self._security.certificates()) != self._certificates:
             self._certificates = found
             self._connect()
@@ -131,6 +131,16 @@ class ChiefPsClient:
             return await getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self._incarnation.task) from None
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or not caller.cancelling():
+                self._check_open()  # close() has cancelled the call, and nobody who made it
+            raise
+
+    def _check_open(self) -> None:
+        """gRPC has no error of ours for a closed channel, and whoever lets go of a hold calls everybody."""
+        if self._closed:
+            raise PeerUnavailableError(f"{self._incarnation} is gone") from None
 
     def _connect(self) -> None:
         """A channel keeps the certificate it was made with: when that was renewed, later calls go over another one."""

@@ -213,6 +213,8 @@ class LaneListener:
             pending = self._identify(_read_exactly(peer, TOKEN_BYTES, deadline))
             if isinstance(peer, ssl.SSLSocket) and identity_of(peer.getpeercert()) != pending.task:
                 raise PermissionError("another task's certificate")
+            with self._changed:  # from now on nobody sends it away: it is in before this thread has ended
+                self._pending_peers.pop(threading.current_thread(), None)
             peer.settimeout(TOKEN_TIMEOUT_S)
             peer.sendall(b"\1")
         except (OSError, ConfigurationError):  # TLS errors, timeouts, wrong tokens; certificates that cannot be read

@@ -27,7 +27,7 @@ from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import serve_aio
 from stratagem.rpc.units import unit_to_proto
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
@@ -102,6 +102,7 @@ class Task:
         store_epoch: int = 0,
     ) -> None:
         self.task = task
+        self.address = address
         self.incarnation = resume
         self.events: list[chief_pb2.SessionEvent] = []
         self.error: grpc.aio.AioRpcError | None = None
@@ -187,7 +188,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
     def __init__(self, index: int, saved: dict[str, Any] | None = None) -> None:
         self.index = index
         self.calls: list[str] = []
-        self.num_described = 0
+        self.num_described = self.num_fencing = 0
         self.fenced: dict[str, int] = {}
         self.open: dict[Update, int] = {}
         self.closed: dict[tuple[int, int], UnitBitmap] = {}
@@ -220,6 +221,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.closed.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
 
     async def Fence(self, request: Any, context: Any) -> Any:
+        self.num_fencing += 1
         await self.fence_gate.wait()
         self.fenced[request.task] = max(self.fenced.get(request.task, 0), request.incarnation)
         slices = [ps_pb2.CommittedSlice(step=step, unit=unit_to_proto(unit)) for step, unit in self.committed_slices]
@@ -349,6 +351,23 @@ async def cluster(**config: Any) -> AsyncIterator[tuple[Chief, list[Task], list[
         yield running, workers, servers
 
 
+@contextlib.asynccontextmanager
+async def beating(tasks: Sequence[Task]) -> AsyncIterator[None]:
+    """These tasks, also those that are added, are not silent."""
+
+    async def beat() -> None:
+        while True:
+            for task in tasks:
+                task.beat()
+            await asyncio.sleep(0.05)
+
+    pulse = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        pulse.cancel()
+
+
 async def refused(call: Awaitable[Any]) -> Exception:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -356,7 +375,7 @@ async def refused(call: Awaitable[Any]) -> Exception:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 100))
 
 
 def indices(reply: chief_pb2.NextUnitsReply) -> list[int]:

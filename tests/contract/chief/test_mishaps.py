@@ -207,6 +207,27 @@ def test_a_hold_is_let_go_though_one_ps_is_gone() -> None:
     run(scenario)
 
 
+def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
+    """It was cancelled, and with it whoever had made it: a checkpoint was neither taken nor refused."""
+
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=1) as running, ps(running.address, FakePs(0)) as server:
+            assert server.session is not None
+            server.fence_gate.clear()
+            at = server.session.address
+            client = ChiefPsClient(Incarnation("ps:0", 3), at, chief="chief:0", chief_epoch=1)
+            calls = [asyncio.create_task(client.fence(Incarnation("worker:0", number))) for number in (1, 2)]
+            await until(lambda: server.num_fencing == 2)
+            calls[0].cancel()
+            await client.close()
+            with pytest.raises(PeerUnavailableError, match=r"ps:0 \(incarnation 3\) is gone"):
+                await calls[1]
+            await asyncio.wait(calls)
+            assert calls[0].cancelled(), "whoever made it was to end"
+
+    run(scenario)
+
+
 def test_a_synchronous_step_that_only_some_ps_have_is_not_in_a_checkpoint() -> None:
     torn, whole = Update((Unit(1, 0, 0),), 0), Update((Unit(1, 0, 1),), 0)
     held = {
@@ -325,7 +346,8 @@ def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
             synced[:] = [Path(f"/proc/self/fd/{fd}").read_text()] if Path(f"/proc/self/fd/{fd}").is_file() else synced
 
     async def scenario() -> None:
-        async with cluster(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as (_, [worker], _):
+        async with cluster(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as (running, [worker], _):
+            await until(lambda: running.job.journal.history.initialized)  # the last that is on disk beside units
             await worker.open(num_examples=4)
             await worker.next(want=2)
             await worker.next([0], wait=False)
