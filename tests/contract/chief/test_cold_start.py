@@ -43,7 +43,7 @@ PLANS = {"sync": {"num_slices": 1, "staleness": 0.0}, "async": {"staleness": flo
 @contextlib.asynccontextmanager
 async def real_ps(chief_address: str, index: int) -> AsyncIterator[Store]:
     """A store that serves and has joined."""
-    store = Store(f"ps:{index}", index, frames_timeout_s=1.0)
+    store = Store(f"ps:{index}", index, frames_timeout_s=5.0)
     lanes = SocketLanes(store, "127.0.0.1")
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     server = serve(
@@ -85,8 +85,8 @@ async def train(worker: Task, stores: list[Store], plan: dict[str, Any], directo
     await worker.open(**plan)
     for number in range(3):
         [index] = indices(await worker.next())
-        for member in members:
-            member.commit(torch.ones(SIZE), Unit(1, 0, index), num_servers=2)
+        for member in members:  # in a thread: while commits are held it waits for the chief, whose loop is this one
+            await asyncio.to_thread(member.commit, torch.ones(SIZE), Unit(1, 0, index), num_servers=2)
             member.close(Unit(1, 0, index))
         await worker.next([index], want=0)
         if number != 1:

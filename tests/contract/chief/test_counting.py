@@ -220,8 +220,8 @@ def test_a_restarted_chief_knows_what_was_counted_and_decided(tmp_path: Path) ->
                 tasks = [Task(port, worker.task, resume=worker.incarnation) for worker in workers]
                 for fake in servers:
                     assert fake.session is not None
-                    [address] = [i.address for i in fake.session.membership.tasks if i.task == f"ps:{fake.index}"]
-                    tasks.append(Task(port, f"ps:{fake.index}", address, fake.session.incarnation))
+                    life = fake.session
+                    tasks.append(Task(port, life.task, life.address, life.incarnation))
                 for task in tasks:
                     await task.welcomed()
                 assert second.job.journal.history.chief_epoch == 2

@@ -37,13 +37,14 @@ def test_a_worker_whose_connection_broke_keeps_what_it_holds() -> None:
 
 def test_a_worker_whose_port_is_closed_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as served:
-            address = f"127.0.0.1:{served.getsockname()[1]}"
-        async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
-            task = Task(running.address, "worker:0", address)
-            await task.ready()
-            await task.die()
-            await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{closed.getsockname()[1]}"
+            async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
+                task = Task(running.address, "worker:0", address)
+                await task.ready()
+                await task.die()
+                await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
 
     run(scenario)
     assert "broke off without a goodbye, and nothing listens at its address" in caplog.text
@@ -169,7 +170,7 @@ def test_a_worker_that_finishes_while_the_chief_is_away_waits_to_be_heard(tmp_pa
         assert not leaving.done()
         async with chief(bind=first.address, **config) as second:
             assert await second.exit_code() == 0
-        await leaving
+            await leaving
 
     run(scenario)
 

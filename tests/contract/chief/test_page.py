@@ -164,12 +164,20 @@ def test_nobody_pays_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
                 return get_status()
 
             monkeypatch.setattr(running.job, "get_status", look)
+            watches: list[page_watch.PageWatch] = []
+            watch = page_watch.PageWatch.run
+
+            def run_watch(self: page_watch.PageWatch) -> Any:
+                watches.append(self)
+                return watch(self)
+
+            monkeypatch.setattr(page_watch.PageWatch, "run", run_watch)
             async with page_of(running) as (session, _):
                 stream = messages(session)
                 while len(looks) < 10:
                     await anext(stream)
                 await stream.aclose()
-                await asyncio.sleep(0.1)  # the server hears that nobody is there any more
+                await until(lambda: not watches[0]._num_viewers)
                 num_looks = len(looks)
                 await asyncio.sleep(0.5)
                 assert len(looks) <= num_looks + 1

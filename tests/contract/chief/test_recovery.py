@@ -17,7 +17,7 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.rpc.generated import chief_pb2
-from tests.contract.chief.fakes import FakePs, Task, chief, cluster, indices, ps, refused, run, until
+from tests.contract.chief.fakes import FakePs, Task, beating, chief, cluster, indices, ps, refused, run, until
 
 SYNC = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
 
@@ -342,7 +342,7 @@ def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path) 
                 reborn.initialized, reborn.open = False, dead.open
                 async with ps(port, reborn):
                     tasks = [
-                        Task(port, "ps:1", _address(second, holder), holder.session.incarnation),
+                        Task(port, "ps:1", holder.session.address, holder.session.incarnation),
                         Task(port, "worker:0", resume=worker.incarnation),
                     ]
                     await until(lambda: second.job.recovery.is_open and len(second.job.sessions.live("ps")) == 2)
@@ -438,6 +438,11 @@ def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() -> None:
     run(scenario)
 
 
+def serves(worker: Task, task: str) -> bool:
+    """Whether the worker has heard so."""
+    return any(info.live for info in worker.membership.tasks if info.task == task)
+
+
 def test_a_returning_ps_hears_all_fences_before_workers_hear_of_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(num_ps=1) as (running, workers, servers):
@@ -445,12 +450,13 @@ def test_a_returning_ps_hears_all_fences_before_workers_hear_of_it(tmp_path: Pat
             await servers[0].session.die()
             await workers[1].die()
             await until(lambda: running.job.sessions.lead == "worker:0" and running.job.sessions.fenced)
+            await until(lambda: not serves(workers[0], "ps:0"))
             reborn = FakePs(0)
             reborn.fence_gate.clear()
             async with ps(running.address, reborn):
-                assert not any(info.live for info in workers[0].membership.tasks if info.task == "ps:0")
+                assert not serves(workers[0], "ps:0")
                 reborn.fence_gate.set()
-                await until(lambda: any(i.live for i in workers[0].membership.tasks if i.task == "ps:0"))
+                await until(lambda: serves(workers[0], "ps:0"))
                 assert reborn.fenced == {"worker:1": workers[1].incarnation}
                 assert reborn.session is not None
                 assert workers[0].membership.routing_epoch == reborn.session.incarnation
@@ -509,44 +515,29 @@ def test_a_restarted_chief_goes_on_with_the_same_tasks(tmp_path: Path) -> None:
             async with chief(bind=port, state_dir=str(tmp_path), session_timeout_s=1.0) as second:
                 assert second.job.journal.history.chief_epoch == 2
                 back = Task(port, "worker:0", resume=workers[0].incarnation, held=[held[1]])
-                await back.welcomed()
-                waiting = asyncio.create_task(back.next(want=9, held=[1]))
-                resumed = []
-                for server in servers:
-                    assert server.session is not None
-                    task = Task(port, f"ps:{server.index}", _address(second, server), server.session.incarnation)
-                    await task.welcomed()
-                    resumed.append(task)
-                beating = asyncio.create_task(_beat([back, *resumed]))
-                # worker:1 does not come back: after the session timeout its unit is leased to others; unit 3 was in a
-                # reply that got lost.
-                assert indices(await waiting) == [2, 3]
-                assert all(server.fenced == {"worker:1": workers[1].incarnation} for server in servers)
-                assert second.job.lease_book.epoch(1, 0).accepted == UnitBitmap.of([0])
-                reply = await back.open()
-                assert reply.seed == 3, "the plan of the job stands"
-                assert (await back.next([1, 2, 3])).end
-                beating.cancel()
-                for task in (back, *resumed):
+                here = [back]
+                async with beating(here):
+                    await back.welcomed()
+                    waiting = asyncio.create_task(back.next(want=9, held=[1]))
+                    for server in servers:
+                        assert server.session is not None
+                        life = server.session
+                        here.append(Task(port, life.task, life.address, life.incarnation))
+                        await here[-1].welcomed()
+                    # worker:1 does not come back: after the session timeout its unit is leased to others; unit 3 was in
+                    # a reply that got lost.
+                    assert indices(await waiting) == [2, 3]
+                    assert all(server.fenced == {"worker:1": workers[1].incarnation} for server in servers)
+                    assert second.job.lease_book.epoch(1, 0).accepted == UnitBitmap.of([0])
+                    reply = await back.open()
+                    assert reply.seed == 3, "the plan of the job stands"
+                    assert (await back.next([1, 2, 3])).end
+                for task in here:
                     await task.die()
             for worker in workers:
                 await worker.die()
 
     run(scenario)
-
-
-def _address(running: Any, server: FakePs) -> str:
-    """Where a ps served when it joined the chief before."""
-    assert server.session is not None
-    address: str = next(i.address for i in server.session.membership.tasks if i.task == f"ps:{server.index}")
-    return address
-
-
-async def _beat(tasks: list[Task]) -> None:
-    while True:
-        for task in tasks:
-            task.beat()
-        await asyncio.sleep(0.05)
 
 
 def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path) -> None:
@@ -561,12 +552,12 @@ def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path)
                     await worker.open(**SYNC)
                 [mine] = (await workers[0].next()).leases
                 await first.kill()
-            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
+            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
                 assert server.session is not None
                 tasks = [
                     Task(port, "worker:0", resume=workers[0].incarnation, held=[mine]),
                     Task(port, "worker:1", resume=workers[1].incarnation),
-                    Task(port, "ps:0", _address(second, server), server.session.incarnation),
+                    Task(port, "ps:0", server.session.address, server.session.incarnation),
                 ]
                 [other] = (await _welcomed(tasks))[1]
                 assert (other.unit.index, other.step, list(other.step_units)) == (1, 1, [0, 1])

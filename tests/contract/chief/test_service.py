@@ -287,16 +287,14 @@ def test_a_fast_worker_waits_for_the_staleness_bound() -> None:
 
 def test_status_shows_what_every_task_does() -> None:
     async def scenario() -> None:
-        async with cluster() as (_, workers, _):
+        async with cluster() as (running, workers, _):
             await workers[0].open()
             await workers[0].next(want=3)
             await workers[0].next([0], held=[1, 2], want=1)
             workers[0].beat(step=4, loss=0.5, has_loss=True)
-            for _ in range(200):
-                status: chief_pb2.GetStatusReply = await workers[1].stub.GetStatus(chief_pb2.GetStatusRequest())
-                if status.tasks[1].progress.step == 4:
-                    break
-            assert status.tasks[1].progress.loss == 0.5
+            await until(lambda: running.job.get_status().tasks[1].progress)
+            status: chief_pb2.GetStatusReply = await workers[1].stub.GetStatus(chief_pb2.GetStatusRequest())
+            assert (status.tasks[1].progress.step, status.tasks[1].progress.loss) == (4, 0.5)
             assert (status.tasks[1].state, status.tasks[1].units_held, status.tasks[1].pid) == ("live", 3, 7)
             assert (status.units_accepted, status.units_planned, status.examples_accepted) == (1, 4, 2)
             assert (status.ready, status.lead, list(status.waiting_for)) == (True, "worker:0", [])
@@ -368,23 +366,16 @@ def test_a_ps_that_starts_after_the_end_hears_of_it() -> None:
 
 def test_a_worker_that_stays_away_fails_the_job() -> None:
     async def scenario() -> None:
-        async with cluster(worker_timeout_s=0.3, session_timeout_s=0.5) as (running, workers, servers):
+        async with cluster(worker_timeout_s=0.3) as (running, workers, servers):
             workers[1].goodbye(1, "ValueError: no such file")
-            beating = asyncio.create_task(_beat([workers[0], *(s.session for s in servers if s.session)]))
             stop = await until(lambda: workers[0].ended("stop"))
             assert stop.exit_code == 1
             assert "worker:1 was lost" in stop.reason and "ValueError: no such file" in stop.reason
-            beating.cancel()
+            for task in (workers[0], *(server.session for server in servers if server.session)):
+                task.goodbye(1)
             assert await running.exit_code() == 1
 
     run(scenario)
-
-
-async def _beat(tasks: list[Task]) -> None:
-    while True:
-        for task in tasks:
-            task.beat()
-        await asyncio.sleep(0.05)
 
 
 def test_a_checkpoint_without_a_directory_is_refused() -> None:

@@ -33,7 +33,7 @@ def test_it_is_shown_and_kept_up_to_date() -> None:
             training = asyncio.create_task(train())
             source = notebook_of(*(cell.replace("{address!r}", repr(running.address)) for cell in CELLS))
             notebook = nbformat.reads(source, as_version=4)  # type: ignore[no-untyped-call]
-            client = nbclient.NotebookClient(notebook, timeout=25)
+            client = nbclient.NotebookClient(notebook, timeout=90)
             await client.async_execute()
             training.cancel()
             shown = notebook.cells[0].outputs[0].data["text/html"]

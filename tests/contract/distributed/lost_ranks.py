@@ -25,7 +25,7 @@ from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.work import LaneWork
 
 SIZE, VICTIM, LENGTH = 3, 2, 120_000
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 
 
 def gather(group: LaneProcessGroup) -> LaneWork:

@@ -14,7 +14,7 @@ from stratagem.rpc.channels import connect
 from stratagem.rpc.codec import Frame, decode_frame, encode_frame
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 class RawClient:

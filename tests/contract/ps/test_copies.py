@@ -38,7 +38,7 @@ class Ps:
     """A ps that serves; incarnation 5 of ps:0 unless it is told otherwise."""
 
     def __init__(self, task: str = "ps:0", incarnation: int = 5) -> None:
-        self.store = Store(task, limits=Limits(max_store_bytes=64 << 20), frames_timeout_s=1.0)
+        self.store = Store(task, limits=Limits(max_store_bytes=64 << 20), frames_timeout_s=5.0)
         self.store.incarnation = incarnation
         self.store.state.backup = Backup(lambda: 0, FOLLOWED)
         self._lanes = SocketLanes(self.store, "127.0.0.1")

@@ -44,7 +44,7 @@ class Worker:
             wait_stopped=lambda timeout_s: None,
         )
         self.session = session
-        self.client = PsClient(session, 0, BytesMeter(), 5.0, 1 << 20, transport)
+        self.client = PsClient(session, 0, BytesMeter(), 30.0, 1 << 20, transport)
         self.client.connect()
         shard = ps_pb2.ShardSpec(variable="w", shape=[SIZE], num_rows=SIZE)
         group = ps_pb2.GroupSpec(group=1, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
@@ -77,7 +77,7 @@ class Worker:
 
 @pytest.fixture
 def store() -> Store:
-    return Store(limits=Limits(max_ids_per_request=MAX_IDS), frames_timeout_s=1.0)
+    return Store(limits=Limits(max_ids_per_request=MAX_IDS), frames_timeout_s=5.0)
 
 
 @pytest.fixture(params=["shm", "tcp", "grpc"])

@@ -46,7 +46,7 @@ SIZE = 10
 
 @pytest.fixture
 def store() -> Store:
-    return Store(limits=Limits(max_store_bytes=64 << 20), frames_timeout_s=1.0)
+    return Store(limits=Limits(max_store_bytes=64 << 20), frames_timeout_s=5.0)
 
 
 @pytest.fixture

@@ -158,11 +158,11 @@ def start() -> Iterator[Callable[..., Job]]:
             raise_if_stopped=lambda: None,
             wait_stopped=lambda timeout_s: None,
         )
-        clients = [PsClient(session, index, BytesMeter(), 5.0, frame_bytes, transport) for index in range(num_ps)]
+        clients = [PsClient(session, index, BytesMeter(), 30.0, frame_bytes, transport) for index in range(num_ps)]
         for client in clients:
             undo.append(functools.partial(client.close, "the test is over"))
             client.connect()
-        config = SimpleNamespace(frame_bytes=frame_bytes, start_timeout_s=5.0)
+        config = SimpleNamespace(frame_bytes=frame_bytes, start_timeout_s=30.0)
         runtime: Any = SimpleNamespace(
             clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True, may_assign=lambda: True
         )

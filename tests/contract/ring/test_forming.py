@@ -115,7 +115,7 @@ def test_without_sockets_auto_takes_grpc_and_says_why(
     listener: LaneListener, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ring_member, "own_host_id", lambda: threading.current_thread().name)  # two hosts
-    monkeypatch.setattr(ring_member, "OPEN_S", 1.0)  # the other rank waits for the visit that does not come
+    monkeypatch.setattr(ring_member, "OPEN_S", 3.0)  # the other rank waits for the visit that does not come
     options = CommunicationOptions(chunk_bytes=1 << 16)
     with caplog.at_level("INFO"), formed("127.0.0.1", [LaneListener("127.0.0.1"), listener], options) as members:
         assert [one.group.name for one in ring_of(members)] == ["ring over grpc"] * 2

@@ -384,7 +384,7 @@ def test_close_wakes_a_call_that_waits(groups: Sequence[Group]) -> None:
 @pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("length", [10, 20_000])
 def test_a_rank_that_stands_still(kind: str, length: int) -> None:
-    with connected(kind, 3, timeout_s=1.0) as groups:
+    with connected(kind, 3, timeout_s=2.0) as groups:
         seen: set[int] = set()
         outcomes = []
         calls = [functools.partial(all_reduce, group, Tag(1, 7), length) for group in groups[:2]]

@@ -183,13 +183,13 @@ def test_a_process_killed_in_the_middle_is_named_by_all_others() -> None:
 
 
 def test_a_stopped_process_is_named_when_the_time_is_up() -> None:
-    with processes(["stopped"], timeout_s=3.0) as (group, (stopped,)):
+    with processes(["stopped"], timeout_s=6.0) as (group, (stopped,)):
         result = reduce_arena(group)
         assert psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED
         assert_ended_in_the_middle(result, rank=1, size=2)
         error = error_of(group)
         assert error.rank == 1
-        assert str(error) == "rank 1 stood still beyond the timeout of 3 s while rank 0 waited for it in collective 2"
+        assert str(error) == "rank 1 stood still beyond the timeout of 6 s while rank 0 waited for it in collective 2"
         stopped.send_signal(signal.SIGCONT)  # it hears what became of it
         assert result_of(stopped) == [str(error), 1]
 

@@ -46,10 +46,10 @@ def address() -> Iterator[str]:
 def token_for(stub: worker_pb2_grpc.WorkerStub, purpose: str) -> bytes:
     """Of a lane; asked for until the server has room again."""
     request = lane_pb2.OpenLaneRequest(sender=PEER, generation=1, kind=lane_pb2.GRPC, purpose=purpose)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while True:
         try:
-            return stub.OpenLane(request, timeout=5).token
+            return stub.OpenLane(request, timeout=30).token
         except grpc.RpcError as error:
             assert time.monotonic() < deadline, error
             time.sleep(0.01)

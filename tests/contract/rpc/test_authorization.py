@@ -187,11 +187,11 @@ def call(channel: grpc.Channel, method: MethodDescriptor, task: str) -> tuple[gr
     )
     try:
         if method.server_streaming:
-            replies = stub(iter([request]) if method.client_streaming else request, timeout=10)
+            replies = stub(iter([request]) if method.client_streaming else request, timeout=30)
             next(replies)
             replies.cancel()
         else:
-            stub(request, timeout=10)
+            stub(request, timeout=30)
     except grpc.RpcError as error:
         call: Any = error
         return call.code(), call.details()
@@ -294,7 +294,7 @@ def test_nobody_speaks_in_the_name_of_another_task(folder: Path, kind: str) -> N
             assert IDENTITIES[role] in details and "in the name of worker:0" in details
         lane: Any = channels["worker"].stream_stream("/stratagem.ParameterServer/Transfer", None, None)
         with pytest.raises(grpc.RpcError) as refused:
-            next(lane(iter([b""]), metadata=(("stratagem-task", "worker:0"),), timeout=10))
+            next(lane(iter([b""]), metadata=(("stratagem-task", "worker:0"),), timeout=30))
         error: Any = refused.value
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         for channel in channels.values():

@@ -153,15 +153,15 @@ def test_one_peer_has_so_many_calls_and_others_are_served_meanwhile(kind: Any) -
     with served(kind) as (servicer, address), stub(address) as greedy, stub(address) as other:
         calls = [greedy.GetStatus.future(chief_pb2.GetStatusRequest(), timeout=30) for _ in range(4)]
         for _ in calls:
-            assert servicer.began.acquire(timeout=10)
+            assert servicer.began.acquire(timeout=30)
 
         def ask() -> Any:
-            return greedy.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10)
+            return greedy.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
 
         assert status_of(ask) is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = refusal(ask)
         assert isinstance(error, LimitError) and "4 calls under way, which is max_calls_per_peer" in str(error)
-        other.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10)
+        other.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
         servicer.let_go.set()
         for call in calls:
             call.result()
@@ -179,7 +179,7 @@ def test_streams_are_calls_too(kind: Any) -> None:
         streams = [greedy.Session(requests(), timeout=30) for _ in range(4)]
         for stream in streams:
             next(iter(stream))
-        error = refusal(lambda: next(iter(greedy.Session(requests(), timeout=10))))
+        error = refusal(lambda: next(iter(greedy.Session(requests(), timeout=30))))
         assert isinstance(error, LimitError) and "max_calls_per_peer" in str(error)
         over.set()
         for stream in streams:
@@ -191,8 +191,8 @@ def test_all_peers_together_have_so_many_calls(kind: Any) -> None:
         status = chief_pb2.GetStatusRequest()
         calls = [each.GetStatus.future(status, timeout=30) for each in (one, two) for _ in range(3)]
         for _ in calls:
-            assert servicer.began.acquire(timeout=10)
-        error = refusal(lambda: two.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10))
+            assert servicer.began.acquire(timeout=30)
+        error = refusal(lambda: two.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30))
         assert isinstance(error, LimitError) and "6 calls are under way, which is max_calls;" in str(error)
         servicer.let_go.set()
         for call in calls:
@@ -201,11 +201,11 @@ def test_all_peers_together_have_so_many_calls(kind: Any) -> None:
 
 def test_long_lists_and_large_messages_are_refused(kind: Any) -> None:
     with served(kind) as (_, address), stub(address) as client:
-        client.NextUnits(chief_pb2.NextUnitsRequest(accepted=range(100)), timeout=10)
-        error = refusal(lambda: client.NextUnits(chief_pb2.NextUnitsRequest(accepted=range(101)), timeout=10))
+        client.NextUnits(chief_pb2.NextUnitsRequest(accepted=range(100)), timeout=30)
+        error = refusal(lambda: client.NextUnits(chief_pb2.NextUnitsRequest(accepted=range(101)), timeout=30))
         assert isinstance(error, LimitError) and "max_ids_per_request of 100" in str(error)
         large = chief_pb2.NextUnitsRequest(accepted=range(1 << 16))
-        error = refusal(lambda: client.NextUnits(large, timeout=10))
+        error = refusal(lambda: client.NextUnits(large, timeout=30))
         assert isinstance(error, LimitError) and "max_message_bytes" in str(error)
 
 
@@ -213,7 +213,7 @@ def test_a_small_message_that_unpacks_to_a_large_one_is_refused(kind: Any) -> No
     with served(kind) as (_, address):
         channel = grpc.insecure_channel(address, compression=grpc.Compression.Gzip)
         call: Any = channel.unary_unary(NEXT_UNITS, None, None)
-        code = status_of(lambda: call(bytes(8 << 20), timeout=10))
+        code = status_of(lambda: call(bytes(8 << 20), timeout=30))
         channel.close()
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -222,28 +222,28 @@ def test_what_cannot_be_parsed_is_a_protocol_error(kind: Any) -> None:
     with served(kind) as (_, address):
         channel = connect(address)
         call: Any = channel.unary_unary(NEXT_UNITS, None, None)
-        error = refusal(lambda: call(b"\xff" * 20, timeout=10))
+        error = refusal(lambda: call(b"\xff" * 20, timeout=30))
         assert isinstance(error, ProtocolError) and "for NextUnits, got 20 bytes of something else" in str(error)
         session: Any = channel.stream_stream("/stratagem.Chief/Session", None, None)
-        error = refusal(lambda: next(session(iter([b"\xff" * 7]), timeout=10)))
+        error = refusal(lambda: next(session(iter([b"\xff" * 7]), timeout=30)))
         assert isinstance(error, ProtocolError) and "got 7 bytes of something else" in str(error)
         channel.close()
 
 
 def test_connections_beyond_the_limit_are_closed_and_those_that_stand_go_on(kind: Any) -> None:
     with served(kind) as (_, address), stub(address) as first:
-        first.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10)
+        first.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
         host, port = address.split(":")
         silent = [socket.create_connection((host, int(port)), 10) for _ in range(2)]
         for sock in silent:
             assert sock.recv(9)  # the server speaks: it is in
         with socket.create_connection((host, int(port)), 10) as beyond:
             assert beyond.recv(9) == b""
-        first.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10)
+        first.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
         for sock in silent:
             sock.close()
         with stub(address) as later:
-            later.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10, wait_for_ready=True)
+            later.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30, wait_for_ready=True)
 
 
 def test_calls_without_their_request_keep_nobody_out(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_calls_without_their_request_keep_nobody_out(kind: Any, monkeypatch: pyt
             # One that arrived after a probe of ours was itself one too many.
             calls = [call for call in calls if not call.done()]
             calls += [begin.future(nothing(), timeout=30) for _ in range(4 - len(calls))]
-        client.NextUnits(chief_pb2.NextUnitsRequest(), timeout=10)
+        client.NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
         monkeypatch.setattr(limits_module, "PATIENCE_S", -1.0)
         assert not is_refused(channel)
         with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
@@ -276,7 +276,7 @@ def test_calls_without_their_request_keep_nobody_out(kind: Any, monkeypatch: pyt
 def is_refused(channel: grpc.Channel) -> bool:
     """Whether a call over a channel is one too many."""
     try:
-        chief_pb2_grpc.ChiefStub(channel).NextUnits(chief_pb2.NextUnitsRequest(), timeout=10)
+        chief_pb2_grpc.ChiefStub(channel).NextUnits(chief_pb2.NextUnitsRequest(), timeout=30)
     except grpc.RpcError as error:
         call: Any = error
         assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
