@@ -194,7 +194,8 @@ class SynchronousStrategy(SynchronousInput):
                 continue
             guard(own, preparation, functools.partial(self._skipped, replica), self._local.meter)
             if reducer is not None:
-                reducer.follow(own, group)
+                are_same = functools.partial(self._local.have_same_gradients, optimizer, replica)
+                reducer.follow(own, group, are_same)
             if not replica:
                 own.register_step_post_hook(self._stepped)
 

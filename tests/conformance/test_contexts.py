@@ -57,6 +57,14 @@ def test_forgotten_prepare(column: Column, results: list[Any]) -> None:
             assert "no prepared model has" in found["optimizer"]["said"]
 
 
+@law("gradients that a script sets are refused where they would part the replicas", forgotten.own_gradients)
+def test_own_gradients(column: Column, results: list[Any]) -> None:
+    parts = column.num_replicas > 1 and not column.num_ps
+    for found in results:
+        assert ("no backward() has brought" in found["own"]) == parts
+        assert column.num_ps or found["reduced"] == results[0]["reduced"]
+
+
 @law("`run` is in replica context; a scope, and the function of `merge_call`, are not", contexts.cross_or_replica)
 def test_contexts(column: Column, results: list[Any]) -> None:
     for found in results:

@@ -85,6 +85,8 @@ class BackwardReducer(Generic[B]):
         self._pending_weights = WeightSum()
         self._num_reduced = 0
         self._backward: B | None = None
+        self._stepped: set[int] = set()
+        """Optimizers that have stepped, or are new, since the last backward that reduced."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -109,8 +111,17 @@ class BackwardReducer(Generic[B]):
     def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """A step was made with the gradients of ``parameters``; None: of all."""
 
-    def follow(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Hears of the steps of an optimizer of ``parameters``, and refuses one with gradients of this rank alone."""
+    def follow(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        are_same: Callable[[], bool],
+    ) -> None:
+        """Hears of the steps of an optimizer of ``parameters``, and refuses one with gradients of this rank alone.
+
+        ``are_same`` finds out whether all ranks have the same gradients. It is asked where no backward has reduced any
+        since the last step: the script has set them.
+        """
 
         def before(*_: Any) -> None:
             if self.has_pending:
@@ -118,9 +129,21 @@ class BackwardReducer(Generic[B]):
                     "optimizer.step() after backward() inside no_sync(): those gradients are this replica's alone, and "
                     "the replicas would part. Make the last backward() before a step outside of no_sync()"
                 )
+            has_own = id(optimizer) in self._stepped and any(each.grad is not None for each in parameters)
+            if has_own and not are_same():
+                raise ConfigurationError(
+                    "optimizer.step() with gradients that no backward() has brought (torch.autograd.grad, torch.func) "
+                    "and that differ between the replicas, which would part. Let backward() compute them, or reduce "
+                    'each: p.grad = sg.get_replica_context().all_reduce("mean", gradient)'
+                )
 
+        def after(*_: Any) -> None:
+            self._stepped.add(id(optimizer))
+            self.committed(parameters)
+
+        self._stepped.add(id(optimizer))
         optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: self.committed(parameters))
+        optimizer.register_step_post_hook(after)
 
     def _hook(self, slot: ParameterGradient) -> None:
         parameter = slot.parameter
@@ -175,6 +198,7 @@ class BackwardReducer(Generic[B]):
             try:
                 if backward.begun and not backward.local:
                     self._synchronise(backward)
+                    self._stepped.clear()
                 elif backward.begun:
                     for slot in self._slots:
                         if slot.fired or (slot.taken and slot.pending):

@@ -113,6 +113,7 @@ class DenseSlot(ParameterGradient):
     source: torch.Tensor
     result: torch.Tensor
     """May be the source."""
+    _is_placed = False
 
     def place(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Gives the slot its flat regions of the bucket's source and result.
@@ -123,10 +124,13 @@ class DenseSlot(ParameterGradient):
         self.source = source.as_strided(shape, strides, source.storage_offset())
         in_place = result.data_ptr() == source.data_ptr()
         self.result = self.source if in_place else result.as_strided(shape, strides, result.storage_offset())
+        self._is_placed = True
 
     @property
     def fits(self) -> bool:
-        """Whether the parameter still is what the regions were made for."""
+        """Whether the slot has its regions, and the parameter still is what they were made for."""
+        if not self._is_placed:
+            return False  # the ranks did not agree on the regions
         parameter, source = self.parameter, self.source
         return parameter.dtype == source.dtype and parameter.shape == source.shape and parameter.device == source.device
 

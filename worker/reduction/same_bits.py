@@ -114,6 +114,17 @@ class SameBits:
         return total % (1 << _BITS) + 1 if self._parameters else 0
 
 
+def checksums(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, ...]:
+    """Of the bits of each gradient; 0 where there is none."""
+    return tuple(0 if each.grad is None else _sum(each.grad.to_dense().reshape(-1)) for each in parameters)
+
+
+def have_same_gradients(parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> bool:
+    """Whether the gradients of ``parameters`` have the same bits on all ranks. Every rank has to call it."""
+    mine = torch.tensor(checksums(parameters))
+    return len({tuple(each.tolist()) for each in communicator.atomic(lambda: communicator.all_gather(mine))}) == 1
+
+
 def alike(values: Sequence[float]) -> bool:
     """Whether all ranks that say something say the same."""
     return len({value for value in values if value}) < 2

@@ -17,6 +17,7 @@ from stratagem.strategy.replicas.local_replicas import SeveralReplicas
 from stratagem.strategy.replicas.mirrored import mirrored, original
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import current_replica
+from stratagem.worker.reduction.same_bits import checksums
 from stratagem.worker.step_meter import StepMeter
 
 
@@ -64,6 +65,9 @@ class CentralReplicas(SeveralReplicas):
     def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[nn.Parameter]:
         every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [self._central.twins_of(parameter)[replica] for parameter in every]
+
+    def have_same_gradients(self, optimizer: torch.optim.Optimizer, replica: int) -> bool:
+        return len({checksums(self.parameters_of(optimizer, each)) for each in range(len(self.devices))}) == 1
 
 
 class CentralMirrors(Mirrors):

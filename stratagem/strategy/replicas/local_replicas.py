@@ -20,6 +20,7 @@ from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
 from stratagem.strategy.replicas.variable import keep_variables
+from stratagem.worker.reduction.same_bits import have_same_gradients
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
@@ -56,6 +57,13 @@ class LocalReplicas(abc.ABC):
         """The parameters of an optimizer that was added, as they are on one replica."""
         own: torch.optim.Optimizer = self.on_replica(optimizer, replica)
         return [parameter for group in own.param_groups for parameter in group["params"]]
+
+    def have_same_gradients(self, optimizer: torch.optim.Optimizer, replica: int) -> bool:
+        """Whether the parameters of an optimizer that was added have the same gradients on all replicas, each of which
+        has to ask in its step. A step outside of replicas is one for all."""
+        return self.which() is None or have_same_gradients(
+            self.parameters_of(optimizer, replica), self.communicators[replica]
+        )
 
     @abc.abstractmethod
     def run(self, work: Sequence[Callable[[], T]]) -> list[T]:

@@ -87,6 +87,59 @@ class HookChanges:
                     twin[key] = its.of_value(first[key])
 
 
+class GradientHookChanges:
+    """Carries hooks of gradients that were registered on replica 0's parameters, or removed from them.
+
+    Args:
+        parameters: of each, what it is on each replica.
+    """
+
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._parameters = parameters
+        self._count = (-1, -1)
+        self.record()
+
+    def record(self) -> None:
+        """As of :class:`ModelChanges`."""
+        if self._count != (count := self._counted()):
+            self._count = count
+            self._known = [_gradient_hooks(first) for first, *_ in self._parameters]
+
+    def spread(self) -> None:
+        """As of :class:`ModelChanges`. A hook is shared by the replicas."""
+        if self._count == self._counted():
+            return
+        for (first, *twins), known in zip(self._parameters, self._known, strict=True):
+            hooks = _gradient_hooks(first)
+            for twin in twins:
+                for register, hook in (hooks[number] for number in hooks.keys() - known.keys()):
+                    getattr(twin, register)(hook)
+                for _, gone in (known[number] for number in known.keys() - hooks.keys()):
+                    for name in _GRADIENT_HOOKS.values():
+                        own = getattr(twin, name) or {}
+                        for number in [number for number, hook in own.items() if hook is gone]:
+                            del own[number]
+
+    def _counted(self) -> tuple[int, int]:
+        """Hooks ever registered anywhere, and those that are on replica 0's parameters."""
+        firsts = [first for first, *_ in self._parameters]
+        return RemovableHandle.next_id, sum(
+            len(each._backward_hooks or ()) + len(each._post_accumulate_grad_hooks or ()) for each in firsts
+        )
+
+
+_GRADIENT_HOOKS = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
+
+
+def _gradient_hooks(parameter: nn.Parameter) -> dict[int, tuple[str, Any]]:
+    """By their numbers: how each is registered, and itself."""
+    every = ((register, getattr(parameter, name) or {}) for register, name in _GRADIENT_HOOKS.items())
+    return {number: (register, hook) for register, hooks in every for number, hook in hooks.items()}
+
+
 class ModelChanges:
     """Carries changes of replica 0's model to its copies.
 
@@ -111,6 +164,7 @@ class ModelChanges:
         self._buffers = Seen([first._buffers for first in firsts])
         self._hooks = HookChanges(self._modules)
         self._parameters = list(zip(*(model.parameters() for model in models), strict=True))
+        self._gradient_hooks = GradientHookChanges(self._parameters)
         self._tensors = self._parameters + self._find_buffers()
         self.record()
 
@@ -121,6 +175,7 @@ class ModelChanges:
         for seen in (self._attributes, self._structure, self._buffers):
             seen.record()
         self._hooks.record()
+        self._gradient_hooks.record()
         self._frozen = [parameter.requires_grad for parameter, *_ in self._parameters]
         self._had_gradient = [parameter.grad is not None for parameter, *_ in self._parameters]
         self._versions = _versions(self._tensors)
@@ -142,6 +197,7 @@ class ModelChanges:
         _spread_attributes(self._attributes, self._modules, self._copies)
         if fully:
             self._hooks.spread(self._copies)
+        self._gradient_hooks.spread()
         self._spread_tensors(fully)
         before = zip(self._frozen, self._had_gradient, self._parameters, strict=True)
         for was_needed, had_gradient, (parameter, *twins) in before:

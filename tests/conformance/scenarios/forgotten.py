@@ -1,4 +1,4 @@
-"""Training without ``prepare``, or with half of it: a linear model and SGD, built in the scope."""
+"""Training without ``prepare``, with half of it, or past it: a linear model and SGD, built in the scope."""
 
 from __future__ import annotations
 
@@ -73,4 +73,30 @@ def prepare(strategy: sg.Strategy) -> dict[str, Any]:
         "said": said(lambda: strategy.run(lambda: outputs(model).mean())),
         "changed": False,
     }
+    return found
+
+
+def own_gradients(strategy: sg.Strategy) -> dict[str, Any]:
+    """Gradients that the script sets by itself: those of each replica, and, where replicas can, their mean."""
+
+    def train(reduced: bool) -> list[float]:
+        model, optimizer = built(strategy)
+        model, optimizer = strategy.prepare(model, optimizer)
+
+        def step() -> None:
+            context = sg.get_replica_context()
+            assert context is not None
+            loss = outputs(model).mean() * (1 + context.replica_id_in_sync_group)
+            parameters = list(model.parameters())
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = context.all_reduce("mean", gradient) if reduced else gradient
+            optimizer.step()
+
+        for _ in range(2):
+            strategy.run(step)
+        return [float(value.detach()) for value in strategy.local_results(model.weight)]
+
+    found: dict[str, Any] = {"own": said(lambda: train(False))}
+    if strategy.servers is None:
+        found["reduced"] = train(True)
     return found

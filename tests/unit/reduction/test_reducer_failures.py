@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stratagem.errors import CollectiveError
+from stratagem.worker.reduction.gradient_slot import DenseSlot
 from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import (
@@ -271,3 +272,8 @@ def test_failed_backwards_leave_no_cycle_behind() -> None:
         reducer.close()
 
     run_ranks(1, work)
+
+
+def test_a_slot_that_the_ranks_did_not_agree_on_a_place_for_does_not_fit() -> None:
+    """What looked at it next said something about an attribute of ours."""
+    assert not DenseSlot(torch.nn.Parameter(torch.ones(2)), 0).fits

@@ -193,6 +193,28 @@ def test_hooks(replicas: Replicas, own: Net) -> None:
     assert sorted(name for _, name in calls) == ["head", "head"]
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_hooks_of_gradients(replicas: Replicas, own: Net, early: bool) -> None:
+    """Registered outside of replicas they changed the gradients of replica 0 alone."""
+
+    def gradients(model: Any) -> list[float]:
+        def step(_: int) -> float:
+            model.zero_grad()
+            model(INPUTS).sum().backward()
+            return float(model.head.weight.grad.sum())
+
+        return list(replicas.run(step))
+
+    handle = own.head.weight.register_hook(torch.zeros_like) if early else None
+    model = replicas.prepare(own)
+    if handle is None:
+        assert 0.0 not in gradients(model)
+        handle = model.head.weight.register_hook(torch.zeros_like)
+    assert gradients(model) == gradients(model) == [0.0, 0.0]
+    handle.remove()
+    assert 0.0 not in gradients(model)
+
+
 def test_hooks_that_each_replica_was_given_stay_its_own(replicas: Replicas, own: Net) -> None:
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
     optimizer = replicas.prepare(own, optimizer)[1]
