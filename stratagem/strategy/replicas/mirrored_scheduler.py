@@ -1,11 +1,15 @@
-"""A prepared scheduler where one process has several replicas."""
+"""A scheduler where one process has several replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.optim import lr_scheduler
+
 from stratagem.strategy.replicas.mirrored import Home, Mirrored, current
+from stratagem.strategy.replicas.replica_threads import current_replica
 
 
 class MirroredScheduler(Mirrored):
@@ -34,3 +38,20 @@ class MirroredScheduler(Mirrored):
         """In a step of several replicas, done by replica 0 alone."""
         if self._mirrored_home.acts_for_all():
             current(self).step(*args, **kwargs)
+
+
+@functools.cache
+def watch_schedulers() -> None:
+    """From now on torch's schedulers, also those that are not prepared, move once in a step of several replicas."""
+    for kind in vars(lr_scheduler).values():
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "step" in vars(kind):
+            kind.step = _of_the_first_replica(kind.step)  # type: ignore[method-assign]
+
+
+def _of_the_first_replica(step: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(step)
+    def once(scheduler: lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
+        if not current_replica():
+            step(scheduler, *args, **kwargs)
+
+    return once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -133,6 +133,35 @@ def test_a_scheduler_on_the_proxy_that_is_not_prepared(replicas: Replicas) -> No
         assert replicas.run(lambda replica: train_step(replicas, model, optimizer, replica)) == [expected] * 2
         scheduler.step()
     assert scheduler.get_last_lr() == [0.125]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    "make", [lambda it: lr_scheduler.StepLR(it, 1, 0.5), lambda it: lr_scheduler.OneCycleLR(it, 1.0, 9)]
+)
+def test_a_scheduler_that_is_not_prepared_moves_once_in_a_step(
+    replicas: Replicas, early: bool, make: Callable[[Any], lr_scheduler.LRScheduler]
+) -> None:
+    """Each replica moved it, and the settings of the first."""
+    model = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 1.0, momentum=0.5)
+    scheduler = make(optimizer) if early else None
+    model, optimizer = replicas.prepare(model, optimizer)
+    scheduler = scheduler or make(optimizer)
+    alone = torch.optim.SGD(net().parameters(), 1.0, momentum=0.5)
+    expected = make(alone)
+
+    def step(replica: int) -> None:
+        train_step(replicas, model, optimizer, replica)
+        scheduler.step()
+
+    for _ in range(3):
+        replicas.run(step)
+        alone.step()
+        expected.step()
+    assert (scheduler.last_epoch, scheduler.get_last_lr()) == (3, expected.get_last_lr())
+    rates = replicas.run(lambda replica: train_step(replicas, model, optimizer, replica))
+    assert rates == expected.get_last_lr() * 2
 
 
 def test_a_lambda_that_cannot_be_copied_is_no_hindrance(replicas: Replicas) -> None:
