@@ -16,7 +16,6 @@ from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_group import LocalGroup
 from stratagem.strategy.replicas.mirrored import original
-from stratagem.strategy.replicas.mirrored_scheduler import watch_schedulers
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_communicator import ReplicaCommunicator, WaitingMeter, reopen
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads, current_replica
@@ -162,7 +161,6 @@ class SeveralReplicas(LocalReplicas):
         workers: Communicator | None,
         meter: StepMeter,
     ) -> None:
-        watch_schedulers()
         self.devices: tuple[torch.device, ...] = tuple(devices)
         self.replica_threads = ReplicaThreads(devices, 0 if workers is None else workers.rank * len(devices))
         self.meter: StepMeter = WaitingMeter(meter, self.replica_threads)

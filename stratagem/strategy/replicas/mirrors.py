@@ -18,7 +18,7 @@ from stratagem.strategy.replicas.mirrored import mirrored, original
 from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
 from stratagem.strategy.replicas.mirrored_optimizer import MirroredOptimizer
 from stratagem.strategy.replicas.mirrored_scaler import MirroredScaler
-from stratagem.strategy.replicas.mirrored_scheduler import MirroredScheduler
+from stratagem.strategy.replicas.mirrored_scheduler import MirroredScheduler, watch_schedulers
 from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerChanges
 
 _Pair = tuple[Any, list[Any]]
@@ -56,6 +56,7 @@ class Mirrors:
         meet: Meet,
         keep: Callable[[int, dict[int, Any]], None] = lambda replica, memo: None,
     ) -> None:
+        watch_schedulers()
         self.which = which
         self.devices = tuple(devices)
         self._meet = meet
