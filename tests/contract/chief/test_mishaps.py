@@ -441,7 +441,7 @@ def test_a_chief_that_is_started_again_leases_units_while_updates_of_the_dead_ar
                 tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
                 tasks.append(Task(first.address, "worker:0"))
                 await tasks[-1].ready()
-                assert second.job.sessions.tasks["ps:0"].resumed
+                await until(lambda: second.job.sessions.tasks["ps:0"].resumed)
                 await tasks[-1].open()
                 assert indices(await tasks[-1].next()) == [0]
                 for task in [*tasks, worker]:

@@ -28,6 +28,7 @@ from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
+from tests.unit.ps.driver import poll
 
 CHIEF = common_pb2.Sender(task="chief:0", incarnation=1)
 SIZE = 10
@@ -220,9 +221,10 @@ def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connec
     request = worker.commit_request(18, worker.stage(18, torch.ones(SIZE)), 7)
     request.groups[0].CopyFrom(of_unit.groups[0])
     left_alone = worker.stub.CommitUpdate.future(request)
-    follower.close()
+    poll(lambda: follower.error is not None)
     assert isinstance(follower.error, PeerUnavailableError) and "was taken over" in str(follower.error)
-    assert primary.store.state.backup is not None and primary.store.state.backup.words == "ps:1 broke off"
+    backup = primary.store.state.backup
+    poll(lambda: backup is not None and backup.words == "ps:1 broke off")
     assert not left_alone.done()
 
 
@@ -248,6 +250,7 @@ def test_values_that_are_assigned_end_the_copy(start: Start, connect: Connect, f
     ref = worker.stage(6, torch.ones(SIZE), frame_pb2.VALUES)
     assign = ps_pb2.AssignValuesRequest(sender=worker.sender(), values=ref, groups=[1])
     assigned = worker.stub.AssignValues.future(assign)
+    poll(lambda: follower.error is not None)
     follower.close()
     assert not assigned.done(), "somebody may take the copy, which lacks the values"
     again = follow(primary, holder)
