@@ -106,7 +106,13 @@ class Commits(Applying):
             self._note_duplicate(request, running)
             if state.backup is not None and request.closes:
                 state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
-        return CommitResult(applied, self.reply_weights(request, call))
+        try:
+            return CommitResult(applied, self.reply_weights(request, call))
+        finally:
+            if applied:
+                with state.lock:
+                    state.num_unanswered -= 1
+                    state.changed.notify_all()
 
     def _apply_once(
         self, request: CommitUpdate, present: Present, store_epoch: int, running: Running | None, call: Call
@@ -121,6 +127,7 @@ class Commits(Applying):
             applies = applies and is_new
             if applies:
                 self.apply(request.groups, gradient, present, request.scale, request.as_it_came)
+            gradient = {}  # its memory is free when staging forgets it, not when others have used the room
             with state.lock:
                 if not is_new:
                     self._note_duplicate(request, running)
@@ -131,6 +138,7 @@ class Commits(Applying):
                     state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
                 if running is not None:  # before the reply: who does not get it has been applied all the same
                     running.done(CommitResult(applies, ()))
+                state.num_unanswered += applies
         return applies
 
     def _prepare(self, request: PrepareUpdate, call: Call) -> Facts:

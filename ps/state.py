@@ -57,6 +57,8 @@ class StoreState:
         self.applying: set[tuple[Unit, int]] = set()
         self.inside: dict[tuple[str, int], int] = {}
         """Calls of each incarnation that are changing weights right now."""
+        self.num_unanswered = 0
+        """Updates whose gradients are forgotten while the weights that answer them are not lent yet."""
         self.totals = RunningTotals()
         self.lanes = BytesMeter()
         self.num_ps = 0

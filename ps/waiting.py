@@ -119,7 +119,9 @@ def wait_room(state: StoreState, sender: Sender, num_bytes: int, call: Call) -> 
     """
 
     def has_room() -> bool:
-        return state.staging.has_room(sender, num_bytes, state.shared_bytes - state.memory.awaited_bytes)
+        is_due = state.num_unanswered and state.backup is None  # a backup may take long to confirm
+        shared_bytes = 0 if is_due else state.shared_bytes - state.memory.awaited_bytes
+        return state.staging.has_room(sender, num_bytes, shared_bytes)
 
     deadline = time.monotonic() + ROOM_S
     while not wait(state, has_room, sender, call, POLL_S):  # nobody announces it

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +87,41 @@ def test_who_has_waited_long_enough_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     frame = Frame(frame_pb2.GRADIENT, 1, 1, 0, torch.ones(10))
     store.variables.stage(workers[2].sender, FrameKind.GRADIENT, frame, CALL)
     assert store.state.staging.num_frames(workers[2].sender, 1) == 1
+
+
+def test_a_gradient_is_free_when_its_room_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes the room takes as much memory, at once."""
+    store, (worker, *_) = three_workers()
+    reference = worker.stage(torch.ones(10))
+    ((_, piece),) = store.state.staging.parts(worker.sender, reference.transfer, 1)
+    staged, drop, left = weakref.ref(piece), store.state.staging.drop, []
+    del piece
+
+    def dropped(*arguments: Any) -> None:
+        drop(*arguments)
+        left.append(staged())
+
+    monkeypatch.setattr(store.state.staging, "drop", dropped)
+    worker.send(worker.request(reference, [Unit(1, 0, 0)]))
+    assert left == [None]
+
+
+def test_the_room_of_a_gradient_is_taken_by_the_weights_that_answer_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps_state, "MIN_SHARED_BYTES", 0)
+    monkeypatch.setattr(ps_waiting, "ROOM_S", 60.0)
+    monkeypatch.setattr(variables, "MIN_AWAITED_BYTES", 0)
+    store, workers = three_workers()
+    reference, _ = workers[0].stage(torch.ones(10)), workers[1].stage(torch.ones(10))
+    frame = Frame(frame_pb2.GRADIENT, 1, 1, 0, torch.ones(10))
+    hold, waiting = workers[0].lane.hold, []
+
+    def held(*arguments: Any) -> Any:
+        waiting.append(in_thread(lambda: store.variables.stage(workers[2].sender, FrameKind.GRADIENT, frame, CALL)))
+        started = time.monotonic()
+        poll(lambda: waiting[0].done or time.monotonic() > started + 0.1)
+        assert not waiting[0].done
+        return hold(*arguments)
+
+    monkeypatch.setattr(workers[0].lane, "hold", held)
+    workers[0].send(workers[0].request(reference, [Unit(1, 0, 0)]))
+    waiting[0].result()
