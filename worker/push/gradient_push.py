@@ -332,9 +332,7 @@ class GradientPush:
                     if step_slice is not None and isinstance(error, StaleStoreError):
                         raise RolledBack from None
                     self._recover(ps, step_slice)
-                    references[ps] = self._staging.restage(ps)
-                    request.gradients.CopyFrom(references[ps].to_proto())
-                    self._calls[ps] = self._repeat(method, request, ps)
+                    self._calls[ps] = self._repeat(method, request, ps, references)
 
     def _cork(self) -> None:
         """From now on frames wait for the first request behind them."""
@@ -347,10 +345,12 @@ class GradientPush:
             lane.uncork()
         self._corked.clear()
 
-    def _repeat(self, method: str, request: Any, ps: int) -> PendingCall | None:
-        client = self._clients[ps]
+    def _repeat(self, method: str, request: Any, ps: int, references: dict[int, wire.Transfer]) -> PendingCall | None:
+        """With the gradient's frames; None: the ps is away again."""
         try:
-            return client.restart(method, request)
+            references[ps] = self._staging.restage(ps)
+            request.gradients.CopyFrom(references[ps].to_proto())
+            return self._clients[ps].restart(method, request)
         except PeerUnavailableError:
             return None
 
