@@ -133,7 +133,8 @@ def test_a_ring_that_is_told_to_end_saves_its_step_and_is_started_again(
     check_alike(folder, alone)
 
 
-@pytest.mark.parametrize("num_ps", [pytest.param(0, marks=pytest.mark.thorough), 2], ids=["ring", "ps"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_ps", [0, 2], ids=["ring", "ps"])
 def test_the_walk_through(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     arguments = ["--no-download", "--data-dir", tmp_path, "--model-dir", tmp_path / "model", "--epochs", 2]
     done = cluster(2, num_ps, EXAMPLES / "mnist_estimator.py", *arguments, flags=["--evaluator"]).finish()

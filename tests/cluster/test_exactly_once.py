@@ -37,6 +37,7 @@ def test_two_workers_two_ps(cluster: Start, tmp_path: Path, data_workers: int) -
     check_counts(out, 3)
 
 
+@pytest.mark.thorough
 def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     # One worker, so that the number of batches it sees is a multiple of the accumulation.

@@ -66,7 +66,8 @@ def check_job(start: Start, folder: Path, fits: int, num_ps: int, staleness: str
             assert history["val_number"] == [40] * 4
 
 
-@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.thorough), "inf"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("staleness", ["0", "inf"])
 def test_a_few_calls(cluster: Start, tmp_path: Path, staleness: str) -> None:
     check_job(cluster, tmp_path, 8, 2, staleness)
 

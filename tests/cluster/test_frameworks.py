@@ -50,6 +50,8 @@ def loss(script: str, backend: str, *arguments: str) -> float:
     return float(found[1])
 
 
+# make test-frameworks has each, a step of .ci/run; test_process_groups.py trains so in every run of the tests.
+@pytest.mark.thorough
 @pytest.mark.timeout(2 * JOB_S)
 @pytest.mark.parametrize(
     ("script", "library", "arguments"),

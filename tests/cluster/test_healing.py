@@ -56,7 +56,8 @@ def train(
     return cluster(workers, 0, "train_healing.py", *arguments, flags=flags, faults=faults).finish()
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_ring_of_four_loses_one_and_goes_on(cluster: Start, tmp_path: Path, transport: str) -> None:
     done = train(cluster, tmp_path / "news", kill("worker:1", 4), transport=transport)
     assert done.code == 0, done.stderr

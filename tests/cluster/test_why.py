@@ -22,7 +22,7 @@ from tests.cluster.slowdowns import CASES, HEALTHY, LOOK_S, address_of, run_case
 
 pytestmark = pytest.mark.timeout(300)  # a job may take START_S alone to begin, and some have tasks on four hosts
 
-SHARE = ("slow worker, ring", "a stopped ps")
+SHARE = ("slow worker, ring",)
 """Of the table in docs/guides/why.md, in every run of the tests."""
 COMPUTING = measures.COMPUTING
 REST = [name for name in CASES | HEALTHY if name not in SHARE]

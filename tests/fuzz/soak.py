@@ -58,12 +58,12 @@ class Job:
 
     def addresses(self) -> dict[str, str]:
         """Of its servers."""
-        tasks = {task.task: task.address for task in fetch_status(self.chief, 10, OPEN).tasks}
+        tasks = {task.task: task.address for task in fetch_status(self.chief, 60, OPEN).tasks}
         return {"chief": self.chief, "ps": tasks["ps:0"], "worker": tasks["worker:0"]}
 
     def step(self) -> int:
         """Steps of the worker so far."""
-        return next(task.step for task in fetch_status(self.chief, 10, OPEN).tasks if task.task == "worker:0")
+        return next(task.step for task in fetch_status(self.chief, 60, OPEN).tasks if task.task == "worker:0")
 
     def turn(self, seconds: float) -> Turn:
         """Looks on for so long."""

@@ -40,6 +40,7 @@ def test_one_process_alone_really_trains() -> None:
     assert result.cpu_s > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("forked")
 def test_parameter_servers_really_train() -> None:
     result = run_ps(SMALL, num_workers=2, num_ps=2, lane="grpc")
