@@ -20,7 +20,7 @@ import pytest
 from tests import forks
 
 SCRIPTS = Path(__file__).parent / "scripts"
-DEADLINE_S = 110.0
+DEADLINE_S = 240.0
 
 
 @dataclasses.dataclass(frozen=True)

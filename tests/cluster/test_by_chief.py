@@ -92,7 +92,7 @@ def test_a_worker_beyond_the_greatest_number_is_refused(start: Start) -> None:
     chief = start("chief", "--num-workers", 1, "--max-workers", 2, "--num-ps", 1)
     address = line_with(chief, "listening on").split()[-1]
     third = start("worker", "--task", "worker:2", "--chief", address, SCRIPTS / "count_examples.py")
-    _, errors = third.communicate(timeout=100)
+    _, errors = third.communicate(timeout=240)
     assert third.returncode == 2
     assert "'worker:2' is not a task of this cluster" in errors and "Traceback" not in errors
 

@@ -41,7 +41,7 @@ def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_p
     out = tmp_path / "out.pt"
     roles = [("ps", 0), ("worker", 1), ("worker", 0), *([("chief", 0)] if with_chief else [])]
     tasks.extend(start(cluster, role, index, "--out", out) for role, index in roles)
-    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    errors = [task.communicate(timeout=240)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0] * len(tasks), "\n".join(errors)
     check_counts(out, 2)
     assert ("started one at" in errors[2]) is not with_chief
@@ -54,7 +54,7 @@ def test_over_ipv6(tasks: list[subprocess.Popen[str]], tmp_path: Path, monkeypat
     cluster = {"worker": addresses[:2], "ps": addresses[2:]}
     out = tmp_path / "out.pt"
     tasks.extend(start(cluster, role, index, "--out", out) for role, index in [("ps", 0), ("worker", 1), ("worker", 0)])
-    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    errors = [task.communicate(timeout=240)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0] * 3, "\n".join(errors)
     check_counts(out, 2)
 
@@ -84,7 +84,7 @@ def test_an_evaluator_that_the_cluster_does_not_name(
     tasks.append(forks.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     monkeypatch.setenv("STRATAGEM_CHECKPOINT_ROOTS", str(tmp_path))
     tasks.extend(start(cluster, role, 0, "--pause-s", 0.1, "--save", tmp_path / "step") for role in ("ps", "worker"))
-    results = [task.communicate(timeout=100) for task in tasks]
+    results = [task.communicate(timeout=240) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0, 0], "\n".join(errors for _, errors in results)
     assert results[0][0] == "[7]\n"
 

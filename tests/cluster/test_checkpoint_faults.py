@@ -32,7 +32,7 @@ def linear(value: float, size: int = 10) -> nn.Linear:
 @pytest.mark.parametrize(("point", "last"), [("tensors", 2), ("manifest", 2), ("latest", 3)])
 def test_killed_during_a_save(tmp_path: Path, point: str, last: int) -> None:
     command = [sys.executable, str(SCRIPTS / "save_and_die.py"), str(tmp_path), point]
-    done = forks.run(command, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
+    done = forks.run(command, timeout=240, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
     assert done.returncode == -signal.SIGKILL
     drafts = list(tmp_path.glob(".draft-*.lock"))
     assert len(drafts) == 1, "the fault was to leave a draft or its lock"

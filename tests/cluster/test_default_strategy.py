@@ -80,5 +80,5 @@ def test_several_replicas_of_one_process(tmp_path: Path, devices: str, text: str
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STRATAGEM_")}
     flags = ["--strategy", "mirrored", "--devices", devices]
     command = [sys.executable, "-m", "stratagem.cli", "worker", *flags, str(tmp_path / "plain.py")]
-    done = forks.run(command, env=environ, timeout=100)
+    done = forks.run(command, env=environ, timeout=240)
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr

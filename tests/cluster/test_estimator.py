@@ -34,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, str(SCRIPTS / "estimate.py"), "--strategy", "one"]
     command += ["--model-dir", str(folder), "--max-steps", str(MAX_STEPS)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
-    forks.run(command, check=True, timeout=100, env=environment)
+    forks.run(command, check=True, timeout=240, env=environment)
     return folder
 
 

@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     out = tmp_path_factory.mktemp("alone") / "one"
     command = [sys.executable, str(SCRIPTS / "fit.py"), "--strategy", "one", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])}
-    forks.run(command, check=True, timeout=100, env=environment)
+    forks.run(command, check=True, timeout=240, env=environment)
     return news(out, 0), torch.load(f"{out}.pt", weights_only=True)
 
 

@@ -41,7 +41,7 @@ def weights(command: Sequence[str], script: str, arguments: Sequence[str], folde
     out = folder / f"{script}.pt"
     every = [*command, str(EXAMPLES / f"{script}.py"), *SCRIPTS[script].split(), "--export", str(out), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forks.run(every, env=environment, timeout=110)
+    done = forks.run(every, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     read: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     if script == "charlm":

@@ -57,7 +57,7 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     program, *arguments = shlex.split(command)
     program = sys.executable if program == "python" else program
-    return forks.run([program, *arguments], cwd=ROOT, env=environment, timeout=110)
+    return forks.run([program, *arguments], cwd=ROOT, env=environment, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_blocks_of_python(tmp_path: Path) -> None:
     assert {page for page, _ in found} > {"README.md", "docs/start/first_job.md", "docs/guides/checkpoints.md"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STRATAGEM_JOB_ID": "here", "STRATAGEM_JOB_TARGET": "local"}
     command = [sys.executable, "-c", BLOCKS_OF_PYTHON]
-    done = forks.run(command, input=json.dumps(found), cwd=tmp_path, env=environment, timeout=110)
+    done = forks.run(command, input=json.dumps(found), cwd=tmp_path, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) >= {page for page, _ in found}
 

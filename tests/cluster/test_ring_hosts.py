@@ -53,7 +53,7 @@ def test_two_hosts_with_two_workers_each_equal_one_process(
     out = tmp_path / "ring.pt"
     start(tasks, hosts, 2, "train_small.py", "--optimizer", "momentum", "--out", out)
     expected = one_process(tmp_path, "--optimizer", "momentum")
-    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    errors = [task.communicate(timeout=240)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0] * 5, "\n".join(errors)
     check_equal(expected, out)
     assert all("shm inside hosts, ring over tcp between them" in error for error in errors[1:]), errors[1]
@@ -66,7 +66,7 @@ def test_a_host_that_falls_off_the_network_is_named(
     # Half-open: the far process lives, but nothing comes and no connection is closed.
     out = tmp_path / "news"
     start(tasks, hosts, 1, "collectives.py", "break", 16 << 20, "dark", "--out", out)
-    errors = [task.communicate(timeout=100)[1] for task in tasks[1:]]
+    errors = [task.communicate(timeout=240)[1] for task in tasks[1:]]
     news = json.loads(Path(f"{out}.0").read_text()), json.loads(Path(f"{out}.fault").read_text())
     assert tasks[1].returncode == 7, errors[0]
     assert "worker:1" in news[0]["error"]

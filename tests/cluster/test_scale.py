@@ -39,7 +39,7 @@ def scale(address: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     process = forks.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT}
     )
-    out, error = process.communicate(timeout=100)
+    out, error = process.communicate(timeout=240)
     return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
@@ -156,7 +156,7 @@ def kill_while_the_number_changes(cluster: Start, stop: Path, kills: Sequence[tu
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_chief_is_killed_while_the_number_changes(cluster: Start, tmp_path: Path) -> None:
     moments = ("There are to be", "Checkpoint of step", "Begins from", "There are to be", "Begins from", "")
     kills = [(num_ps, moment, "chief:0") for num_ps, moment in zip((3, 2, 3, 1, 2, 3), moments, strict=True)]
@@ -164,7 +164,7 @@ def test_the_chief_is_killed_while_the_number_changes(cluster: Start, tmp_path: 
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_ps_is_killed_while_the_number_changes(cluster: Start, tmp_path: Path) -> None:
     kills = [(3, "There are to be", "ps:0"), (2, "Checkpoint of step", "ps:1"), (3, "Begins from", "ps:0")]
     done = kill_while_the_number_changes(cluster, tmp_path / "stop", kills).finish()

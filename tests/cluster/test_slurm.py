@@ -49,7 +49,7 @@ def test_a_step_of_two_workers_and_a_ps(tasks: list[subprocess.Popen[str]], tmp_
     for rank in range(3):
         environment = {**os.environ, **step(rank, job), "PYTHONPATH": str(SCRIPTS.parents[2]), "OMP_NUM_THREADS": "1"}
         tasks.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
-    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    errors = [task.communicate(timeout=240)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0, 0], "\n".join(errors)
     assert "the cluster names no chief: started one" in errors[0]
     check_counts(out, 2)

@@ -18,7 +18,7 @@ import pytest
 from tests import forks
 from tests.notebooks import EXECUTE, notebook_of
 
-DEADLINE_S = 100.0
+DEADLINE_S = 240.0
 ROOT = Path(__file__).parents[2]
 TRAIN = """
 import os

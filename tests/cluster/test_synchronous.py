@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def one_process(folder: Path, *arguments: object, script: str = "train_small.py") -> dict[str, torch.Tensor]:
     out = folder / "one.pt"
     command = [sys.executable, str(SCRIPTS / script), "--strategy", "one", "--out", str(out), *map(str, arguments)]
-    forks.run(command, check=True, timeout=100, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
+    forks.run(command, check=True, timeout=240, env={**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2])})
     state: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
     return state
 

@@ -164,7 +164,7 @@ def test_by_hand_and_without_a_chief_of_its_own(tasks: list[subprocess.Popen[str
         }
         command = [sys.executable, str(SCRIPTS / "train_until.py"), "--until", str(tmp_path / "until")]
         tasks.append(forks.Popen(command, env=environment, stderr=subprocess.PIPE))
-    errors = [task.communicate(timeout=100)[1] for task in tasks]
+    errors = [task.communicate(timeout=240)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], "\n".join(errors)
     assert "chief:0 listening on" in errors[0] and "with TLS" in errors[0] and "with TLS" in errors[1]
 

@@ -20,7 +20,7 @@ from tests import forks
 from tests.cluster.conftest import Cluster
 from tests.cluster.slowdowns import CASES, HEALTHY, LOOK_S, address_of, run_case
 
-pytestmark = pytest.mark.timeout(300)  # a job may take START_S alone to begin, and some have tasks on four hosts
+pytestmark = pytest.mark.timeout(600)  # a job may take START_S alone to begin, and some have tasks on four hosts
 
 SHARE = ("slow worker, ring",)
 """Of the table in docs/guides/why.md, in every run of the tests."""
@@ -90,7 +90,7 @@ def check_log(page: re.Match[str] | None) -> None:
 def stratagem(*arguments: str) -> Any:
     """What a command prints as JSON."""
     command = [sys.executable, "-m", "stratagem.cli", *arguments]
-    asked = forks.run(command, timeout=100)
+    asked = forks.run(command, timeout=240)
     assert asked.returncode == 0, asked.stderr
     return json.loads(asked.stdout)
 
