@@ -145,7 +145,7 @@ def test_ps_come_and_go_by_themselves(start: Start, tmp_path: Path) -> None:
     def start_ps(index: int) -> subprocess.Popen[str]:
         return start("ps", "--task", f"ps:{index}", "--chief", address, *saved)
 
-    script = (SCRIPTS / "count_examples.py", "--examples", 200, "--pause-s", 0.01, "--until", stop, "--out", out)
+    script = (SCRIPTS / "count_examples.py", "--examples", 200, "--pause-s", 0.02, "--until", stop, "--out", out)
     workers = [start("worker", "--task", f"worker:{i}", "--chief", address, *script) for i in (0, 1)]
     ps = {index: start_ps(index) for index in (0, 1, 2)}
     logs = [Logs(chief, *workers)]

@@ -64,7 +64,7 @@ def test_no_update_is_lost_when_a_ps_is_killed(
         2,
         2,
         "count_examples.py",
-        *("--examples", 400, "--pause-s", 0.01, "--until", stop, *arguments),
+        *("--examples", 400, "--pause-s", 0.02, "--until", stop, *arguments),
         flags=["--ps-replicas", "2", "--max-restarts", str(num_kills)],
     )
     job.wait_for(lambda: "Checkpoint of step 0" in job.stderr, "initial values")  # else a worker gives them again
@@ -86,7 +86,7 @@ def test_no_update_is_lost_when_a_ps_is_killed(
 def test_two_ps_that_cannot_reach_one_another_hold_nobody_up(cluster: Start, tmp_path: Path) -> None:
     """Cut off for longer than a silent backup is waited for: it drops its copy, and makes it anew afterwards."""
     stop = tmp_path / "stop"
-    arguments = ("--examples", 400, "--pause-s", 0.01, "--until", stop)
+    arguments = ("--examples", 400, "--pause-s", 0.02, "--until", stop)
     chaos = ["--chaos", "cut ps:0-ps:1@step=150 for=14s"]
     job = cluster(2, 2, "count_examples.py", *arguments, flags=["--ps-replicas", "2", "--max-restarts", "0", *chaos])
     job.wait_for(lambda: job.stderr.count("Drops the copy of") == 2, "both copies to be dropped")

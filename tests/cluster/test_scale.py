@@ -80,7 +80,7 @@ def check(job: Any, num_restarts: int = 0) -> None:
 
 def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
-    job = cluster(1, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.01, "--until", stop)
+    job = cluster(1, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.02, "--until", stop)
     address = address_of(job)
     more = scale(address, "--workers", 3)
     assert (more.returncode, more.stdout) == (0, "3 workers, 1 ps\n"), more.stderr
@@ -100,7 +100,7 @@ def test_workers_come_and_go(cluster: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [(), pytest.param(("--table",), marks=pytest.mark.thorough)])
 def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     stop = tmp_path / "stop"
-    options = ("--examples", 400, "--pause-s", 0.01, "--until", stop, *arguments)
+    options = ("--examples", 400, "--pause-s", 0.02, "--until", stop, *arguments)
     job = cluster(2, 1, "count_examples.py", *options)
     address = address_of(job)
     for num_ps in (3, 2):
@@ -120,7 +120,7 @@ def test_parameter_servers_come_and_go(cluster: Start, tmp_path: Path, arguments
 
 def test_a_number_that_is_asked_for_while_the_last_one_is_being_left(cluster: Start, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
-    job = cluster(2, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.01, "--until", stop)
+    job = cluster(2, 1, "count_examples.py", "--examples", 200, "--pause-s", 0.02, "--until", stop)
     address = address_of(job)
     for num_ps in (2, 1, 2):  # at once: the launcher may not have seen ps:1 end, nor that it was to
         ask_to_scale(address, 0, num_ps, 60.0)
@@ -137,7 +137,7 @@ def kill_while_the_number_changes(cluster: Start, stop: Path, kills: Sequence[tu
         stop: a file that ends the job.
         kills: the number, the words (empty: at once) and the task.
     """
-    options = ("--examples", 400, "--pause-s", 0.01, "--until", stop)
+    options = ("--examples", 400, "--pause-s", 0.02, "--until", stop)
     job = cluster(2, 1, "count_examples.py", *options, flags=["--max-restarts", "9"])
     address = address_of(job)
     for num_ps, moment, task in kills:
@@ -194,7 +194,7 @@ def check_ended(job: Any, ended: Mapping[str, Sequence[int]]) -> int:
 @pytest.mark.parametrize("staleness", ["inf", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("1", "0"))])
 def test_a_ps_that_is_told_to_end_loses_nothing(cluster: Start, tmp_path: Path, staleness: str) -> None:
     stop = tmp_path / "stop"
-    options = ("--examples", 400, "--pause-s", 0.01, "--until", stop)
+    options = ("--examples", 400, "--pause-s", 0.02, "--until", stop)
     job = cluster(2, 2, "count_examples.py", *options, flags=["--max-restarts", "9", "--staleness", staleness])
     address = address_of(job)
     for task in ("ps:1", "ps:0"):
@@ -219,7 +219,7 @@ def test_a_ps_that_has_no_time_to_end_in_order_counts_what_is_lost(
     cluster: Start, tmp_path: Path, second: signal.Signals
 ) -> None:
     stop = tmp_path / "stop"
-    options = ("--examples", 400, "--pause-s", 0.01, "--until", stop)
+    options = ("--examples", 400, "--pause-s", 0.02, "--until", stop)
     job = cluster(2, 2, "count_examples.py", *options)
     address = address_of(job)
     newest = steps_of(job, address, "worker:1")

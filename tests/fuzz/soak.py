@@ -51,7 +51,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self._until = folder / "until"
-        self.cluster = Cluster(folder / "job", 1, 1, "train_until.py", ["--until", str(self._until)])
+        self.cluster = Cluster(folder / "job", 1, 1, "train_until.py", ["--until", str(self._until), "--pause-s", "0"])
         self.cluster.wait_for(lambda: "Cluster is ready: 1 workers" in self.cluster.stderr, "the cluster")
         words = self.cluster.stderr.split("chief:0 listening on ")[1]
         self.chief = words.split()[0].rstrip(",")

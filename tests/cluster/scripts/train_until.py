@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--until", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
+    parser.add_argument("--pause-s", type=float, default=0.02, help="between steps: other tests run beside this one")
     options = parser.parse_args()
     torch.manual_seed(0)
     strategy = sg.strategy_from_environment()
@@ -39,6 +40,7 @@ def main() -> None:
         for batch in dataset:
             strategy.run(train_step, args=(batch,))
             num_steps += 1
+            time.sleep(options.pause_s)
     print(f"ended after {num_steps} steps", flush=True)
 
 
