@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import torch
+import torch._dynamo  # the first Adam of a process loads it: 5 s of CPU, which no call is to wait for
 
 from stratagem.rpc.channels import connect
 from stratagem.rpc.codec import Frame, decode_frame, encode_frame

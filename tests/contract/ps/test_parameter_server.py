@@ -214,8 +214,8 @@ def test_a_broken_lane_is_opened_again(store: Store, connect: Callable[..., RawC
     worker.open_lane()
     reply = worker.stub.CommitUpdate(worker.commit_request(3, worker.stage(3, torch.ones(SIZE)), 0), timeout=TIMEOUT_S)
     assert reply.applied
-    worker.outbox.put(b"\x0d\xff\xff\xff\xff not a frame")
     worker.receive(SIZE, 1)
+    worker.outbox.put(b"\x0d\xff\xff\xff\xff not a frame")
     assert isinstance(error_from_rpc(worker.lane_end(), "ps:0"), FrameError)
 
 
