@@ -6,6 +6,7 @@ Knows neither protobuf nor grpc; safe to call from many threads.
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable
 
@@ -38,9 +39,10 @@ class Greeting:
     """Of how many ps this is one; 0: it has not heard."""
 
 
-def epoch_from_clock(previous: int) -> int:
-    """A store epoch larger than ``previous`` and any that an earlier process had: milliseconds since 1970."""
-    return max(previous + 1, time.time_ns() // 1_000_000)
+def new_epoch(previous: int) -> int:
+    """A store epoch larger than ``previous``, and another one than any process had, though the clock may have gone
+    back: milliseconds since 1970, and chance."""
+    return max(previous, time.time_ns() // 1_000_000) + random.randint(1, 1 << 32)
 
 
 class Store:
@@ -65,7 +67,7 @@ class Store:
         limits: Limits | None = None,
         *,
         frames_timeout_s: float = FRAMES_TIMEOUT_S,
-        next_epoch: Callable[[int], int] = epoch_from_clock,
+        next_epoch: Callable[[int], int] = new_epoch,
         folders: AllowedFolders | None = None,
     ) -> None:
         self.task = task

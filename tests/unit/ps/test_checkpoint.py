@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import time
 from functools import partial
 from typing import Any
 
@@ -203,6 +204,17 @@ def test_the_hold_of_a_newer_chief_takes_the_place_of_a_dead_ones() -> None:
         gate.hold(1 << 32 | 7, now=104.0, hold_s=60.0)
     gate.release(1 << 32 | 7)
     assert gate.is_held(104.0) and not gate.is_held(107.0)
+
+
+def test_processes_that_go_back_to_one_checkpoint_are_told_apart_though_the_clock_went_back(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that knew the first took the values of the second for those it knew, and went on with its old step."""
+    store = new_store()
+    DirectWorker(store, "worker:0", make_spec(SHAPES)).create(torch.zeros(11))
+    path = str(checkpoint(tmp_path, [store], 1))
+    monkeypatch.setattr(time, "time_ns", lambda: 1_000_000)
+    assert new_store().checkpoints.restore_shards(path) != new_store().checkpoints.restore_shards(path)
 
 
 def test_restore_sends_everybody_back_to_hello(tmp_path: pathlib.Path) -> None:
