@@ -88,7 +88,7 @@ class ChiefJob:
             joining=history.joining,
             taken_in=history.taken_in,
         )
-        self.lease_book = LeaseBook(history.next_step + (0 if is_new else NUM_UNSYNCED))
+        self.lease_book = LeaseBook(history.next_step, 0 if is_new else NUM_UNSYNCED)
         self.lease_book.restores = int(not is_new)  # nobody knows what an earlier chief put back
         for dataset, plan in history.plans.items():
             self.lease_book.open_dataset(dataset, plan)
@@ -130,7 +130,7 @@ class ChiefJob:
             ps_replicas=config.ps_replicas,
             job_started=lambda: bool(self.journal.history.initialized),
             carry=self._carry,
-            resume=self.lease_book.resume,
+            resume=self.recovery.resume,
         )
         self.scaling = Scaling(
             config,
@@ -320,7 +320,8 @@ class ChiefJob:
         if server is not None:
             await self.commit_hold.include(server, is_older=incarnation.number <= self._newest_before)
             await self.evaluation.pin_again()
-            self.journal.write("prepared", task=incarnation.task, incarnation=incarnation.number)
+            if incarnation not in self.ps_pool.without_memory:  # else a chief that follows tries it again
+                self.journal.write("prepared", task=incarnation.task, incarnation=incarnation.number)
         self.streams.perform(self.sessions.prepared(incarnation))
 
     async def _release(self, incarnation: Incarnation) -> None:

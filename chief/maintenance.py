@@ -69,6 +69,8 @@ class Maintenance:
         self._saved_step: int | None = None
         self._is_blank = False
         """All ps are here, and initial values are yet to come."""
+        self._is_trained = False
+        """All ps are here, and updates are on them: their units, leased again, may be what a checkpoint waits for."""
         self._has_older = False
         """An earlier chief took a checkpoint: units need not wait for another one, which may wait for their updates."""
         self._next_save_at: float | None = None
@@ -100,8 +102,8 @@ class Maintenance:
     async def _before_leasing(self) -> None:
         """Takes the initial checkpoint before the first unit is leased.
 
-        Returns at once when there are no variables yet, or checkpoints are off; returns without one while a ps is away:
-        what it holds may be initial values.
+        Returns at once when there are no variables yet, or updates already, or checkpoints are off; returns without one
+        while a ps is away: what it holds may be initial values.
         """
         if not self._config.checkpoint_dir or self._saved_step is not None or self._has_older:
             return
@@ -111,13 +113,17 @@ class Maintenance:
         if not self._journal.history.initialized:
             await self._watch()
         if self._journal.history.initialized:
-            await self._save_first()
+            described = await self._ps_pool.describe()
+            is_complete = len(described) == self._ps_pool.num_ps
+            self._is_trained = is_complete and any(each.step for each in described.values())
+            if not self._is_trained:
+                await self._save_first()
 
     @property
     def _may_lease(self) -> bool:
-        """No unit may be leased between the initial values and the first checkpoint."""
+        """No unit may be leased between the initial values and the first checkpoint, unless some were before."""
         has_checkpoint = self._saved_step is not None or self._has_older
-        return not self._config.checkpoint_dir or has_checkpoint or self._is_blank
+        return not self._config.checkpoint_dir or has_checkpoint or self._is_blank or self._is_trained
 
     @property
     def has_saved(self) -> bool:
@@ -176,8 +182,11 @@ class Maintenance:
                 return
             newest = checkpoints.newest(self._config.checkpoint_dir)
             try:
-                if newest is not None and newest[1].step == await self._step():
-                    return self.saved(newest[1].step)
+                step = await self._step()
+                if not self._journal.history.initialized:
+                    return  # a ps came back without its values meanwhile
+                if newest is not None and newest[1].step == step:
+                    return self.saved(step)
                 self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
             except CheckpointError as error:
                 self._stop(2, str(error))

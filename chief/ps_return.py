@@ -11,8 +11,9 @@ A ps never chooses a checkpoint: where the job starts, all of them are put back 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
@@ -91,7 +92,7 @@ class PsReturn:
         incarnation = server.incarnation
         if self._journal.history.ending:
             return
-        try:
+        with self.lost_where_refused(server):
             if incarnation in self._begun:
                 return
             if (fresh := self._fresh.pop(incarnation, None)) is not None:
@@ -109,6 +110,12 @@ class PsReturn:
             ):
                 async with self.lock:
                     await self.take_back(server)
+
+    @contextlib.contextmanager
+    def lost_where_refused(self, server: Server) -> Iterator[None]:
+        """Nothing may be there that a ps can be put back to."""
+        try:
+            yield
         except StratagemError as error:
             self._is_lost(server, 2, str(error))
 

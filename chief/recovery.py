@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
@@ -19,13 +19,13 @@ from stratagem.chief.journal.history import encode_positions, encode_units
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing.lease_book import LeaseBook, Positions
 from stratagem.chief.leasing.positions import common, plus
-from stratagem.chief.leasing.steps import Removal
+from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Unit, UnitBitmap
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +207,16 @@ class Recovery:
 
     # The chief starts
 
+    def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> None:
+        """Takes back what a worker holds since before; a chief that follows knows the steps in question."""
+        for number in self._lease_book.resume(incarnation, held):
+            self.composed(number)
+
+    def composed(self, number: int) -> None:
+        """Journals a step; one of many is on the disk at once."""
+        units = encode_units(self._lease_book.steps.open[number].units)
+        self._journal.write("step", durable=number % NUM_UNSYNCED == 0, step=number, units=units)
+
     async def open_books(self) -> None:
         """Everybody who may come back has: finds out what the ps hold, and opens the books, unless they are open.
 
@@ -231,7 +241,8 @@ class Recovery:
             for server in self._ps_pool.servers:
                 session = self._sessions.tasks[server.incarnation.task]
                 if not session.resumed and server.incarnation.task in history.initialized:
-                    await self._ps_return.take_back(server)
+                    with self._ps_return.lost_where_refused(server):
+                        await self._ps_return.take_back(server)
         self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
         self._ps_return.is_open = True
         self._changed.notify()

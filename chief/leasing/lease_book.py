@@ -48,18 +48,20 @@ class LeaseBook:
     """The units of the job.
 
     Args:
-        next_step: number of the synchronous step composed next.
+        next_step: number of the first synchronous step that no journal knows.
+        num_unsynced: so many from there on may have been composed by a chief whose journal lost them.
     """
 
-    def __init__(self, next_step: int = 1) -> None:
+    def __init__(self, next_step: int = 1, num_unsynced: int = 0) -> None:
         self.plans: dict[int, Plan] = {}
         self.epochs: dict[tuple[int, int], EpochLeases] = {}
-        self.steps = JobSteps(next_step)
+        self.steps = JobSteps(next_step + num_unsynced)
         self.clocks = Clocks()
         self.restores = 0
         self.founders: frozenset[Incarnation] = frozenset()
         """Workers that were there when the cluster became ready: they take part from the first step on."""
         self.examples_accepted = 0
+        self._first_unknown_step = next_step
         self._prior: Positions = {}
         self._asked: dict[Incarnation, set[int]] = {}
         self._left: set[tuple[Incarnation, int, int]] = set()
@@ -324,22 +326,29 @@ class LeaseBook:
             if len(accepted) < len(known):
                 self.steps.readmit(number, known, accepted)
 
-    def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> None:
-        """Takes back into the books what ``incarnation`` holds since before the chief restarted."""
+    def resume(self, incarnation: Incarnation, held: Iterable[Lease]) -> list[int]:
+        """Takes back into the books what ``incarnation`` holds since before the chief restarted; returns the steps that
+        it alone has told of."""
+        told: list[int] = []
         for lease in held:
             unit = lease.unit
             if unit.dataset not in self.plans or not self.epoch(unit.dataset, unit.epoch).is_pending(unit.index):
                 continue
             leases = self.epoch(unit.dataset, unit.epoch)
+            if lease.step >= self._first_unknown_step and lease.step not in self.steps.open:
+                units = [Unit(unit.dataset, unit.epoch, index) for index in lease.step_units]
+                self.steps.readmit(lease.step, units, {u for u in units if u.index in leases.accepted})
+                told.append(lease.step)
+            found = self.steps.find(unit)
+            if lease.step != (found[0].number if found is not None else 0):
+                continue  # that step is over, or goes on without the unit; the worker may not have heard of it
+            self.steps.claim(unit, incarnation)
             leases.acquire(unit.index, incarnation)  # it may have been computed before a ps went back
             self._asked.setdefault(incarnation, set()).add(unit.dataset)
             self._counting.add(incarnation)  # until it says otherwise
-            if lease.step:
-                units = [Unit(unit.dataset, unit.epoch, index) for index in lease.step_units]
-                self.steps.readmit(lease.step, units, {u for u in units if u.index in leases.accepted})
-                self.steps.claim(unit, incarnation)
         if self.plans:
             self.clocks.expect(incarnation)
+        return told
 
     def positions(self) -> Positions:
         """Accepted units of every epoch, as a copy."""

@@ -11,10 +11,8 @@ from typing import Any
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
-from stratagem.chief.journal.history import encode_units
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing.lease_book import LeaseBook, Leases
-from stratagem.chief.leasing.steps import NUM_UNSYNCED
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.monitoring.waits import Waits
 from stratagem.chief.recovery import Recovery
@@ -213,8 +211,7 @@ class TrainingUnits(UnitLender):
             incarnation, data.dataset, data.epoch, held, request.want, workers, data.stop, data.group, request.at_most
         )
         for number in range(first, steps.next_number):
-            units = encode_units(steps.open[number].units)
-            self._journal.write("step", durable=number % NUM_UNSYNCED == 0, step=number, units=units)
+            self._recovery.composed(number)
         return leases
 
     def what_for(self, request: LeaseRequest) -> str:

@@ -28,6 +28,8 @@ from stratagem.rpc.server import serve_aio
 from stratagem.rpc.units import unit_to_proto
 
 DEADLINE_S = 30.0
+SYNC: dict[str, Any] = {"num_examples": 8, "batch_size": 4, "num_slices": 2, "staleness": 0.0}
+"""A dataset whose batches are steps of two workers."""
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
@@ -322,6 +324,14 @@ async def ps(chief_address: str, fake: FakePs, resume: int = 0) -> AsyncIterator
     finally:
         await fake.session.die()
         await server.server.stop(None)
+
+
+def applied(servers: list[FakePs], *units: int, epoch: int = 0, close: bool = False) -> None:
+    for server in servers:
+        for index in units:
+            server.apply(Unit(1, epoch, index))
+            if close:
+                server.close_unit(Unit(1, epoch, index))
 
 
 def _update(update: Any) -> Update:

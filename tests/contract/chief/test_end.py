@@ -108,6 +108,46 @@ def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoint(
     assert "No last checkpoint" in caplog.text
 
 
+def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be_given_back(tmp_path: Path) -> None:
+    """It took it for one that had been put back, and what was saved last had half of the model."""
+
+    async def scenario() -> None:
+        sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "s")}
+        reborn = Damaged(1)
+        reborn.initialized = False
+        async with contextlib.AsyncExitStack() as stack:
+            async with chief(**sizes) as first:
+                fakes = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+                worker = Task(first.address, "worker:0")
+                stack.push_async_callback(worker.die)
+                await worker.ready()
+                await until(lambda: first.job.journal.history.checkpoint)
+                await worker.open()
+                await worker.next()
+                assert fakes[0].session is not None and fakes[1].session is not None
+                await fakes[1].session.die()
+                await until(lambda: len(first.job.sessions.servers) == 1)
+                fakes[0].apply(Unit(1, 0, 0))
+                worker.goodbye()
+                await until(lambda: first.job.sessions.stopping)
+                await stack.enter_async_context(ps(first.address, reborn))
+                await until(lambda: len(first.job.sessions.live("ps")) == 2)
+                places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+                await first.kill()
+            async with chief(bind=first.address, worker_timeout_s=0.5, **sizes) as second:
+                lives = [each.session.incarnation for each in (fakes[0], reborn) if each.session is not None]
+                tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
+                for task in tasks:
+                    assert (await until(functools.partial(task.ended, "stop"))).reason
+                    task.goodbye()
+                await second.exit_code()
+                assert "save" not in reborn.calls
+                for task in tasks:
+                    await task.die()
+
+    run(scenario)
+
+
 def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):

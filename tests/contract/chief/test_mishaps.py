@@ -21,9 +21,7 @@ from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError
-from tests.contract.chief.fakes import FakePs, Task, chief, cluster, indices, ps, run, until
-
-SYNC = {"batch_size": 4, "num_slices": 2, "staleness": 0.0}
+from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, run, until
 
 
 class NotYet(FakePs):
@@ -446,5 +444,28 @@ def test_a_chief_that_is_started_again_leases_units_while_updates_of_the_dead_ar
                 assert indices(await tasks[-1].next()) == [0]
                 for task in [*tasks, worker]:
                     await task.die()
+
+    run(scenario)
+
+
+def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_from_being_one_cut(tmp_path: Path) -> None:
+    """It waited for them, and the worker that would have sent them for the checkpoint, for ever."""
+
+    async def scenario() -> None:
+        config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
+        async with cluster(**config) as (running, [worker], servers):
+            await worker.open()
+            assert indices(await worker.next()) == [0], "initial values may come with the first step"
+            servers[1].apply(Unit(1, 0, 0))
+            await worker.die()
+            for server in servers:
+                server.initialized = True
+            again = Task(running.address, "worker:0")
+            await again.welcomed()
+            assert indices(await again.next()) == [0]
+            assert not running.job.journal.history.checkpoint
+            servers[0].apply(Unit(1, 0, 0))
+            await until(lambda: running.job.journal.history.checkpoint)
+            await again.die()
 
     run(scenario)

@@ -10,8 +10,7 @@ import pytest
 
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.generated import chief_pb2
-from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, ps, refused, run, until
-from tests.contract.chief.test_recovery import applied
+from tests.contract.chief.fakes import Chief, FakePs, Task, applied, chief, cluster, ps, refused, run, until
 
 
 def folders(tmp_path: Path) -> dict[str, Any]:

@@ -376,6 +376,14 @@ def test_a_resumed_worker_keeps_its_slice_after_a_restart_of_the_chief() -> None
     assert after.steps.next_number == 2
 
 
+def test_what_a_worker_tells_of_steps_counts_where_no_journal_can_know_them() -> None:
+    after = LeaseBook(next_step=3, num_unsynced=64)
+    after.open_dataset(1, Plan(8, 4, num_slices=2, staleness=0))
+    assert after.resume(A, [Lease(Unit(1, 0, 0), 2, 2, (0, 1))]) == [] and not after.held(A), "that step is over"
+    assert after.resume(A, [Lease(Unit(1, 0, 0), 2, 3, (0, 1))]) == [3] and after.held(A) == [Unit(1, 0, 0)]
+    assert after.resume(B, [Lease(Unit(1, 0, 1), 2, 3, (0, 1))]) == [] and after.held(B) == [Unit(1, 0, 1)]
+
+
 def test_units_lent_before_a_restore_are_doubtful() -> None:
     lease_book = sync_lending()
     lease_book.ask(A, 1, 0, (), 1, [A, B])
