@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import multiprocessing
 import os
 import re
@@ -29,8 +28,6 @@ hypothesis.settings.load_profile("shared machine")
 _DEADLINE_S = 30.0
 _POLL_S = 0.02
 _COLLECTION_S = 0.02
-# What a file raises that cannot be loaded, or not before the conftest.py beside it; collecting it raises that again.
-_SAID_LATER = (Exception, pytest.skip.Exception, pytest.fail.Exception)
 # pytest says which test runs; the others are set once for the process, by libraries as they load or with our log.
 _ENVIRONMENT_OF_OTHERS = {
     "PYTEST_CURRENT_TEST",
@@ -57,23 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """With little of the processor: what is loaded stays, and no file is compiled by two processes."""
+    """Without the garbage collector: what is loaded stays."""
     gc.disable()
     try:
-        _load_share(session.config)
         return (yield)
     finally:
         gc.enable()
-
-
-def _load_share(config: pytest.Config) -> None:
-    """Each process of xdist loads a part of the files first, and then finds compiled what the others have loaded."""
-    if worker := getattr(config, "workerinput", None):
-        folders = [config.rootpath / folder for folder in config.args]
-        files = sorted(path for folder in folders for path in folder.rglob("test_*.py"))
-        for path in files[int(worker["workerid"][2:]) :: worker["workercount"]]:
-            with contextlib.suppress(*_SAID_LATER):
-                importlib.import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_sessionstart() -> None:
