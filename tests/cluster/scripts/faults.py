@@ -80,7 +80,10 @@ def at_step(task: str, step: int) -> None:
         if fault["action"] == "kill":
             os.kill(_pid_of(fault.get("target", task), task), signal.SIGKILL)
         elif fault["action"] == "terminate":
-            os.kill(_pid_of(fault.get("target", task), task), signal.SIGTERM)
+            told = psutil.Process(_pid_of(fault.get("target", task), task))
+            told.send_signal(signal.SIGTERM)
+            if fault.get("target", "").startswith("chief"):
+                told.wait()  # else the next fault may find it while it leaves
         elif fault["action"] == "tear":
             _tear()
         elif fault["action"] == "resend":
