@@ -112,7 +112,7 @@ class GradientHookChanges:
         for (first, *twins), known in zip(self._parameters, self._known, strict=True):
             hooks = _gradient_hooks(first)
             for twin in twins:
-                for register, hook in (hooks[number] for number in hooks.keys() - known.keys()):
+                for register, hook in (found for number, found in hooks.items() if number not in known):
                     getattr(twin, register)(hook)
                 for _, gone in (known[number] for number in known.keys() - hooks.keys()):
                     for name in _GRADIENT_HOOKS.values():

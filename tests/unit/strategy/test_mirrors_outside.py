@@ -215,6 +215,15 @@ def test_hooks_of_gradients(replicas: Replicas, own: Net, early: bool) -> None:
     assert 0.0 not in gradients(model)
 
 
+def test_hooks_of_gradients_keep_their_order(replicas: Replicas, own: Net) -> None:
+    model = replicas.prepare(own)
+    called: list[int] = []
+    for number in range(40):
+        model.head.weight.register_hook(lambda _, number=number: called.append(number))
+    replicas.run(lambda replica: model(INPUTS).sum().backward() if replica else None)
+    assert called == list(range(40))
+
+
 def test_hooks_that_each_replica_was_given_stay_its_own(replicas: Replicas, own: Net) -> None:
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
     optimizer = replicas.prepare(own, optimizer)[1]
