@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from stratagem.arguments import whole_number
 from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,12 @@ class Loss:
     Args:
         given: a name, a loss module of torch, or ``f(outputs, targets)`` that returns a mean (a scalar) or one value an
             example.
-        class_weight: weight of each class, by its number.
 
     Raises:
         ConfigurationError: an unknown name, or a loss that adds up where it should average.
     """
 
-    def __init__(self, given: str | LossFunction, class_weight: Mapping[int, float] | None = None) -> None:
+    def __init__(self, given: str | LossFunction) -> None:
         if isinstance(given, str) and given not in _NAMED:
             raise ConfigurationError(f"expected a loss of {', '.join(sorted(_NAMED))} or a callable, got {given!r}")
         if isinstance(given, type):
@@ -96,7 +96,8 @@ class Loss:
         self._is_named = isinstance(given, str)
         self._is_looked_at = False
         self._on: dict[torch.device, Any] = {}
-        self.class_weight = dict(class_weight) if class_weight else None
+        self._name = given
+        self.class_weight: dict[int, float] | None = None
 
     @property
     def takes_probabilities(self) -> bool:
@@ -105,11 +106,17 @@ class Loss:
 
     def weighted(self, class_weight: Mapping[int, float] | None) -> Loss:
         """The same loss with weights of classes."""
-        return self if class_weight is None else Loss(self._given, class_weight)._named_as(self)
-
-    def _named_as(self, other: Loss) -> Loss:
-        self._is_named = other._is_named
-        return self
+        if class_weight is None:
+            return self
+        if not isinstance(class_weight, Mapping):
+            raise ConfigurationError(
+                f"expected class_weight to be a dict of weights by class number, got {type(class_weight).__name__}"
+            )
+        for number in class_weight:
+            whole_number("class numbers in class_weight", number, 0)
+        twin = copy.copy(self)
+        twin.class_weight = {int(number): float(weight) for number, weight in class_weight.items()} or None
+        return twin
 
     def __call__(self, outputs: Any, targets: Any, weights: torch.Tensor | None = None) -> LossValue:
         """The loss of a batch.
@@ -164,14 +171,13 @@ class Loss:
         self._is_looked_at = True
         low, high = (float(value) for value in outputs.detach().float().aminmax())
         seen = f"the module's outputs go from {low:.3g} to {high:.3g}"
-        name = next(names[0] for function, names in _TABLE if function is self._given)
         if self._given is functional.nll_loss and high > _NEAR:
             raise ConfigurationError(
-                f'loss="{name}" expects log-probabilities, and {seen}: use "cross_entropy" for logits'
+                f'loss="{self._name}" expects log-probabilities, and {seen}: use "cross_entropy" for logits'
             )
         if self._given in _BINARY and (low < 0 or high > 1):
             raise ConfigurationError(
-                f'loss="{name}" expects probabilities, and {seen}: end the module with a sigmoid, or use '
+                f'loss="{self._name}" expects probabilities, and {seen}: end the module with a sigmoid, or use '
                 '"bce_with_logits" for logits'
             )
         if self._given not in (functional.cross_entropy, _of_probabilities) or outputs.dim() < 2:
@@ -179,7 +185,7 @@ class Loss:
         are_probabilities = low >= 0 and high <= 1 and bool(((outputs.float().sum(1) - 1).abs() < _NEAR).all())
         if self._given is _of_probabilities and not are_probabilities and math.isfinite(low + high):
             raise ConfigurationError(
-                f'loss="{name}" is Keras\'s name and expects probabilities that add up to 1, and {seen}: end the '
+                f'loss="{self._name}" is Keras\'s name and expects probabilities that add up to 1, and {seen}: end the '
                 'module with a softmax, or use "cross_entropy" for logits'
             )
         if self._given is functional.cross_entropy and are_probabilities and outputs.shape[1] > 1:

@@ -15,8 +15,8 @@ from stratagem.strategy.metric_states import States
 from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-OneMetric = str | torchmetrics.Metric | torchmetrics.MetricCollection
-Metrics = OneMetric | Sequence[OneMetric] | Mapping[str, str | torchmetrics.Metric]
+OneMetric = str | torchmetrics.Metric | torchmetrics.MetricCollection | MetricFunction
+Metrics = OneMetric | Sequence[OneMetric] | Mapping[str, str | torchmetrics.Metric | MetricFunction]
 
 
 class Metric(Protocol):
@@ -108,7 +108,8 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
 
     Args:
         given: names, Keras's among them ("accuracy", "sparse_categorical_accuracy", "top_5_accuracy", "mse", …),
-            metrics of torchmetrics, or a dict that names them.
+            metrics of torchmetrics, functions of outputs and targets that return one value an example, or a dict that
+            names them.
         device: of the replica.
         takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0.
 
@@ -128,7 +129,7 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
 
 
 def _listed(given: Metrics | None) -> Iterable[Any]:
-    return [given] if isinstance(given, OneMetric) else given or ()
+    return [given] if isinstance(given, str) or callable(given) else cast(Iterable[Any], given or ())
 
 
 def _made(key: str | None, item: Any, device: torch.device, takes_probabilities: bool) -> Iterator[tuple[str, Metric]]:
@@ -140,8 +141,29 @@ def _made(key: str | None, item: Any, device: torch.device, takes_probabilities:
             yield f"{key}_{name}" if key else name, OfTorchmetrics(metric, device)
     elif isinstance(item, torchmetrics.Metric):
         yield key or _snake(type(item).__name__), OfTorchmetrics(item, device)
+    elif callable(item) and not isinstance(item, type):
+        called = key or str(getattr(item, "__name__", _snake(type(item).__name__)))
+        yield called, Mean(_of_examples(called, item))
     else:
-        raise ConfigurationError(f"expected the name of a metric or a torchmetrics.Metric, got {type(item).__name__}")
+        raise ConfigurationError(
+            "expected the name of a metric, one of torchmetrics or a function of outputs and targets, got "
+            f"{f'the class {item.__name__}' if isinstance(item, type) else type(item).__name__}"
+        )
+
+
+def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
+    """A function that is held to what a mean over all examples needs."""
+
+    def values(outputs: Any, targets: Any) -> torch.Tensor:
+        found: Any = function(outputs, targets)
+        if not isinstance(found, torch.Tensor) or not found.dim():
+            raise ConfigurationError(
+                "a function given as a metric returns a tensor with one value an example, of which the mean is made; "
+                f"{name} returned {'a scalar' if isinstance(found, torch.Tensor) else type(found).__name__}"
+            )
+        return found
+
+    return values
 
 
 def _snake(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
 from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
 from stratagem.training.fit.batches import sample_of, unpack
-from stratagem.training.fit.evaluation import Evaluation
+from stratagem.training.fit.evaluation import Evaluation, at_epochs
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.fit.sources import (
@@ -104,7 +104,8 @@ class Model(SingleBatches):
                 parameters; or ``f(parameters)`` that makes one. None: the model is only evaluated and asked.
             loss: a name, a loss module of torch, or ``f(outputs, targets)``; see
                 :class:`~stratagem.training.losses.Loss`.
-            metrics: names and metrics of torchmetrics, or a dict that names them.
+            metrics: names, metrics of torchmetrics and functions of outputs and targets that return one value an
+                example, or a dict that names them.
             mixed_precision: "bf16": forward and loss run under bfloat16 autocast.
             accumulate_steps: batches whose gradients make one update: the mean of theirs. What is left of them at the
                 end of an epoch makes one too, in which each batch has the same weight as in the others.
@@ -157,7 +158,6 @@ class Model(SingleBatches):
         self,
         x: Any,
         y: Any = None,
-        *,
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: Verbose = "auto",
@@ -170,6 +170,8 @@ class Model(SingleBatches):
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Collection[int] = 1,
     ) -> History:
         """Trains the model.
 
@@ -195,6 +197,8 @@ class Model(SingleBatches):
             steps_per_epoch: GLOBAL batches of an epoch, whoever takes them; the next epoch goes on behind them, from
                 pass to pass. None: an epoch is a pass over the data.
             validation_steps: batches of an evaluation at most.
+            validation_batch_size: as ``batch_size``, of the data of the validation; None: the same.
+            validation_freq: epochs from one validation to the next, or the epochs, from 1, that have one.
 
         Returns:
             the logs of the epochs.
@@ -223,10 +227,12 @@ class Model(SingleBatches):
         if validation_split and (not held_out or validation_data is not None):
             raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
         validation = None
+        if validation_batch_size is None:
+            validation_batch_size = batch_size
         if held_out:
-            validation = source_of(*held_out[0].parts, batch_size=batch_size)
+            validation = source_of(*held_out[0].parts, batch_size=validation_batch_size)
         elif validation_data is not None:
-            validation = validation_source(validation_data, batch_size)
+            validation = validation_source(validation_data, validation_batch_size)
         if isinstance(source, Iterator) and steps_per_epoch is None and epochs - initial_epoch > 1:
             raise ConfigurationError(
                 f"a {type(source).__name__} can be gone through once, and there are {epochs - initial_epoch} epochs: "
@@ -246,7 +252,9 @@ class Model(SingleBatches):
             called = self._called(every, verbose, num_steps, epochs)
             self._running = running
             self._position = FitPosition(dataset, running, [*first, history], initial_epoch)
-            validate = None if validation is None else self._evaluation(validation, called, validation_steps).run
+            validate = None
+            if validation is not None:
+                validate = at_epochs(validation_freq, self._evaluation(validation, called, validation_steps))
             self.history = history
             passes = Passes(self._sampled(dataset), steps_per_epoch)
             agreement = self._agreement()
@@ -261,7 +269,6 @@ class Model(SingleBatches):
         self,
         x: Any,
         y: Any = None,
-        *,
         batch_size: int | None = None,
         verbose: Verbose = "auto",
         sample_weight: Any = None,
@@ -299,7 +306,6 @@ class Model(SingleBatches):
     def predict(
         self,
         x: Any,
-        *,
         batch_size: int | None = None,
         verbose: Verbose = 0,
         steps: int | None = None,

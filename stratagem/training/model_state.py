@@ -20,6 +20,8 @@ from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.checkpoint import Checkpoint
 
+_NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_train_function", "compute_loss", "call"})
+
 
 class ModelState:
     """A model and how far its training has come.
@@ -45,6 +47,19 @@ class ModelState:
         self._num_steps = 0
         self._is_fitting = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuses what Keras would call, and nothing here does.
+
+        Raises:
+            ConfigurationError: the class defines one of them.
+        """
+        super().__init_subclass__(**options)
+        for name in _NEVER_CALLED.intersection(vars(cls)):
+            raise ConfigurationError(
+                f"{cls.__name__} defines {name}, which nothing calls: what a step computes is the module's forward and "
+                "compile's loss; for a step of your own write the loop, with strategy.run(step, args=(batch,))"
+            )
+
     @property
     def learning_rate(self) -> float:
         """Of the optimizer's first group; setting it sets that of all groups."""
@@ -57,6 +72,22 @@ class ModelState:
                 group["lr"].fill_(value)
             else:
                 group["lr"] = value
+
+    def check_attributes(self) -> None:
+        """Refuses attributes that Keras understands, and torch takes for some new attribute without a word.
+
+        Raises:
+            ConfigurationError: one of them was set.
+        """
+        for name in ("lr", "learning_rate"):
+            if name in vars(self.optimizer):
+                raise ConfigurationError(
+                    f"optimizer.{name} was set, which no optimizer of torch looks at: set model.learning_rate"
+                )
+        if "trainable" in vars(self) or "trainable" in vars(self._original):
+            raise ConfigurationError(
+                "trainable was set, which nothing looks at: call requires_grad_(False) on the module before compile"
+            )
 
     @property
     def position(self) -> FitPosition:

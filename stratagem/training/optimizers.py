@@ -45,6 +45,11 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
                 "module.parameters() of the module given to sg.Model, or give a name or a factory"
             )
         return given
+    elif not callable(given):
+        raise ConfigurationError(
+            "expected the name of an optimizer of torch.optim, an optimizer or f(parameters) that makes one, got "
+            f"{type(given).__name__}"
+        )
     else:
         factory = given
     optimizer = factory(module.parameters())

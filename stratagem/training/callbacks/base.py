@@ -60,9 +60,17 @@ class Callback:
 
     def on_train_batch_begin(self, batch: int, logs: LogsArgument = None) -> None:
         """A step, from 0 in each epoch, is about to begin."""
+        self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
         """A step is done."""
+        self.on_batch_end(batch, logs)
+
+    def on_batch_begin(self, batch: int, logs: LogsArgument = None) -> None:
+        """An older name of ``on_train_batch_begin``."""
+
+    def on_batch_end(self, batch: int, logs: LogsArgument = None) -> None:
+        """An older name of ``on_train_batch_end``."""
 
     def on_test_begin(self, logs: LogsArgument = None) -> None:
         """An evaluation is about to begin."""

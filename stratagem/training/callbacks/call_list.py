@@ -10,6 +10,7 @@ from stratagem.training.callbacks.base import Callback
 from stratagem.training.model_state import ModelState
 
 _PER_BATCH = tuple(f"on_{kind}_batch_{end}" for kind in ("train", "test", "predict") for end in ("begin", "end"))
+_OLDER_NAMES = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
 
 
 def listed(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
@@ -38,7 +39,7 @@ class CallbackList:
             hook: [
                 getattr(callback, hook)
                 for callback in self.callbacks
-                if getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+                if _has(callback, hook) or _has(callback, _OLDER_NAMES.get(hook, hook))
             ]
             for hook in _PER_BATCH
         }
@@ -60,3 +61,8 @@ class CallbackList:
         """Calls a hook of batches of those callbacks that have it."""
         for method in self._per_batch[hook]:
             method(batch, logs)
+
+
+def _has(callback: Callback, hook: str) -> bool:
+    """Whether it has a hook of its own."""
+    return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from stratagem.arguments import whole_number, whole_numbers
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
@@ -121,3 +122,17 @@ class _Limited:
 
     def __iter__(self) -> Any:
         return (batch for _, batch in first_batches(self._dataset, self._num_batches))
+
+
+def at_epochs(chosen: int | Collection[int], evaluation: Evaluation) -> Callable[[int, bool], dict[str, float]]:
+    """What evaluates after the epochs that are chosen, and gives no logs after the others.
+
+    Args:
+        chosen: every how many epochs, or the numbers, from 1, of the epochs.
+        evaluation: done after them.
+    """
+    if not isinstance(chosen, Collection):
+        every = whole_number("validation_freq", chosen)
+        return lambda number, is_silent: {} if (number + 1) % every else evaluation.run(is_silent)
+    whole_numbers(**{f"validation_freq[{place}]": number for place, number in enumerate(chosen)})
+    return lambda number, is_silent: evaluation.run(is_silent) if number + 1 in chosen else {}

@@ -33,7 +33,8 @@ class Training:
         position: how far it has come.
         callbacks: called all along.
         passes: gives the batches.
-        validate: gives the logs of the validation, without a word to callbacks if it is told True; None: there is none.
+        validate: gives the logs of the validation after an epoch of this number, without a word to callbacks if it is
+            told True; None: there is none.
         agreement: with the other workers.
     """
 
@@ -45,7 +46,7 @@ class Training:
         position: FitPosition,
         callbacks: CallbackList,
         passes: Passes,
-        validate: Callable[[bool], dict[str, float]] | None,
+        validate: Callable[[int, bool], dict[str, float]] | None,
         agreement: FitAgreement,
     ) -> None:
         self._model = model
@@ -96,11 +97,13 @@ class Training:
                 return None  # nobody has lived it since the job was resumed
             batches = itertools.chain(first, batches)
         callbacks.call("on_epoch_begin", number)
+        self._model.check_attributes()
         self._train(batches)
+        self._model.check_attributes()
         position.is_trained = True
         logs = logs or self._agreement.logs(number, running) or running.result()
         if self._validate is not None:
-            logs.update((f"val_{name}", value) for name, value in self._validate(False).items())
+            logs.update((f"val_{name}", value) for name, value in self._validate(number, False).items())
         return logs
 
     def _train(self, batches: Iterable[Any]) -> None:
@@ -133,7 +136,7 @@ class Training:
     def _pass_by(self, number: int, logs: dict[str, float]) -> None:
         """An epoch that others have lived: this worker was not there, and knows only what came of it."""
         if self._validate is not None:
-            self._validate(True)
+            self._validate(number, True)
         for callback in self._callbacks.callbacks:
             if isinstance(callback, History):
                 callback.on_epoch_end(number, logs)

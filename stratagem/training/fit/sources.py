@@ -91,7 +91,7 @@ def source_of(
         if sample_weight is not None and y is None:
             raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
         arrays = keep(Arrays([part for part in (x, y, sample_weight) if part is not None]))
-        return DataLoader(arrays, num_in_batch, shuffle=shuffle, collate_fn=_as_is)
+        return DataLoader(_some(arrays), num_in_batch, shuffle=shuffle, collate_fn=_as_is)
     for name, given in (("y", y), ("sample_weight", sample_weight)):
         if given is not None:
             raise ConfigurationError(
@@ -100,7 +100,7 @@ def source_of(
             )
     if isinstance(x, Dataset):
         shuffle = shuffle and not isinstance(x, IterableDataset)
-        return DataLoader(x, num_in_batch, shuffle=shuffle)
+        return DataLoader(x if isinstance(x, IterableDataset) else _some(x), num_in_batch, shuffle=shuffle)
     if batch_size is not None:
         raise ConfigurationError(f"batch_size= is for arrays and Datasets; a {type(x).__name__} has batches of its own")
     if isinstance(x, str | bytes) or not hasattr(x, "__iter__"):
@@ -115,7 +115,7 @@ def source_of(
 
 def validation_source(data: Any, batch_size: int | None) -> Any:
     """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``."""
-    if isinstance(data, tuple) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
+    if isinstance(data, tuple | list) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
         return source_of(*data, batch_size=batch_size)
     return source_of(data, batch_size=batch_size if isinstance(data, Dataset) else None)
 
@@ -194,6 +194,13 @@ def _is_arrays(x: Any, y: Any) -> bool:
     if isinstance(x, list | tuple) and x:  # several inputs; a list of batches has a tuple, list or dict for each
         return isinstance(x[0], torch.Tensor | np.ndarray)
     return False
+
+
+def _some(dataset: Any) -> Any:
+    """A map-style dataset that is not empty."""
+    if not len(dataset):
+        raise ConfigurationError("expected at least one example, got none")
+    return dataset
 
 
 class _OfTensors:

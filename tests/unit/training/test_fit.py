@@ -290,7 +290,7 @@ def test_losses_divide_by_what_counts() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0])
     mean, divisor = Loss(nn.CrossEntropyLoss(weight=weight))(outputs, targets)
     assert divisor == 12.0
-    torch.testing.assert_close(mean, Loss("cross_entropy", {1: 2.0, 2: 3.0})(outputs, targets).mean)
+    torch.testing.assert_close(mean, Loss("cross_entropy").weighted({1: 2.0, 2: 3.0})(outputs, targets).mean)
     tokens = torch.tensor([[0, -100], [1, 2], [-100, -100]])
     assert Loss("cross_entropy")(torch.zeros(3, 3, 2), tokens).divisor == 3.0
     assert Loss("cross_entropy")(outputs, targets).divisor is None

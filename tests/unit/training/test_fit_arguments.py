@@ -30,6 +30,10 @@ def fit(x: Any = X, y: Any = Y, compile_with: dict[str, Any] | None = None, **op
     return logs
 
 
+def scalar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) == targets).float().mean()
+
+
 def arrays() -> Iterator[tuple[np.ndarray, np.ndarray]]:
     yield X, Y
 
@@ -65,6 +69,16 @@ def test_forms_that_mean_the_same(same: dict[str, Any]) -> None:
         ({"compile_with": {"loss": torch.nn.CrossEntropyLoss}}, r"give CrossEntropyLoss\(\)"),
         ({"compile_with": {"accumulate_steps": 1.5}}, "expected accumulate_steps of at least 1, a whole number"),
         ({"y": Y.astype(np.float32)}, r"whole class numbers.*y.astype\('int64'\)"),
+        ({"class_weight": [1.0, 2.0]}, "expected class_weight to be a dict of weights by class number, got list"),
+        ({"class_weight": {"0": 1.0}}, "expected class numbers in class_weight of at least 0, a whole number, got '0'"),
+        ({"class_weight": {-1: 1.0}}, "expected class numbers in class_weight of at least 0, a whole number, got -1"),
+        ({"x": X[:0], "y": Y[:0]}, "expected at least one example, got none"),
+        ({"compile_with": {"optimizer": {"name": "sgd"}}}, "expected the name of an optimizer.*got dict"),
+        ({"compile_with": {"loss": "categorical_crossentropy"}}, 'loss="categorical_crossentropy" is Keras'),
+        ({"compile_with": {"metrics": [torch.nn.L1Loss]}}, "got the class L1Loss"),
+        ({"compile_with": {"metrics": [scalar]}}, "scalar returned a scalar"),
+        ({"validation_data": (X, Y), "validation_freq": 0}, "expected validation_freq of at least 1"),
+        ({"validation_data": (X, Y), "validation_freq": ["2"]}, r"expected validation_freq\[0\] of at least 1"),
         ({"x": X.tolist(), "y": Y.tolist()}, r"got \[3\], \[3\], \[3\], \[3\] and 13 more"),
     ],
     ids=lambda given: ", ".join(given) if isinstance(given, dict) else "",
@@ -72,6 +86,77 @@ def test_forms_that_mean_the_same(same: dict[str, Any]) -> None:
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         fit(**options)
+
+
+def test_the_order_of_the_arguments_is_that_of_keras() -> None:
+    model = compiled()
+    history = model.fit(X, Y, 8, 2, 0).history
+    assert len(history["loss"]) == 2
+    assert model.evaluate(X, Y, 8, 0) == model.evaluate(X, Y, batch_size=8, verbose=0)
+    assert model.predict(X, 8).shape == (16, 2)
+
+
+def test_class_numbers_of_numpy() -> None:
+    weights = dict(zip(np.unique(Y), np.array([2.0, 0.5], np.float32), strict=True))
+    assert fit(class_weight=weights) == fit(class_weight={0: 2.0, 1: 0.5})
+
+
+def test_a_function_is_a_metric_over_all_examples() -> None:
+    def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.argmax(1) == targets
+
+    model = compiled(metrics=["accuracy", right])
+    found = model.evaluate(X, Y, batch_size=5, verbose=0, return_dict=True)
+    assert found["right"] == found["accuracy"] > 0
+    assert "again" in compiled(metrics={"again": right}).evaluate(X, Y, verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize(("chosen", "epochs"), [(1, 4), (2, 2), (3, 1), ([1, 4], 2), (range(2, 4), 2)])
+def test_a_validation_only_after_the_epochs_that_are_chosen(chosen: Any, epochs: int) -> None:
+    for data in ((X, Y), [X, Y]):
+        logs = fit(epochs=4, validation_data=data, validation_freq=chosen, validation_batch_size=3)
+        assert len(logs["loss"]) == 4 and len(logs["val_loss"]) == epochs
+
+
+def test_the_older_names_of_the_hooks_of_batches() -> None:
+    heard: list[str] = []
+
+    class Older(sg.callbacks.Callback):
+        def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+            heard.append(f"begin {batch}")
+
+        def on_batch_end(self, batch: int, logs: Any = None) -> None:
+            heard.append(f"end {batch} of {', '.join(logs)}")
+
+    model = compiled()
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Older()])
+    assert heard == ["begin 0", "end 0 of loss, accuracy", "begin 1", "end 1 of loss, accuracy"]
+    heard.clear()
+    model.fit(X, Y, verbose=0, callbacks=sg.callbacks.LambdaCallback(on_batch_end=lambda batch, _: heard.append("end")))
+    assert heard == ["end"]
+
+
+@pytest.mark.parametrize("name", ["train_step", "test_step", "call"])
+def test_a_method_that_only_keras_would_call_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"Mine defines {name}, which nothing calls.*strategy.run\(step"):
+        type("Mine", (sg.Model,), {name: lambda self, data: None})
+
+
+@pytest.mark.parametrize("strategy", [sg.OneDeviceStrategy(), sg.MirroredStrategy(["cpu:0", "cpu:1"])])
+def test_an_attribute_that_only_keras_would_look_at_is_refused(strategy: sg.Strategy) -> None:
+    class Faster(sg.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            assert self.model.optimizer is not None
+            self.model.optimizer.learning_rate = 0.5  # type: ignore[attr-defined]
+
+    with strategy.scope():
+        model = compiled()
+        with pytest.raises(ConfigurationError, match=r"set model\.learning_rate"):
+            model.fit(X, Y, verbose=0, callbacks=[Faster()])
+        model = compiled()
+        model.trainable = False  # type: ignore[attr-defined]
+        with pytest.raises(ConfigurationError, match=r"requires_grad_\(False\) on the module before compile"):
+            model.fit(X, Y, verbose=0)
 
 
 def test_predict_says_how_long_it_took_when_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:

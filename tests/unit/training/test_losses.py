@@ -58,8 +58,8 @@ def test_probabilities_of_zero_cost_what_they_cost_in_keras() -> None:
 
 
 def test_weights_of_classes_and_ignored_targets_count_as_with_logits() -> None:
-    weighted = Loss("sparse_categorical_crossentropy", {0: 3.0})(PROBABILITIES, CLASSES)
-    torch.testing.assert_close(weighted, Loss("cross_entropy", {0: 3.0})(LOGITS, CLASSES))
+    weighted = Loss("sparse_categorical_crossentropy").weighted({0: 3.0})(PROBABILITIES, CLASSES)
+    torch.testing.assert_close(weighted, Loss("cross_entropy").weighted({0: 3.0})(LOGITS, CLASSES))
 
 
 @pytest.mark.parametrize(
