@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -23,7 +24,8 @@ REPORT_WAIT_S = 1.0
 
 
 class ChiefClient:
-    """The worker's side of the ``Chief`` service.
+    """The worker's side of the ``Chief`` service. What workers count and agree on has a topic: a group and a number in
+    it, the same on every worker.
 
     Args:
         session: the session; its channel carries the calls, its end ends them.
@@ -35,6 +37,7 @@ class ChiefClient:
         self._timeout_s = timeout_s
         self._channel = session.channel
         self._newest_stub = chief_pb2_grpc.ChiefStub(session.channel)
+        self._num_groups: collections.Counter[str] = collections.Counter()
 
     @property
     def _sender(self) -> common_pb2.Sender:
@@ -68,16 +71,36 @@ class ChiefClient:
         )
         return self._call(lambda stub: stub.StartStep, request, patient=True)
 
-    def get_metric_states(
+    def new_group(self, kind: str) -> str:
+        """A group of topics that every worker gets who asks in the same order: "fit 1", "fit 2", …"""
+        self._num_groups[kind] += 1
+        return f"{kind} {self._num_groups[kind]}"
+
+    def logs(self, group: str, ordinal: int) -> dict[str, float] | None:
+        """What came of a topic; None while nobody has said it."""
+        reply = self._get_metric_states(group, ordinal, only_logs=True)
+        return {log.name: log.value for log in reply.logs} if reply.closed else None
+
+    def states(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
+        """What all workers have counted, unit by unit, or what came of it if somebody has said that."""
+        found: list[bytes] = []
+        while True:
+            reply = self._get_metric_states(group, ordinal, len(found))
+            if reply.closed:
+                return {log.name: log.value for log in reply.logs}
+            found += reply.states
+            if not reply.num_left:
+                return found
+
+    def _get_metric_states(
         self, group: str, ordinal: int, first: int = 0, only_logs: bool = False
     ) -> chief_pb2.GetMetricStatesReply:
-        """What was counted in a topic, or what came of it."""
-        name = chief_pb2.Topic(group=group, ordinal=ordinal)
-        request = chief_pb2.GetMetricStatesRequest(sender=self._sender, topic=name, first=first, only_logs=only_logs)
+        topic = chief_pb2.Topic(group=group, ordinal=ordinal)
+        request = chief_pb2.GetMetricStatesRequest(sender=self._sender, topic=topic, first=first, only_logs=only_logs)
         return self._call(lambda stub: stub.GetMetricStates, request)
 
     def record_logs(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
-        """Says what came of a topic; returns what stands."""
+        """Says what came of a topic. Returns what stands: what the first worker said."""
         request = chief_pb2.RecordLogsRequest(
             sender=self._sender,
             topic=chief_pb2.Topic(group=group, ordinal=ordinal),
@@ -86,13 +109,20 @@ class ChiefClient:
         return {log.name: log.value for log in self._call(lambda stub: stub.RecordLogs, request).logs}
 
     def agree(self, group: str, ordinal: int, value: int) -> int:
-        """Says a number; returns the largest that any worker says."""
+        """Says a number and waits until every worker that takes part has said one: the largest is decided, for good.
+
+        Args:
+            group: of the question.
+            ordinal: of the question.
+            value: at least 0.
+        """
         topic = chief_pb2.Topic(group=group, ordinal=ordinal)
         request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value)
         return self._call(lambda stub: stub.Agree, request, patient=True).value
 
     def leave_group(self, group: str) -> None:
-        """Says that nobody need wait for this worker in a group of agreements, nor in steps that are made in it."""
+        """Nobody need wait for this worker in a group of agreements, nor in steps that are made in it, any more, unless
+        it says another number."""
         topic = chief_pb2.Topic(group=group)
         self._call(lambda stub: stub.Agree, chief_pb2.AgreeRequest(sender=self._sender, topic=topic, leave=True))
 
@@ -101,12 +131,10 @@ class ChiefClient:
         named = [common_pb2.Sender(task=task, incarnation=incarnation) for task, incarnation in newcomers]
         self._call(lambda stub: stub.TakeIn, chief_pb2.TakeInRequest(sender=self._sender, newcomers=named))
 
-    def save_checkpoint(self, directory: str) -> tuple[str, int]:
-        """Takes a checkpoint of all ps; returns its path and step."""
-        reply = self._call(
-            lambda stub: stub.SaveCheckpoint, chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
-        )
-        return reply.path, reply.step
+    def save_checkpoint(self, directory: str) -> str:
+        """Takes a checkpoint of all ps; returns its path."""
+        request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
+        return self._call(lambda stub: stub.SaveCheckpoint, request).path
 
     def status(self) -> chief_pb2.GetStatusReply:
         """What every task is doing."""

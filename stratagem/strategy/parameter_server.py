@@ -195,7 +195,7 @@ class ParameterServerStrategy(Strategy):
         from stratagem.strategy.prepared_metric import prepare_metric
         from stratagem.strategy.ps.metrics import CountedMetric
 
-        made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self, self.servers.counts))]
+        made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self, self.servers.chief))]
         self._metrics += made
         return metric
 

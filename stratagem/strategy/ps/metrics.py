@@ -19,8 +19,8 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.prepared_metric import PreparedMetric
-from stratagem.strategy.ps.counts import SharedCounts
 from stratagem.strategy.torchmetrics_states import num_updates, states_of
+from stratagem.worker.chief_client import ChiefClient
 
 MAX_NUMBERS = 4096
 """In the value of a metric that is kept after the metric was reset."""
@@ -36,10 +36,10 @@ class CountedMetric(PreparedMetric):
     group = ""
     """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
 
-    def __init__(self, metric: torchmetrics.Metric, strategy: Strategy, counts: SharedCounts) -> None:
+    def __init__(self, metric: torchmetrics.Metric, strategy: Strategy, chief: ChiefClient) -> None:
         super().__init__(metric, strategy)
-        self._counts = counts
-        self._group = counts.new_group("metric")
+        self._chief = chief
+        self._group = chief.new_group("metric")
         self._ordinal = 0
         self._in_unit = False
         self._newest: Any = None
@@ -59,7 +59,7 @@ class CountedMetric(PreparedMetric):
 
     def compute(self) -> Any:
         self._check_outside("compute")
-        found = self._counts.states(self._group, self._ordinal)
+        found = self._chief.states(self._group, self._ordinal)
         if isinstance(found, Mapping):
             return value_from(self.name, found) if found else self._computed([])
         self._newest = self._computed([from_bytes(data) for data in found])
@@ -67,12 +67,12 @@ class CountedMetric(PreparedMetric):
 
     def reset(self) -> None:
         self._check_outside("reset")
-        counts = self._counts
-        if counts.logs(self._group, self._ordinal) is None:
-            if self._newest is None and counts.states(self._group, self._ordinal):
+        chief = self._chief
+        if chief.logs(self._group, self._ordinal) is None:
+            if self._newest is None and chief.states(self._group, self._ordinal):
                 self.compute()
             value = {} if self._newest is None else numbers_of(self._newest)
-            counts.record(self._group, self._ordinal, value)
+            chief.record_logs(self._group, self._ordinal, value)
         self._ordinal += 1
         self._newest = None
 

@@ -20,7 +20,6 @@ from stratagem.cluster.units import Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.errors import ClusterTimeoutError
-from stratagem.strategy.ps.counts import SharedCounts
 from stratagem.strategy.ps.evaluation import EvaluatedUnits, WholeData
 from stratagem.strategy.ps.units import UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
@@ -61,7 +60,7 @@ class Servers:
     ) -> None:
         self.staleness = staleness
         """Of the job; see ``ParameterServerStrategy``."""
-        self.counts = SharedCounts(runtime.chief)
+        self.chief = runtime.chief
         """What workers count and decide together."""
         self.listeners: list[UnitListener] = []
         """Who hears of the units that are trained on now."""
@@ -110,8 +109,8 @@ class Servers:
         return WholeData(batches, units), units
 
     def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
-        group = self.counts.new_group("evaluation")
-        return EvaluatedUnits(self._runtime.chief, group, plan, self._pull, self._runtime.meter)
+        group = self.chief.new_group("evaluation")
+        return EvaluatedUnits(self.chief, group, plan, self._pull, self._runtime.meter)
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -121,8 +120,7 @@ class Servers:
         Raises:
             CheckpointError: it could not be written.
         """
-        path, _step = self._runtime.chief.save_checkpoint(str(directory.absolute()))
-        return pathlib.Path(path)
+        return pathlib.Path(self.chief.save_checkpoint(str(directory.absolute())))
 
     def claim(self, target: pathlib.Path) -> bool:
         """Says that this worker saves there. False when another worker, or an earlier job, has done so."""
@@ -139,11 +137,11 @@ class Servers:
 
     def announce(self, target: pathlib.Path) -> None:
         """Tells the job that a worker of it is about to save there."""
-        self.counts.record(f"checkpoint {target}", 0, {})
+        self.chief.record_logs(f"checkpoint {target}", 0, {})
 
     def is_announced(self, target: pathlib.Path) -> bool:
         """Whether a worker of this job has said that."""
-        return self.counts.logs(f"checkpoint {target}", 0) is not None
+        return self.chief.logs(f"checkpoint {target}", 0) is not None
 
     def names(self) -> dict[Place, str]:
         """Names of tables and of the variables that optimizers change on the ps, by :func:`place_of` the copy in this
@@ -167,19 +165,19 @@ class Servers:
         Raises:
             ClusterTimeoutError: the lead does not load, and nobody takes its place.
         """
-        group = self.counts.new_group("load")
+        group = self.chief.new_group("load")
         has_loaded = False
-        self.counts.agree(group, 0, 0)  # all are here: none of them has an update under way
+        self.chief.agree(group, 0, 0)  # all are here: none of them has an update under way
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
         for attempt in itertools.count(1):
-            is_done = self.counts.logs(group, 0) is not None
+            is_done = self.chief.logs(group, 0) is not None
             if not is_done and self._runtime.is_lead():
                 with self._runtime.assigning(True):
                     load()
                     self._groups.push()
-                self.counts.record(group, 0, {})
+                self.chief.record_logs(group, 0, {})
                 is_done = has_loaded = True
-            if self.counts.agree(group, attempt, int(is_done)):
+            if self.chief.agree(group, attempt, int(is_done)):
                 break
             if time.monotonic() > deadline:
                 raise ClusterTimeoutError(

@@ -101,9 +101,9 @@ class FitOnServers:
 
     def __init__(self, servers: Servers, running: RunningMetrics) -> None:
         self._servers = servers
-        self._shared = servers.counts
-        self._units = UnitCounts(self._shared, running)
-        self._counted = self._shared.new_group("fit")
+        self._chief = servers.chief
+        self._units = UnitCounts(self._chief, running)
+        self._counted = self._chief.new_group("fit")
         self._logs = f"{self._counted}, logs of epochs"
         self.group = f"{self._counted}, ends of epochs"
         self._epoch = 0
@@ -130,12 +130,12 @@ class FitOnServers:
                 yield
         except BaseException:
             with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
-                self._shared.leave(self.group)  # the others go on without this worker
+                self._chief.leave_group(self.group)  # the others go on without this worker
             raise
 
     def begin(self, epoch: int) -> dict[str, float] | None:
         self._epoch = epoch
-        return self._shared.logs(self._logs, epoch)
+        return self._chief.logs(self._logs, epoch)
 
     def add(self, results: Sequence[StepResult]) -> None:
         self._units.add(results)
@@ -144,10 +144,10 @@ class FitOnServers:
         return self._units.result(self._counted, epoch)
 
     def record(self, epoch: int, logs: dict[str, float]) -> None:
-        self._shared.record(self._logs, epoch, {name: float(value) for name, value in logs.items()})
+        self._chief.record_logs(self._logs, epoch, {name: float(value) for name, value in logs.items()})
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        return bool(self._shared.agree(self.group, epoch, int(wish)))
+        return bool(self._chief.agree(self.group, epoch, int(wish)))
 
 
 def check_groups(servers: Servers | None, dataset: Any, accumulate_steps: int) -> None:

@@ -59,7 +59,7 @@ class Evaluation:
         strategy = steps.strategy
         if strategy.servers is not None:
             dataset, self._units = _leased(strategy, strategy.servers, source, num_steps)
-            self._counts = UnitCounts(strategy.servers.counts, new_running_metrics())
+            self._counts = UnitCounts(strategy.servers.chief, new_running_metrics())
             self._units.counted_by(self._counts.begin, self._counts.collect)
             self._num_steps = None
         else:

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from stratagem.cluster.units import MAX_STATE_BYTES
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import from_bytes, to_bytes
-from stratagem.strategy.ps.counts import SharedCounts
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
+from stratagem.worker.chief_client import ChiefClient
 
 
 class UnitCounts:
     """What is counted on units, as it travels with their acceptance, and what comes of it.
 
     Args:
-        shared: the counts of the job.
+        chief: keeps the counts of the job.
         running: of this object alone.
     """
 
-    def __init__(self, shared: SharedCounts, running: RunningMetrics) -> None:
-        self._shared = shared
+    def __init__(self, chief: ChiefClient, running: RunningMetrics) -> None:
+        self._chief = chief
         self._running = running
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class UnitCounts:
 
     def result(self, group: str, ordinal: int) -> dict[str, float] | None:
         """Loss and metrics over all units of a topic, the same on every worker; None if there are none."""
-        found = self._shared.states(group, ordinal)
+        found = self._chief.states(group, ordinal)
         if isinstance(found, dict):
             return found
         if not found:
@@ -57,4 +57,4 @@ class UnitCounts:
         self._running.add_states([from_bytes(data) for data in found])
         logs = self._running.result()
         self._running.reset()
-        return self._shared.record(group, ordinal, logs)
+        return self._chief.record_logs(group, ordinal, logs)

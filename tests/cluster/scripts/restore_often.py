@@ -17,24 +17,24 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.strategy.ps.counts import SharedCounts
+from stratagem.worker.chief_client import ChiefClient
 
 
 @contextlib.contextmanager
 def lingering(pause_s: float) -> Iterator[None]:
     """Inside, this process waits a moment after each agreement, before it looks at what has come of it."""
-    agree = SharedCounts.agree
+    agree = ChiefClient.agree
 
-    def slow(self: SharedCounts, *args: Any, **kwargs: Any) -> int:
+    def slow(self: ChiefClient, *args: Any, **kwargs: Any) -> int:
         decided = agree(self, *args, **kwargs)
         time.sleep(pause_s)
         return decided
 
-    SharedCounts.agree = slow  # type: ignore[method-assign]
+    ChiefClient.agree = slow  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SharedCounts.agree = agree  # type: ignore[method-assign]
+        ChiefClient.agree = agree  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -329,7 +329,7 @@ def paced(strategy: sg.Strategy) -> dict[str, Any]:
     pairs = [strategy.prepare(one, sgd), strategy.prepare(two, momentum)]
     by_step, by_epoch = strategy.prepare(cycle, halves)
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(*rows(39)), batch_size=2))
-    counts = None if strategy.servers is None else strategy.servers.counts
+    counts = None if strategy.servers is None else strategy.servers.chief
     group = counts.new_group("paced") if counts is not None else ""
 
     def step(batch: Batch) -> None:

@@ -13,15 +13,15 @@ import torchmetrics
 from stratagem.cluster.units import MAX_STATE_BYTES, Plan
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.strategy.ps.counts import SharedCounts
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.agreement import check_groups
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.unit_counts import UnitCounts
 from stratagem.training.metrics import metrics_of
+from stratagem.worker.chief_client import ChiefClient
 
 
-class Shared(SharedCounts):
+class Shared(ChiefClient):
     """Has what was counted, in memory."""
 
     def __init__(self, found: Sequence[bytes] | dict[str, float]) -> None:
@@ -31,7 +31,7 @@ class Shared(SharedCounts):
     def states(self, group: str, ordinal: int) -> list[bytes] | dict[str, float]:
         return self._found if isinstance(self._found, dict) else list(self._found)
 
-    def record(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
+    def record_logs(self, group: str, ordinal: int, logs: Mapping[str, float]) -> dict[str, float]:
         self.settled = dict(logs)
         return self.settled
 
