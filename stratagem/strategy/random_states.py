@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -41,6 +42,17 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
     version, *internal = states["python"].tolist()
     next_gauss = float(states["python.gauss"]) if "python.gauss" in states else None
     random.setstate((version, tuple(internal), next_gauss))
+
+
+@contextlib.contextmanager
+def random_untouched() -> Iterator[None]:
+    """Around what is done in the middle of a training that must not notice: afterwards the generators are where they
+    were."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
 
 
 def all_random_states(strategy: Strategy) -> dict[str, torch.Tensor]:

@@ -14,13 +14,13 @@ from stratagem.checkpoint.catalog import newest, read_step, was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
 from stratagem.strategy import roles
+from stratagem.strategy.random_states import random_untouched
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.evaluator_schedule import EvaluatorDecision, EvaluatorSchedule
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME
 from stratagem.training.estimator.training import SavedStep
-from stratagem.training.estimator.untouched_random import random_untouched
 from stratagem.training.saving.new_checkpoints import JobWatch
 
 logger = logging.getLogger(__name__)
