@@ -167,19 +167,6 @@ class Newcomers:
         return [stream for place, stream in enumerate(STREAMS) if len({int(each[0, place]) for each in old}) == 1]
 
 
-class DatasetJoining(NamedTuple):
-    """Implements :class:`~stratagem.strategy.step_listener.Joining` for one dataset."""
-
-    newcomers: Newcomers
-    ordinal: int
-
-    def arrive(self) -> None:
-        self.newcomers.arrive(self.ordinal)
-
-    def between_steps(self) -> None:
-        self.newcomers.between_steps(self.ordinal)
-
-
 def _stream(name: str) -> str:
     return name.partition(".")[0].partition(":")[0]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from stratagem.data.placement import Listener, StepShare
 from stratagem.errors import PeerUnavailableError, StratagemError
+from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.step_shares import StepShares
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
@@ -18,16 +19,6 @@ REPORT_SHARE = 0.1
 """Of the time a step listener spends at most with reports that are not answered."""
 
 
-class Joining(Protocol):
-    """How newcomers come into a ring that trains."""
-
-    def arrive(self) -> None:
-        """The script comes to its data: a newcomer joins the others."""
-
-    def between_steps(self) -> None:
-        """No step is under way: the others may take newcomers in."""
-
-
 class StepListener(Listener):
     """Tells the shares of each batch, counts steps, and numbers the collectives by them.
 
@@ -36,7 +27,8 @@ class StepListener(Listener):
         meter: counts steps and examples.
         communicators: whose collectives belong to steps.
         placed: called with each batch, which is where the step will use it; None: nothing is left to do.
-        joining: lets newcomers in between steps, and takes this one to the others; None: nobody comes.
+        newcomers: lets them in between steps, or takes this one to the others; None: nobody comes.
+        ordinal: of the dataset.
     """
 
     def __init__(
@@ -45,9 +37,11 @@ class StepListener(Listener):
         meter: StepMeter,
         communicators: Sequence[Communicator],
         placed: Callable[[Any], None] | None = None,
-        joining: Joining | None = None,
+        newcomers: Newcomers | None = None,
+        ordinal: int = 1,
     ) -> None:
-        self._joining = joining
+        self._newcomers = newcomers
+        self._ordinal = ordinal
         self._placed = placed
         self.report: Callable[[int, Sequence[int]], None] | None = None
         """Tells who keeps books of an epoch's finished steps; None: nobody does. Raises ``PeerUnavailableError`` where
@@ -61,12 +55,12 @@ class StepListener(Listener):
         self._report_at = 0.0
 
     def arrive(self) -> None:
-        if self._joining is not None:
-            self._joining.arrive()
+        if self._newcomers is not None:
+            self._newcomers.arrive(self._ordinal)
 
     def between_steps(self) -> None:
-        if self._joining is not None:
-            self._joining.between_steps()
+        if self._newcomers is not None:
+            self._newcomers.between_steps(self._ordinal)
 
     def start_epoch(self, epoch: int) -> None:
         self._epoch = epoch

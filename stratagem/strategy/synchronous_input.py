@@ -14,7 +14,7 @@ from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.newcomers import DatasetJoining, Newcomers
+from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.replicas.local_replicas import LocalReplicas
 from stratagem.strategy.step_listener import StepListener
 from stratagem.strategy.step_shares import StepShares
@@ -93,8 +93,8 @@ class SynchronousInput(Strategy):
         return InputPlacement(self._local.devices, size, rank, self.communicator, seed)
 
     def _listener(self, ordinal: int) -> StepListener:
-        joining = None if self._newcomers is None else DatasetJoining(self._newcomers, ordinal)
-        return StepListener(self._shares, self._meter, self._communicators(), self._begin_step, joining)
+        communicators = self._communicators()
+        return StepListener(self._shares, self._meter, communicators, self._begin_step, self._newcomers, ordinal)
 
     def _communicators(self) -> list[Communicator]:
         """Those of the local replicas, and that with the other workers, each once."""
