@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -74,11 +73,7 @@ class Model(SingleBatches):
         self.history: History | None = None
         """Of the newest ``fit``."""
         self._is_prepared = False
-        self._loss: Loss | None = None
-        self._metrics: Metrics | None = None
-        self._autocast: torch.dtype | None = None
-        self._accumulate_steps = 1
-        self.compiled: Compiled | None = None
+        self.compiled = Compiled()
         """What ``compile`` was told."""
 
     # -- compiling ---------------------------------------------------------------------------------------------
@@ -147,10 +142,8 @@ class Model(SingleBatches):
             prepared = self.strategy.prepare(*objects, **preparation)
         self.module, self.optimizer = (prepared, None) if made is None else prepared
         self._is_prepared = True
-        self._loss, self._metrics = chosen, metrics
-        self._autocast = torch.bfloat16 if mixed_precision else None
-        self._accumulate_steps = accumulate_steps
-        self.compiled = Compiled(chosen, metrics, self._autocast, accumulate_steps, preparation)
+        autocast = torch.bfloat16 if mixed_precision else None
+        self.compiled = Compiled(chosen, metrics, autocast, accumulate_steps, preparation)
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -207,7 +200,8 @@ class Model(SingleBatches):
             ConfigurationError: arguments that do not go together, or the model is not compiled for training.
             NonFiniteGradientError: NaN or Inf in a gradient, under ``nan="error"``.
         """
-        if self.optimizer is None or self._loss is None:
+        compiled = self.compiled
+        if self.optimizer is None or compiled.loss is None:
             raise ConfigurationError("fit needs compile(optimizer=..., loss=...)")
         whole_numbers(0, epochs=epochs, initial_epoch=initial_epoch)
         whole_numbers(steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
@@ -240,9 +234,9 @@ class Model(SingleBatches):
             )
         with self._scope(), self._fitting():
             dataset = for_training(self.strategy, source, self.module, self._device)
-            check_groups(self.strategy.servers, dataset, self._accumulate_steps)
-            running = self._new_running_metrics(self._loss)
-            steps = self._steps(self._loss.weighted(class_weight))
+            check_groups(self.strategy.servers, dataset, compiled.accumulate_steps)
+            running = self._new_running_metrics()
+            steps = self._steps(compiled.loss.weighted(class_weight))
             history, pace = History(), Pace()
             last = [callback for callback in callbacks if getattr(callback, "runs_last", False)]
             first = [callback for callback in callbacks if callback not in last]
@@ -292,7 +286,7 @@ class Model(SingleBatches):
         Raises:
             ConfigurationError: arguments that do not go together, or the model has no loss.
         """
-        if self._loss is None:
+        if self.compiled.loss is None:
             raise ConfigurationError("evaluate needs compile(loss=...)")
         whole_numbers(steps=steps)
         source = source_of(x, y, sample_weight, batch_size=batch_size)
@@ -361,9 +355,9 @@ class Model(SingleBatches):
             module=self.module,
             optimizer=self.optimizer,
             loss=loss,
-            autocast=self._autocast,
-            accumulate_steps=self._accumulate_steps,
-            keeps_outputs=bool(self._metrics),
+            autocast=self.compiled.autocast,
+            accumulate_steps=self.compiled.accumulate_steps,
+            keeps_outputs=bool(self.compiled.metrics),
         )
 
     def _called(
@@ -372,22 +366,16 @@ class Model(SingleBatches):
         return CallbackList(callbacks, self, {"epochs": epochs, "steps": steps, "verbose": verbose})
 
     def _evaluation(self, source: Any, callbacks: CallbackList, num_steps: int | None) -> Evaluation:
-        assert self._loss is not None
-        loss = self._loss
-        steps, device = self._steps(loss), self._device
-        new_running = functools.partial(self._new_running_metrics, loss)
-        return Evaluation(steps, new_running, source, device, callbacks, num_steps, self._sampled)
+        steps, new_running = self._steps(self.compiled.loss), self._new_running_metrics
+        return Evaluation(steps, new_running, source, self._device, callbacks, num_steps, self._sampled)
 
     def _agreement(self) -> FitAgreement:
-        assert self._loss is not None
         if self.strategy.servers is not None:
-            return FitOnServers(self.strategy.servers, self._new_running_metrics(self._loss))
+            return FitOnServers(self.strategy.servers, self._new_running_metrics())
         return InStep(self.strategy)
 
-    def _new_running_metrics(self, loss: Loss) -> RunningMetrics:
-        probabilities = loss.takes_probabilities
-        devices = devices_of(self.strategy, self._device)
-        sets = [metrics_of(self._metrics, device, takes_probabilities=probabilities) for device in devices]
+    def _new_running_metrics(self) -> RunningMetrics:
+        sets = [self.compiled.metrics_on(device) for device in devices_of(self.strategy, self._device)]
         return RunningMetrics(self.strategy, sets)
 
     def _sampled(self, dataset: Any) -> Heard:

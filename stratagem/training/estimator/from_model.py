@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.fit.batches import call
 from stratagem.training.fit.steps import precision
-from stratagem.training.metrics import Metric, metrics_of
+from stratagem.training.metrics import Metric
 from stratagem.training.model import Model
 
 
@@ -49,7 +48,7 @@ def model_to_estimator(
             "strategies of an Estimator are those of its RunConfig"
         )
     compiled = model.compiled
-    if compiled is None or compiled.loss is None or model.optimizer is None:
+    if compiled.loss is None or model.optimizer is None:
         raise ConfigurationError("model_to_estimator needs a compiled model: compile(optimizer=..., loss=...)")
     if compiled.accumulate_steps > 1:
         raise ConfigurationError("an Estimator makes an update of each batch: compile with accumulate_steps=1")
@@ -68,7 +67,8 @@ class _Function:
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: Compiled) -> None:
         self._pair = copy.deepcopy((module, optimizer))
         self._compiled = compiled
-        self._metrics = _by_name(compiled)
+        names = compiled.metrics_on(torch.device("cpu"))
+        self._metrics = {name: functools.partial(self._metric, name) for name in names}
 
     def __call__(self, features: Any, labels: Any, mode: str) -> EstimatorSpec:
         fresh: list[tuple[nn.Module, torch.optim.Optimizer]] = []
@@ -93,16 +93,8 @@ class _Function:
         optimizer = get_or_create("optimizer", lambda: fresh[0][1])
         return EstimatorSpec(mode, loss=loss, optimizer=optimizer, prepare=self._compiled.preparation)
 
+    def _metric(self, name: str, device: torch.device) -> Metric:
+        return self._compiled.metrics_on(device)[name]
+
     def _full(self, leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is self._compiled.autocast else leaf
-
-
-def _by_name(compiled: Compiled) -> dict[str, Callable[[torch.device], Metric]]:
-    """What makes each metric on a device, by the name it has in results."""
-    assert compiled.loss is not None
-    make = functools.partial(metrics_of, compiled.metrics, takes_probabilities=compiled.loss.takes_probabilities)
-
-    def one(name: str, device: torch.device) -> Metric:
-        return make(device)[name]
-
-    return {name: functools.partial(one, name) for name in make(torch.device("cpu"))}
