@@ -19,7 +19,7 @@ import torch
 from stratagem.checkpoint.draft import CheckpointDraft
 
 _WRITE_BYTES = 1 << 22
-_NAMES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -31,6 +31,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""What a file knows, by its names there."""
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
@@ -90,7 +91,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     offset = 0
     for name, tensor in tensors.items():
         stop = offset + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

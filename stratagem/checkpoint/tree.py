@@ -16,17 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from stratagem.checkpoint.tensor_file import DTYPES
 from stratagem.errors import CheckpointError, ConfigurationError
 
 Json = Any
-
-_FILE_DTYPES = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    }
-)
-"""What ``stratagem.checkpoint.tensor_file`` writes under its own name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +125,7 @@ class _Encoder:
         while key in self._tensors:
             key += "'"
         leaf: dict[str, Json] = {"$tensor": key}
-        if kept.dtype not in _FILE_DTYPES:  # the file knows fewer dtypes than torch: its bytes, then
+        if kept.dtype not in DTYPES:  # the file knows fewer dtypes than torch: its bytes, then
             leaf |= {"dtype": str(kept.dtype).removeprefix("torch."), "shape": list(kept.shape)}
             kept = kept.reshape(-1).view(torch.uint8)
         self._tensors[key] = kept

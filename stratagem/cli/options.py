@@ -43,13 +43,8 @@ def _option(name: str, field: pydantic.fields.FieldInfo) -> Callable[[Command], 
 
 def role_options(role: str) -> Callable[[Command], Command]:
     """One option for each field of a role's configuration, and ``--cluster``."""
-
-    def decorate(command: Command) -> Command:
-        for name, field in reversed(ROLES[role].model_fields.items()):
-            command = _option(name, field)(command)
-        return cluster_option(command)
-
-    return decorate
+    of_fields = field_options(role, list(ROLES[role].model_fields))
+    return lambda command: cluster_option(of_fields(command))
 
 
 def field_options(role: str, names: Sequence[str]) -> Callable[[Command], Command]:
