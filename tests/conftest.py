@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import re
@@ -28,6 +30,7 @@ hypothesis.settings.load_profile("shared machine")
 _DEADLINE_S = 30.0
 _POLL_S = 0.02
 _COLLECTION_S = 0.02
+_ASYNC_S = 100.0
 # pytest says which test runs; the others are set once for the process, by libraries as they load or with our log.
 _ENVIRONMENT_OF_OTHERS = {
     "PYTEST_CURRENT_TEST",
@@ -60,6 +63,15 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), _ASYNC_S))
+    return True
 
 
 def pytest_sessionstart() -> None:

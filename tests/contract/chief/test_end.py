@@ -25,7 +25,7 @@ from stratagem.errors import CheckpointError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc import session as rpc_session
 from stratagem.rpc.session import SessionClient
-from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, ps, run, until
+from tests.contract.chief.fakes import Chief, FakePs, Task, chief, cluster, ps, until
 
 
 async def until_late(running: Chief, condition: Callable[[], Any]) -> None:
@@ -42,28 +42,25 @@ async def until_late(running: Chief, condition: Callable[[], Any]) -> None:
     await until(look)
 
 
-def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            servers[0].apply(Unit(1, 0, 0))
-            for worker in workers:
-                worker.goodbye()
-            await until(lambda: running.job.sessions.stopping)
-            assert servers[0].session is not None and not servers[0].session.ended("stop"), "the last checkpoint waits"
-            async with ps(running.address, FakePs(1)) as reborn:
-                assert reborn.session is not None
-                for session in (servers[0].session, reborn.session):
-                    assert (await until(functools.partial(session.ended, "stop"))).exit_code == 0
-                    session.goodbye()
-                assert await running.exit_code() == 0
-                assert "save" in reborn.calls and (tmp_path / "latest").read_text() == "step-00000001\n"
-            assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
-
-    run(scenario)
+async def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        servers[0].apply(Unit(1, 0, 0))
+        for worker in workers:
+            worker.goodbye()
+        await until(lambda: running.job.sessions.stopping)
+        assert servers[0].session is not None and not servers[0].session.ended("stop"), "the last checkpoint waits"
+        async with ps(running.address, FakePs(1)) as reborn:
+            assert reborn.session is not None
+            for session in (servers[0].session, reborn.session):
+                assert (await until(functools.partial(session.ended, "stop"))).exit_code == 0
+                session.goodbye()
+            assert await running.exit_code() == 0
+            assert "save" in reborn.calls and (tmp_path / "latest").read_text() == "step-00000001\n"
+        assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
 
 
 class Damaged(FakePs):
@@ -74,202 +71,178 @@ class Damaged(FakePs):
         raise CheckpointError(f"ps-{self.index}.json was altered")
 
 
-def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoint(
+async def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The job was over: that it cannot go on was said to nobody, and what was saved last had half of the model."""
-
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            await worker.open()
-            await worker.next()
-            assert servers[0].session is not None and servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            servers[0].apply(Unit(1, 0, 0))
-            reborn = Damaged(1)
-            reborn.initialized = False
-            reborn.restore_gate.clear()
-            async with ps(running.address, reborn):
-                worker.goodbye()
-                await until(lambda: running.job.sessions.stopping)
-                reborn.restore_gate.set()
-                await until(lambda: "ps-1.json was altered" in caplog.text)
-                await until_late(running, lambda: running.job.journal.history.ending)
-                assert reborn.session is not None
-                for session in (servers[0].session, reborn.session):
-                    await until(functools.partial(session.ended, "stop"))
-                    session.goodbye()
-                assert await running.exit_code() == 0
-                assert "save" not in reborn.calls
-
-    run(scenario)
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next()
+        assert servers[0].session is not None and servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        servers[0].apply(Unit(1, 0, 0))
+        reborn = Damaged(1)
+        reborn.initialized = False
+        reborn.restore_gate.clear()
+        async with ps(running.address, reborn):
+            worker.goodbye()
+            await until(lambda: running.job.sessions.stopping)
+            reborn.restore_gate.set()
+            await until(lambda: "ps-1.json was altered" in caplog.text)
+            await until_late(running, lambda: running.job.journal.history.ending)
+            assert reborn.session is not None
+            for session in (servers[0].session, reborn.session):
+                await until(functools.partial(session.ended, "stop"))
+                session.goodbye()
+            assert await running.exit_code() == 0
+            assert "save" not in reborn.calls
     assert "No last checkpoint" in caplog.text
 
 
-def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be_given_back(tmp_path: Path) -> None:
+async def test_a_chief_that_follows_saves_no_ps_either_to_which_nothing_could_be_given_back(tmp_path: Path) -> None:
     """It took it for one that had been put back, and what was saved last had half of the model."""
-
-    async def scenario() -> None:
-        sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "s")}
-        reborn = Damaged(1)
-        reborn.initialized = False
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**sizes) as first:
-                fakes = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-                worker = Task(first.address, "worker:0")
-                stack.push_async_callback(worker.die)
-                await worker.ready()
-                await until(lambda: first.job.journal.history.checkpoint)
-                await worker.open()
-                await worker.next()
-                assert fakes[0].session is not None and fakes[1].session is not None
-                await fakes[1].session.die()
-                await until(lambda: len(first.job.sessions.servers) == 1)
-                fakes[0].apply(Unit(1, 0, 0))
-                worker.goodbye()
-                await until(lambda: first.job.sessions.stopping)
-                await stack.enter_async_context(ps(first.address, reborn))
-                await until(lambda: len(first.job.sessions.live("ps")) == 2)
-                places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
-                await first.kill()
-            async with chief(bind=first.address, worker_timeout_s=0.5, **sizes) as second:
-                lives = [each.session.incarnation for each in (fakes[0], reborn) if each.session is not None]
-                tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
-                for task in tasks:
-                    assert (await until(functools.partial(task.ended, "stop"))).reason
-                    task.goodbye()
-                await second.exit_code()
-                assert "save" not in reborn.calls
-                for task in tasks:
-                    await task.die()
-
-    run(scenario)
+    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "state_dir": str(tmp_path / "s")}
+    reborn = Damaged(1)
+    reborn.initialized = False
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**sizes) as first:
+            fakes = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+            worker = Task(first.address, "worker:0")
+            stack.push_async_callback(worker.die)
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open()
+            await worker.next()
+            assert fakes[0].session is not None and fakes[1].session is not None
+            await fakes[1].session.die()
+            await until(lambda: len(first.job.sessions.servers) == 1)
+            fakes[0].apply(Unit(1, 0, 0))
+            worker.goodbye()
+            await until(lambda: first.job.sessions.stopping)
+            await stack.enter_async_context(ps(first.address, reborn))
+            await until(lambda: len(first.job.sessions.live("ps")) == 2)
+            places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+            await first.kill()
+        async with chief(bind=first.address, worker_timeout_s=0.5, **sizes) as second:
+            lives = [each.session.incarnation for each in (fakes[0], reborn) if each.session is not None]
+            tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
+            for task in tasks:
+                assert (await until(functools.partial(task.ended, "stop"))).reason
+                task.goodbye()
+            await second.exit_code()
+            assert "save" not in reborn.calls
+            for task in tasks:
+                await task.die()
 
 
-def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            reborn = FakePs(1)
-            reborn.restore_gate.clear()
-            async with ps(running.address, reborn):
-                await until(lambda: len(running.job.sessions.servers) == 2)
-                with pytest.raises(Exception, match="a checkpoint needs all 2 ps; 1 are here now"):
-                    await running.job.saving.save(str(tmp_path), automatic=False)
-                reborn.restore_gate.set()
-                await until(lambda: len(running.job.sessions.live("ps")) == 2)
+async def test_a_ps_that_is_not_put_back_yet_is_in_no_checkpoint(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        reborn = FakePs(1)
+        reborn.restore_gate.clear()
+        async with ps(running.address, reborn):
+            await until(lambda: len(running.job.sessions.servers) == 2)
+            with pytest.raises(Exception, match="a checkpoint needs all 2 ps; 1 are here now"):
                 await running.job.saving.save(str(tmp_path), automatic=False)
-
-    run(scenario)
-
-
-def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            assert servers[1].session is not None and servers[0].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            for worker in workers:
-                worker.goodbye()
-            await until_late(running, lambda: running.job.journal.history.ending)
-            await until(functools.partial(servers[0].session.ended, "stop"))
-            servers[0].session.goodbye()
-            await until(lambda: not running.job.sessions.servers)
-            await until_late(running, running.job.finished.done)
-            assert await running.exit_code() == 0
-        assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-1"], "ps:0 has said goodbye"
-        told = ended.take_end(str(tmp_path), "ps:1")
-        assert told is not None and "every worker has finished" in str(told) and told.exit_code == 0
-        assert ended.take_end(str(tmp_path), "ps:1") is None, "the ps of another job, before its chief"
-        ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
-        async with chief(checkpoint_dir=str(tmp_path)):
-            assert ended.take_end(str(tmp_path), "ps:1") is None, "another job has begun"
-
-    run(scenario)
+            reborn.restore_gate.set()
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            await running.job.saving.save(str(tmp_path), automatic=False)
 
 
-def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
+async def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        assert servers[1].session is not None and servers[0].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        for worker in workers:
+            worker.goodbye()
+        await until_late(running, lambda: running.job.journal.history.ending)
+        await until(functools.partial(servers[0].session.ended, "stop"))
+        servers[0].session.goodbye()
+        await until(lambda: not running.job.sessions.servers)
+        await until_late(running, running.job.finished.done)
+        assert await running.exit_code() == 0
+    assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-1"], "ps:0 has said goodbye"
+    told = ended.take_end(str(tmp_path), "ps:1")
+    assert told is not None and "every worker has finished" in str(told) and told.exit_code == 0
+    assert ended.take_end(str(tmp_path), "ps:1") is None, "the ps of another job, before its chief"
+    ended.write_end(str(tmp_path), "every worker has finished", ["ps:1"])
+    async with chief(checkpoint_dir=str(tmp_path)):
+        assert ended.take_end(str(tmp_path), "ps:1") is None, "another job has begun"
+
+
+async def test_a_chief_that_dies_while_it_tells_the_end_goes_on_with_that(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**folders) as first:
-                servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-                workers = [Task(first.address, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                await until(lambda: first.job.journal.history.checkpoint)
-                servers[0].apply(Unit(1, 0, 0))
-                for worker in workers:
-                    worker.goodbye()
-                await until(lambda: first.job.journal.history.ending)
-                lives = [server.session for server in servers if server.session is not None]
-                place = lives[1].address
-                lives[0].goodbye()
-                await until(lambda: len(first.job.sessions.servers) == 1)
-                await first.kill()
-            caplog.clear()
-            num_calls = len(servers[1].calls)
-            async with chief(bind=first.address, session_timeout_s=5.0, **folders) as second:
-                late = Task(second.address, "ps:1", place, lives[1].incarnation)
-                await late.welcomed()
-                assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
-                late.goodbye()
-                assert await second.exit_code() == 0
-                assert "save" not in servers[1].calls[num_calls:], "the last checkpoint is there"
-            assert "No last checkpoint" not in caplog.text
-            journal = Journal(folders["state_dir"])
-            journal.close()
-            assert not journal.history.done, "the next chief begins another job"
-
-    run(scenario)
-
-
-def test_a_chief_that_is_killed_when_all_have_gone_is_followed_by_one_that_ends_too(tmp_path: Path) -> None:
-    """It began another job, and waited five minutes for workers that had finished."""
-
-    async def scenario() -> None:
-        state_dir = str(tmp_path / "state")
-        async with cluster(state_dir=state_dir) as (running, workers, servers):
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders) as first:
+            servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+            workers = [Task(first.address, f"worker:{index}") for index in range(2)]
+            for worker in workers:
+                await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            servers[0].apply(Unit(1, 0, 0))
             for worker in workers:
                 worker.goodbye()
-            for server in servers:
-                assert server.session is not None
-                await until(functools.partial(server.session.ended, "stop"))
-                server.session.goodbye()
-            assert await running.exit_code() == 0
-            killed_here = Journal(state_dir)
-            killed_here.close()
-            assert killed_here.history.ending and killed_here.history.stopped is None
-            async with chief(state_dir=state_dir) as second:
-                assert await second.exit_code() == 0
+            await until(lambda: first.job.journal.history.ending)
+            lives = [server.session for server in servers if server.session is not None]
+            place = lives[1].address
+            lives[0].goodbye()
+            await until(lambda: len(first.job.sessions.servers) == 1)
+            await first.kill()
+        caplog.clear()
+        num_calls = len(servers[1].calls)
+        async with chief(bind=first.address, session_timeout_s=5.0, **folders) as second:
+            late = Task(second.address, "ps:1", place, lives[1].incarnation)
+            await late.welcomed()
+            assert (await until(functools.partial(late.ended, "stop"))).exit_code == 0
+            late.goodbye()
+            assert await second.exit_code() == 0
+            assert "save" not in servers[1].calls[num_calls:], "the last checkpoint is there"
+        assert "No last checkpoint" not in caplog.text
+        journal = Journal(folders["state_dir"])
+        journal.close()
+        assert not journal.history.done, "the next chief begins another job"
 
-    run(scenario)
+
+async def test_a_chief_that_is_killed_when_all_have_gone_is_followed_by_one_that_ends_too(tmp_path: Path) -> None:
+    """It began another job, and waited five minutes for workers that had finished."""
+    state_dir = str(tmp_path / "state")
+    async with cluster(state_dir=state_dir) as (running, workers, servers):
+        for worker in workers:
+            worker.goodbye()
+        for server in servers:
+            assert server.session is not None
+            await until(functools.partial(server.session.ended, "stop"))
+            server.session.goodbye()
+        assert await running.exit_code() == 0
+        killed_here = Journal(state_dir)
+        killed_here.close()
+        assert killed_here.history.ending and killed_here.history.stopped is None
+        async with chief(state_dir=state_dir) as second:
+            assert await second.exit_code() == 0
 
 
-def test_the_end_is_written_for_a_worker_that_the_others_did_without(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path), worker_timeout_s=0.2) as (running, workers, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            workers[1].goodbye()
-            await until(lambda: running.job.sessions.tasks["worker:1"].state is SessionState.DONE)
-            workers[0].goodbye(143)
-            for server in servers:
-                assert server.session is not None
-                await until(functools.partial(server.session.ended, "stop"))
-                server.session.goodbye()
-            assert await running.exit_code() == 0
-        assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-worker-0"]
-
-    run(scenario)
+async def test_the_end_is_written_for_a_worker_that_the_others_did_without(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path), worker_timeout_s=0.2) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        workers[1].goodbye()
+        await until(lambda: running.job.sessions.tasks["worker:1"].state is SessionState.DONE)
+        workers[0].goodbye(143)
+        for server in servers:
+            assert server.session is not None
+            await until(functools.partial(server.session.ended, "stop"))
+            server.session.goodbye()
+        assert await running.exit_code() == 0
+    assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-worker-0"]
 
 
 def test_a_ps_that_finds_the_end_ends_well_and_says_so(
@@ -295,58 +268,51 @@ def test_a_ps_that_finds_the_end_ends_well_and_says_so(
         assert start("ps:0", nobody) == 1 and "ps:0 found no chief" in caplog.text
 
 
-def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None:
+async def test_a_goodbye_after_the_stop_is_heard_however_late_it_comes() -> None:
     """A ps whose heartbeat fell between the two was reported as lost at the end of a good run."""
-
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=1, heartbeat_interval_s=0.01) as running:
-            session = SessionClient(running.address, "ps:0", "127.0.0.1:1")
-            await asyncio.to_thread(session.start)
-            joined_at = running.job.sessions.tasks["ps:0"].heard_at
-            await until(lambda: running.job.sessions.tasks["ps:0"].heard_at > joined_at)
-            running.job.stop(1, "it is over")
-            assert await asyncio.to_thread(session.wait_stopped, 30.0) is not None
-            await asyncio.sleep(0.2)  # some heartbeats
-            await asyncio.to_thread(session.goodbye, 0)
-            await until(lambda: not running.job.sessions.tasks["ps:0"].open)
-            assert running.job.sessions.tasks["ps:0"].state is SessionState.DONE
-
-    run(scenario)
+    async with chief(num_workers=1, num_ps=1, heartbeat_interval_s=0.01) as running:
+        session = SessionClient(running.address, "ps:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        joined_at = running.job.sessions.tasks["ps:0"].heard_at
+        await until(lambda: running.job.sessions.tasks["ps:0"].heard_at > joined_at)
+        running.job.stop(1, "it is over")
+        assert await asyncio.to_thread(session.wait_stopped, 30.0) is not None
+        await asyncio.sleep(0.2)  # some heartbeats
+        await asyncio.to_thread(session.goodbye, 0)
+        await until(lambda: not running.job.sessions.tasks["ps:0"].open)
+        assert running.job.sessions.tasks["ps:0"].state is SessionState.DONE
 
 
-def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path: Path) -> None:
+async def test_a_chief_that_comes_when_the_end_was_told_puts_no_ps_back(tmp_path: Path) -> None:
     """At staleness 0 a ps that was started again took the memory of the others with it, after the last checkpoint."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**folders, num_workers=1) as first:
-                servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-                worker = Task(first.address, "worker:0")
-                await worker.ready()
-                await until(lambda: first.job.journal.history.checkpoint)
-                await worker.open(batch_size=4, num_slices=2, staleness=0.0)
-                await worker.next()
-                for server in servers:
-                    server.apply(Unit(1, 0, 0))
-                await worker.next([0], wait=False)
-                worker.goodbye()
-                await until(lambda: first.job.journal.history.ending)
-                place = first.job.sessions.tasks["ps:1"].address
-                assert servers[0].session is not None and servers[1].session is not None
-                servers[0].session.goodbye()
-                await until(lambda: len(first.job.sessions.servers) == 1)
-                await first.kill()
-            reborn = FakePs(0)
-            reborn.initialized = False
-            async with chief(bind=first.address, **folders, num_workers=1) as second:
-                late = Task(second.address, "ps:1", place, servers[1].session.incarnation)
-                async with ps(second.address, reborn):
-                    assert reborn.session is not None
-                    for session in (late, reborn.session):
-                        await until(functools.partial(session.ended, "stop"))
-                        session.goodbye()
-                    assert await second.exit_code() == 0
-                    assert not servers[1].restored_from and second.job.get_status().updates_lost == 0
-
-    run(scenario)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders, num_workers=1) as first:
+            servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+            worker = Task(first.address, "worker:0")
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open(batch_size=4, num_slices=2, staleness=0.0)
+            await worker.next()
+            for server in servers:
+                server.apply(Unit(1, 0, 0))
+            await worker.next([0], wait=False)
+            worker.goodbye()
+            await until(lambda: first.job.journal.history.ending)
+            place = first.job.sessions.tasks["ps:1"].address
+            assert servers[0].session is not None and servers[1].session is not None
+            servers[0].session.goodbye()
+            await until(lambda: len(first.job.sessions.servers) == 1)
+            await first.kill()
+        reborn = FakePs(0)
+        reborn.initialized = False
+        async with chief(bind=first.address, **folders, num_workers=1) as second:
+            late = Task(second.address, "ps:1", place, servers[1].session.incarnation)
+            async with ps(second.address, reborn):
+                assert reborn.session is not None
+                for session in (late, reborn.session):
+                    await until(functools.partial(session.ended, "stop"))
+                    session.goodbye()
+                assert await second.exit_code() == 0
+                assert not servers[1].restored_from and second.job.get_status().updates_lost == 0

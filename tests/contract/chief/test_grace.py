@@ -12,175 +12,144 @@ import pytest
 
 from stratagem.chief.membership.session import SessionState
 from stratagem.rpc.session import SessionClient
-from tests.contract.chief.fakes import Task, chief, indices, refused, run, until
+from tests.contract.chief.fakes import Task, chief, indices, refused, until
 
 
-def test_a_worker_whose_connection_broke_keeps_what_it_holds() -> None:
-    async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as served:
-            address = f"127.0.0.1:{served.getsockname()[1]}"
-            async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
-                first = Task(running.address, "worker:0", address)
-                await first.ready()
-                await first.open()
-                assert indices(await first.next(want=2)) == [0, 1]
-                await first.die()
-                await until(lambda: not running.job.sessions.tasks["worker:0"].stream)
-                assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
-                second = Task(running.address, "worker:0", address, first.incarnation)
-                await second.ready()
-                assert indices(await second.next([0], held=[1])) == [2], "and it has not to say what it holds"
-                assert not running.job.sessions.fenced
-
-    run(scenario)
+async def test_a_worker_whose_connection_broke_keeps_what_it_holds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as served:
+        address = f"127.0.0.1:{served.getsockname()[1]}"
+        async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
+            first = Task(running.address, "worker:0", address)
+            await first.ready()
+            await first.open()
+            assert indices(await first.next(want=2)) == [0, 1]
+            await first.die()
+            await until(lambda: not running.job.sessions.tasks["worker:0"].stream)
+            assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
+            second = Task(running.address, "worker:0", address, first.incarnation)
+            await second.ready()
+            assert indices(await second.next([0], held=[1])) == [2], "and it has not to say what it holds"
+            assert not running.job.sessions.fenced
 
 
-def test_a_worker_whose_port_is_closed_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{closed.getsockname()[1]}"
-            async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
-                task = Task(running.address, "worker:0", address)
-                await task.ready()
-                await task.die()
-                await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
-
-    run(scenario)
+async def test_a_worker_whose_port_is_closed_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        async with chief(num_workers=1, num_ps=0, session_grace_s=60.0, session_timeout_s=60.0) as running:
+            task = Task(running.address, "worker:0", address)
+            await task.ready()
+            await task.die()
+            await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
     assert "broke off without a goodbye, and nothing listens at its address" in caplog.text
 
 
-def test_a_chief_that_stood_still_takes_nobody_for_silent() -> None:
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=0, session_timeout_s=2.0) as running:
-            worker = Task(running.address, "worker:0")
-            await worker.ready()
-            time.sleep(4.0)  # the chief's loop is this one
-            ticked = running.job.streams._ticked_at
-            await until(lambda: running.job.streams._ticked_at > ticked)
-            assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
-            await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)  # its silence counts
-
-    run(scenario)
+async def test_a_chief_that_stood_still_takes_nobody_for_silent() -> None:
+    async with chief(num_workers=1, num_ps=0, session_timeout_s=2.0) as running:
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        time.sleep(4.0)  # the chief's loop is this one
+        ticked = running.job.streams._ticked_at
+        await until(lambda: running.job.streams._ticked_at > ticked)
+        assert running.job.sessions.tasks["worker:0"].state is SessionState.LIVE
+        await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)  # its silence counts
 
 
-def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
+async def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        ring: dict[str, Any] = {"num_workers": 2, "num_ps": 0, "state_dir": str(tmp_path)}
-        async with chief(**ring) as first:
-            workers = [Task(first.address, f"worker:{index}") for index in range(2)]
-            for worker in workers:
-                await worker.ready()
-            first.job.leave(143, "the chief got SIGTERM")
-            assert await first.exit_code() == 143
-        assert [worker.ended("stop") for worker in workers] == [None, None]
-        async with chief(bind=first.address, **ring) as second:
-            back = Task(second.address, "worker:1", resume=workers[1].incarnation)
-            await back.ready()
-            # worker:0 has not come back yet, and nothing says that it is lost: the ring would break off.
-            assert [(info.task, info.live) for info in back.membership.tasks] == [
-                ("worker:0", True),
-                ("worker:1", True),
-            ]
-            other = Task(second.address, "worker:0", resume=workers[0].incarnation)
-            await other.ready()
-            for worker in (back, other):
-                worker.goodbye()
-            assert await second.exit_code() == 0
-
-    run(scenario)
+    ring: dict[str, Any] = {"num_workers": 2, "num_ps": 0, "state_dir": str(tmp_path)}
+    async with chief(**ring) as first:
+        workers = [Task(first.address, f"worker:{index}") for index in range(2)]
+        for worker in workers:
+            await worker.ready()
+        first.job.leave(143, "the chief got SIGTERM")
+        assert await first.exit_code() == 143
+    assert [worker.ended("stop") for worker in workers] == [None, None]
+    async with chief(bind=first.address, **ring) as second:
+        back = Task(second.address, "worker:1", resume=workers[1].incarnation)
+        await back.ready()
+        # worker:0 has not come back yet, and nothing says that it is lost: the ring would break off.
+        assert [(info.task, info.live) for info in back.membership.tasks] == [
+            ("worker:0", True),
+            ("worker:1", True),
+        ]
+        other = Task(second.address, "worker:0", resume=workers[0].incarnation)
+        await other.ready()
+        for worker in (back, other):
+            worker.goodbye()
+        assert await second.exit_code() == 0
     assert "the job goes on with the chief that is started in its place" in caplog.text
 
 
-def test_a_chief_leaves_also_when_the_checkpoint_fails_as_nobody_thought_of(
+async def test_a_chief_leaves_also_when_the_checkpoint_fails_as_nobody_thought_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails() -> None:
         raise RuntimeError("what nobody thought of")
 
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
-            monkeypatch.setattr(running.job._maintenance, "save_last", fails)
-            running.job.leave(143, "the chief got SIGTERM")
-            assert await running.exit_code() == 143
-
-    run(scenario)
+    async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
+        monkeypatch.setattr(running.job._maintenance, "save_last", fails)
+        running.job.leave(143, "the chief got SIGTERM")
+        assert await running.exit_code() == 143
 
 
-def test_a_chief_without_a_journal_ends_the_job() -> None:
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=0) as running:
-            worker = Task(running.address, "worker:0")
-            await worker.ready()
-            running.job.leave(143, "the chief got SIGTERM")
-            assert (await until(lambda: worker.ended("stop"))).exit_code == 143
-            worker.goodbye(143)
-            assert await running.exit_code() == 143
-
-    run(scenario)
+async def test_a_chief_without_a_journal_ends_the_job() -> None:
+    async with chief(num_workers=1, num_ps=0) as running:
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        running.job.leave(143, "the chief got SIGTERM")
+        assert (await until(lambda: worker.ended("stop"))).exit_code == 143
+        worker.goodbye(143)
+        assert await running.exit_code() == 143
 
 
-def test_a_worker_that_stays_away_longer_is_fenced() -> None:
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=0, session_grace_s=0.2) as running:
-            first = Task(running.address, "worker:0")
-            await first.ready()
-            await first.die()
-            await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
-            error = await refused(_resume(running.address, first.incarnation))
-            assert "is not a live member of the cluster" in str(error)
-
-    run(scenario)
+async def test_a_worker_that_stays_away_longer_is_fenced() -> None:
+    async with chief(num_workers=1, num_ps=0, session_grace_s=0.2) as running:
+        first = Task(running.address, "worker:0")
+        await first.ready()
+        await first.die()
+        await until(lambda: running.job.sessions.tasks["worker:0"].state is SessionState.LOST)
+        error = await refused(_resume(running.address, first.incarnation))
+        assert "is not a live member of the cluster" in str(error)
 
 
-def test_a_worker_that_was_fenced_when_it_finished_has_finished(tmp_path: Path) -> None:
+async def test_a_worker_that_was_fenced_when_it_finished_has_finished(tmp_path: Path) -> None:
     """The chief waited for it, and ended the job as failed: who ends with 0 is started by nobody again."""
-
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "session_grace_s": 60.0, "state_dir": str(tmp_path)}
-        async with chief(**config) as running:
-            session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
-            await asyncio.to_thread(session.start)
-            await until(lambda: session.membership.ready)
-            running.job.streams.perform(running.job.sessions.tick(time.monotonic() + 1000))
-            await until(lambda: session.stopped)
-            await asyncio.to_thread(session.goodbye, 0)
-            assert await running.exit_code() == 0
-            assert running.job.journal.history.done
-
-    run(scenario)
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "session_grace_s": 60.0, "state_dir": str(tmp_path)}
+    async with chief(**config) as running:
+        session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        await until(lambda: session.membership.ready)
+        running.job.streams.perform(running.job.sessions.tick(time.monotonic() + 1000))
+        await until(lambda: session.stopped)
+        await asyncio.to_thread(session.goodbye, 0)
+        assert await running.exit_code() == 0
+        assert running.job.journal.history.done
 
 
 async def _resume(address: str, incarnation: int) -> None:
     await Task(address, "worker:0", resume=incarnation).welcomed()
 
 
-def test_a_worker_that_finishes_while_the_chief_is_away_waits_to_be_heard(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
-        async with chief(**config) as first:
-            session = SessionClient(first.address, "worker:0", "127.0.0.1:1")
-            await asyncio.to_thread(session.start)
-            await until(lambda: session.membership.ready)
-            await first.kill()
-        leaving = asyncio.create_task(asyncio.to_thread(session.goodbye, 0, timeout_s=0.1))
-        await asyncio.sleep(0.5)
-        assert not leaving.done()
-        async with chief(bind=first.address, **config) as second:
-            assert await second.exit_code() == 0
-            await leaving
-
-    run(scenario)
+async def test_a_worker_that_finishes_while_the_chief_is_away_waits_to_be_heard(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
+    async with chief(**config) as first:
+        session = SessionClient(first.address, "worker:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        await until(lambda: session.membership.ready)
+        await first.kill()
+    leaving = asyncio.create_task(asyncio.to_thread(session.goodbye, 0, timeout_s=0.1))
+    await asyncio.sleep(0.5)
+    assert not leaving.done()
+    async with chief(bind=first.address, **config) as second:
+        assert await second.exit_code() == 0
+        await leaving
 
 
-def test_a_worker_that_failed_does_not_wait_for_a_chief_that_is_away(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
-            session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
-            await asyncio.to_thread(session.start)
-            await running.kill()
-        await asyncio.wait_for(asyncio.to_thread(session.goodbye, 1, timeout_s=0.1), 15)
-
-    run(scenario)
+async def test_a_worker_that_failed_does_not_wait_for_a_chief_that_is_away(tmp_path: Path) -> None:
+    async with chief(num_workers=1, num_ps=0, state_dir=str(tmp_path)) as running:
+        session = SessionClient(running.address, "worker:0", "127.0.0.1:1")
+        await asyncio.to_thread(session.start)
+        await running.kill()
+    await asyncio.wait_for(asyncio.to_thread(session.goodbye, 1, timeout_s=0.1), 15)

@@ -72,56 +72,47 @@ def get(
         connection.close()
 
 
-def test_it_answers_with_the_status_of_now() -> None:
-    async def scenario() -> None:
-        asked = []
+async def test_it_answers_with_the_status_of_now() -> None:
+    asked = []
 
-        def count() -> list[Metric]:
-            asked.append(asyncio.get_running_loop())  # runs in the loop: nothing else touches the job's state
-            return [GaugeMetricFamily("stratagem_asked", "How often.", value=len(asked))]
+    def count() -> list[Metric]:
+        asked.append(asyncio.get_running_loop())  # runs in the loop: nothing else touches the job's state
+        return [GaugeMetricFamily("stratagem_asked", "How often.", value=len(asked))]
 
-        async with serving(look=count) as server:
-            assert server.url == f"http://{server.address}"
-            for number in (1, 2):
-                status, body = await asyncio.to_thread(get, server.address)
-                (family,) = text_string_to_metric_families(body)
-                assert (status, family.name, family.samples[0].value) == (200, "stratagem_asked", number)
-
-    asyncio.run(scenario())
+    async with serving(look=count) as server:
+        assert server.url == f"http://{server.address}"
+        for number in (1, 2):
+            status, body = await asyncio.to_thread(get, server.address)
+            (family,) = text_string_to_metric_families(body)
+            assert (status, family.name, family.samples[0].value) == (200, "stratagem_asked", number)
 
 
-def test_beyond_loopback_it_needs_tls_or_a_word() -> None:
-    async def scenario() -> None:
-        with pytest.raises(ConfigurationError, match=r"refusing to listen on 0\.0\.0\.0:0"):
-            serve(bind="0.0.0.0:0")
-        server = serve(bind="0.0.0.0:0", insecure=True)
-        try:
-            port = server.address.rpartition(":")[2]
-            assert (await asyncio.to_thread(get, f"127.0.0.1:{port}"))[0] == 200
-            with pytest.raises(ConfigurationError, match="cannot serve metrics on"):
-                serve(bind=f"127.0.0.1:{port}")
-        finally:
-            await server.stop()
-
-    asyncio.run(scenario())
+async def test_beyond_loopback_it_needs_tls_or_a_word() -> None:
+    with pytest.raises(ConfigurationError, match=r"refusing to listen on 0\.0\.0\.0:0"):
+        serve(bind="0.0.0.0:0")
+    server = serve(bind="0.0.0.0:0", insecure=True)
+    try:
+        port = server.address.rpartition(":")[2]
+        assert (await asyncio.to_thread(get, f"127.0.0.1:{port}"))[0] == 200
+        with pytest.raises(ConfigurationError, match="cannot serve metrics on"):
+            serve(bind=f"127.0.0.1:{port}")
+    finally:
+        await server.stop()
 
 
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
+async def test_a_token_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
 
-    async def scenario() -> None:
-        async with serving(make_security("chief:0", "", str(tmp_path / "token"))) as server:
-            for headers in ({}, {"Authorization": "Bearer another-token-0123456789"}):
-                status, body = await asyncio.to_thread(get, server.address, None, headers)
-                assert status == 401 and "stratagem_ready" not in body and TOKEN not in body
-            right = {"Authorization": f"Bearer {TOKEN}"}
-            assert (await asyncio.to_thread(get, server.address, None, right))[0] == 200
-
-    asyncio.run(scenario())
+    async with serving(make_security("chief:0", "", str(tmp_path / "token"))) as server:
+        for headers in ({}, {"Authorization": "Bearer another-token-0123456789"}):
+            status, body = await asyncio.to_thread(get, server.address, None, headers)
+            assert status == 401 and "stratagem_ready" not in body and TOKEN not in body
+        right = {"Authorization": f"Bearer {TOKEN}"}
+        assert (await asyncio.to_thread(get, server.address, None, right))[0] == 200
 
 
-def test_with_tls_it_is_for_those_who_may_see_the_status(tmp_path: Path) -> None:
+async def test_with_tls_it_is_for_those_who_may_see_the_status(tmp_path: Path) -> None:
     make_throw_away(tmp_path, ["chief:0", "ps:0"])
 
     def context(who: str) -> ssl.SSLContext:
@@ -129,89 +120,73 @@ def test_with_tls_it_is_for_those_who_may_see_the_status(tmp_path: Path) -> None
         assert found is not None
         return found
 
-    async def scenario() -> None:
-        async with serving(make_security("chief:0", str(tmp_path), "")) as server:
-            assert server.url.startswith("https://")
-            status, body = await asyncio.to_thread(get, server.address, context("operator"))
-            assert status == 200 and "stratagem_ready 1.0" in body
-            status, body = await asyncio.to_thread(get, server.address, context("ps:0"))
-            assert status == 403 and "ps:0 may not call GetStatus" in body
-            stranger = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-            with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
-                await asyncio.to_thread(get, server.address, stranger)
-            with pytest.raises((ConnectionError, http.client.HTTPException)):
-                await asyncio.to_thread(get, server.address)  # no TLS at all
-            assert (await asyncio.to_thread(get, server.address, context("operator")))[0] == 200
-
-    asyncio.run(scenario())
+    async with serving(make_security("chief:0", str(tmp_path), "")) as server:
+        assert server.url.startswith("https://")
+        status, body = await asyncio.to_thread(get, server.address, context("operator"))
+        assert status == 200 and "stratagem_ready 1.0" in body
+        status, body = await asyncio.to_thread(get, server.address, context("ps:0"))
+        assert status == 403 and "ps:0 may not call GetStatus" in body
+        stranger = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
+            await asyncio.to_thread(get, server.address, stranger)
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            await asyncio.to_thread(get, server.address)  # no TLS at all
+        assert (await asyncio.to_thread(get, server.address, context("operator")))[0] == 200
 
 
-def test_a_renewed_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
     make_throw_away(tmp_path / "old", ["chief:0"])
     make_throw_away(tmp_path / "new", ["chief:0"])  # of another authority
     shutil.copytree(tmp_path / "old", tmp_path / "used")
 
-    async def scenario() -> None:
-        async with serving(make_security("chief:0", str(tmp_path / "used"), "")) as server:
-            for life in ("old", "new"):
-                shutil.copytree(tmp_path / life, tmp_path / "used", dirs_exist_ok=True)
-                context = make_security("operator", str(tmp_path / life), "").client_context()
-                assert (await asyncio.to_thread(get, server.address, context))[0] == 200
-
-    asyncio.run(scenario())
+    async with serving(make_security("chief:0", str(tmp_path / "used"), "")) as server:
+        for life in ("old", "new"):
+            shutil.copytree(tmp_path / life, tmp_path / "used", dirs_exist_ok=True)
+            context = make_security("operator", str(tmp_path / life), "").client_context()
+            assert (await asyncio.to_thread(get, server.address, context))[0] == 200
 
 
-def test_a_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_too_many_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
-
-    async def scenario() -> None:
-        async with serving() as server:
-            host, port = server.address.split(":")
-            with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
-                deadline = time.monotonic() + http_server.TIMEOUT_S / 2  # the server may not have heard of both yet
-                with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
-                    while time.monotonic() < deadline:
-                        await asyncio.to_thread(get, server.address)
-
-    asyncio.run(scenario())
+    async with serving() as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))):
+            deadline = time.monotonic() + http_server.TIMEOUT_S / 2  # the server may not have heard of both yet
+            with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+                while time.monotonic() < deadline:
+                    await asyncio.to_thread(get, server.address)
 
 
-def test_a_client_that_asks_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_asks_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
 
-    async def scenario() -> None:
-        async with serving() as server:
-            host, port = server.address.split(":")
-            with socket.create_connection((host, int(port))) as silent:
-                silent.settimeout(10)
-                with contextlib.suppress(ConnectionResetError):
-                    assert await asyncio.to_thread(silent.recv, 1) == b""
-            deadline = time.monotonic() + 10
-            while True:
-                with contextlib.suppress(ConnectionError, http.client.RemoteDisconnected):
-                    assert (await asyncio.to_thread(get, server.address))[0] == 200
-                    break
-                assert time.monotonic() < deadline
-
-    asyncio.run(scenario())
+    async with serving() as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port))) as silent:
+            silent.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.to_thread(silent.recv, 1) == b""
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(ConnectionError, http.client.RemoteDisconnected):
+                assert (await asyncio.to_thread(get, server.address))[0] == 200
+                break
+            assert time.monotonic() < deadline
 
 
-def test_nothing_can_be_changed_and_a_browser_is_told_what_it_may_do() -> None:
-    async def scenario() -> None:
-        async with serving() as server:
-            for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-                status, body = await asyncio.to_thread(get, server.address, None, None, method)
-                assert (status, body) == (405, "this can only be read\n")
-            host, port = server.address.split(":")
-            connection = http.client.HTTPConnection(host, int(port), timeout=30)
-            await asyncio.to_thread(connection.request, "GET", "/nothing")
-            answer = await asyncio.to_thread(connection.getresponse)
-            assert answer.status == 404 and answer.headers["X-Content-Type-Options"] == "nosniff"
-            assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self';")
-            connection.close()
-
-    asyncio.run(scenario())
+async def test_nothing_can_be_changed_and_a_browser_is_told_what_it_may_do() -> None:
+    async with serving() as server:
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            status, body = await asyncio.to_thread(get, server.address, None, None, method)
+            assert (status, body) == (405, "this can only be read\n")
+        host, port = server.address.split(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        await asyncio.to_thread(connection.request, "GET", "/nothing")
+        answer = await asyncio.to_thread(connection.getresponse)
+        assert answer.status == 404 and answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self';")
+        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -228,37 +203,31 @@ def test_nothing_can_be_changed_and_a_browser_is_told_what_it_may_do() -> None:
         ("localhost.evil.example", 403),
     ],
 )
-def test_a_name_that_somebody_else_chose_is_refused(host: str, status: int) -> None:
-    async def scenario() -> None:
-        async with serving(names=("chief.example",)) as server:
-            shown = {"Host": host.format(port=server.address.rpartition(":")[2])}
-            found, body = await asyncio.to_thread(get, server.address, None, shown)
-            assert found == status
-            if status == 403:
-                assert "stratagem_ready" not in body
-                assert body.startswith("expected one of chief.example, localhost, or an address, as the host")
-
-    asyncio.run(scenario())
+async def test_a_name_that_somebody_else_chose_is_refused(host: str, status: int) -> None:
+    async with serving(names=("chief.example",)) as server:
+        shown = {"Host": host.format(port=server.address.rpartition(":")[2])}
+        found, body = await asyncio.to_thread(get, server.address, None, shown)
+        assert found == status
+        if status == 403:
+            assert "stratagem_ready" not in body
+            assert body.startswith("expected one of chief.example, localhost, or an address, as the host")
 
 
-def test_a_browser_shows_the_token_as_a_password(tmp_path: Path) -> None:
+async def test_a_browser_shows_the_token_as_a_password(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
 
     def basic(text: str) -> dict[str, str]:
         return {"Authorization": "Basic " + base64.b64encode(text.encode("latin-1")).decode()}
 
-    async def scenario() -> None:
-        async with serving(make_security("chief:0", "", str(tmp_path / "token"))) as server:
-            wrong = [
-                basic("x:no"),
-                basic(TOKEN),
-                basic("x:é"),
-                {"Authorization": "Basic ?"},
-                {"Authorization": "Basic"},
-            ]
-            for headers in wrong:
-                assert (await asyncio.to_thread(get, server.address, None, headers))[0] == 401, headers
-            assert (await asyncio.to_thread(get, server.address, None, basic(f"anybody:{TOKEN}")))[0] == 200
-
-    asyncio.run(scenario())
+    async with serving(make_security("chief:0", "", str(tmp_path / "token"))) as server:
+        wrong = [
+            basic("x:no"),
+            basic(TOKEN),
+            basic("x:é"),
+            {"Authorization": "Basic ?"},
+            {"Authorization": "Basic"},
+        ]
+        for headers in wrong:
+            assert (await asyncio.to_thread(get, server.address, None, headers))[0] == 401, headers
+        assert (await asyncio.to_thread(get, server.address, None, basic(f"anybody:{TOKEN}")))[0] == 200

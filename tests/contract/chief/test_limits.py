@@ -14,63 +14,50 @@ from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.errors import ForbiddenError, LimitError
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2
-from tests.contract.chief.fakes import cluster, refused, run, until
+from tests.contract.chief.fakes import cluster, refused, until
 
 
-def test_a_worker_names_no_place_elsewhere(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        roots = f"{tmp_path / 'a'}:{tmp_path / 'b'}"
-        async with cluster(checkpoint_roots=roots) as (_, workers, _):
-            for asked in (tmp_path, tmp_path / "a" / ".." / "c", "/etc"):
-                request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender, directory=str(asked))
-                error = await refused(workers[0].stub.SaveCheckpoint(request))
-                assert isinstance(error, ForbiddenError) and str(tmp_path / "b") in str(error)
-            request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender, directory=str(tmp_path / "b" / "new"))
-            saved = await workers[0].stub.SaveCheckpoint(request)
-            assert saved.path.startswith(str(tmp_path / "b" / "new" / "step-"))
-
-    run(scenario)
+async def test_a_worker_names_no_place_elsewhere(tmp_path: Path) -> None:
+    roots = f"{tmp_path / 'a'}:{tmp_path / 'b'}"
+    async with cluster(checkpoint_roots=roots) as (_, workers, _):
+        for asked in (tmp_path, tmp_path / "a" / ".." / "c", "/etc"):
+            request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender, directory=str(asked))
+            error = await refused(workers[0].stub.SaveCheckpoint(request))
+            assert isinstance(error, ForbiddenError) and str(tmp_path / "b") in str(error)
+        request = chief_pb2.SaveCheckpointRequest(sender=workers[0].sender, directory=str(tmp_path / "b" / "new"))
+        saved = await workers[0].stub.SaveCheckpoint(request)
+        assert saved.path.startswith(str(tmp_path / "b" / "new" / "step-"))
     assert {path.name for path in tmp_path.iterdir()} == {"b"}
 
 
-def test_a_plan_of_too_many_units_is_refused_and_answers_are_bounded() -> None:
-    async def scenario() -> None:
-        async with cluster(num_ps=0) as (_, workers, _):
-            error = await refused(workers[0].open(num_examples=1 << 60, batch_size=1))
-            assert isinstance(error, LimitError) and "units in an epoch" in str(error)
-            await workers[0].open(num_examples=5000, batch_size=1)
-            reply = await workers[0].next(want=(1 << 32) - 1)
-            assert len(reply.leases) == wire.MAX_WANT
-
-    run(scenario)
+async def test_a_plan_of_too_many_units_is_refused_and_answers_are_bounded() -> None:
+    async with cluster(num_ps=0) as (_, workers, _):
+        error = await refused(workers[0].open(num_examples=1 << 60, batch_size=1))
+        assert isinstance(error, LimitError) and "units in an epoch" in str(error)
+        await workers[0].open(num_examples=5000, batch_size=1)
+        reply = await workers[0].next(want=(1 << 32) - 1)
+        assert len(reply.leases) == wire.MAX_WANT
 
 
-def test_a_heartbeat_that_is_too_long_ends_the_session_with_the_reason() -> None:
-    async def scenario() -> None:
-        async with cluster(num_ps=0) as (_, workers, _):
-            workers[0].beat(waiting_on="x" * (session_streams.MAX_PROGRESS_BYTES + 1))
-            await until(lambda: workers[0].error)
-            assert workers[0].error is not None
-            error = error_from_rpc(workers[0].error, "chief:0")
-            assert isinstance(error, LimitError) and "about its progress" in str(error)
-            assert workers[1].error is None
-
-    run(scenario)
+async def test_a_heartbeat_that_is_too_long_ends_the_session_with_the_reason() -> None:
+    async with cluster(num_ps=0) as (_, workers, _):
+        workers[0].beat(waiting_on="x" * (session_streams.MAX_PROGRESS_BYTES + 1))
+        await until(lambda: workers[0].error)
+        assert workers[0].error is not None
+        error = error_from_rpc(workers[0].error, "chief:0")
+        assert isinstance(error, LimitError) and "about its progress" in str(error)
+        assert workers[1].error is None
 
 
-def test_events_that_a_task_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_that_a_task_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_streams, "MAX_UNREAD_EVENTS", 3)
-
-    async def scenario() -> None:
-        async with cluster(num_ps=0) as (running, workers, _):
-            told: SessionStreams = running.job.streams
-            number, other = told._outboxes
-            deaf = told._outboxes[number] = asyncio.Queue()
-            for _ in range(10):
-                told.broadcast(told.membership())
-                await until(told._outboxes[other].empty)
-            assert number not in told._outboxes and deaf.qsize() == 1 and deaf.get_nowait() is None
-            told.broadcast(Stop(0, "the test is over"))
-            await until(lambda: any(worker.ended("stop") is not None for worker in workers))
-
-    run(scenario)
+    async with cluster(num_ps=0) as (running, workers, _):
+        told: SessionStreams = running.job.streams
+        number, other = told._outboxes
+        deaf = told._outboxes[number] = asyncio.Queue()
+        for _ in range(10):
+            told.broadcast(told.membership())
+            await until(told._outboxes[other].empty)
+        assert number not in told._outboxes and deaf.qsize() == 1 and deaf.get_nowait() is None
+        told.broadcast(Stop(0, "the test is over"))
+        await until(lambda: any(worker.ended("stop") is not None for worker in workers))

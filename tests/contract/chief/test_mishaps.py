@@ -21,7 +21,7 @@ from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError
-from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, run, until
+from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, until
 
 
 class NotYet(FakePs):
@@ -46,113 +46,99 @@ class HeldBack(FakePs):
         return await super().SaveShards(request, context)
 
 
-def test_a_ps_that_dies_between_the_initial_values_and_the_first_checkpoint_gets_them_again(
+async def test_a_ps_that_dies_between_the_initial_values_and_the_first_checkpoint_gets_them_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
-        async with chief(**config) as running:
-            async with ps(running.address, NotYet(0)):
-                worker = Task(running.address, "worker:0")
-                await worker.ready()
-                await until(lambda: running.job.journal.history.initialized)
-            await until(lambda: not running.job.sessions.servers)
-            reborn = FakePs(0)
-            reborn.initialized = False
-            async with ps(running.address, reborn):
-                await until(lambda: running.job.sessions.live("ps"))
-                reborn.initialized = True
-                await until(lambda: running.job.journal.history.checkpoint)
-                assert worker.ended("stop") is None
-            await worker.die()
-
-    with caplog.at_level(logging.INFO, "stratagem"):
-        run(scenario)
+    caplog.set_level(logging.INFO, "stratagem")
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with chief(**config) as running:
+        async with ps(running.address, NotYet(0)):
+            worker = Task(running.address, "worker:0")
+            await worker.ready()
+            await until(lambda: running.job.journal.history.initialized)
+        await until(lambda: not running.job.sessions.servers)
+        reborn = FakePs(0)
+        reborn.initialized = False
+        async with ps(running.address, reborn):
+            await until(lambda: running.job.sessions.live("ps"))
+            reborn.initialized = True
+            await until(lambda: running.job.journal.history.checkpoint)
+            assert worker.ended("stop") is None
+        await worker.die()
     assert "ps:0 came back without its initial values; a worker gives them again" in caplog.text
 
 
-def test_no_unit_is_leased_while_a_ps_is_away_whose_initial_values_no_checkpoint_has(tmp_path: Path) -> None:
+async def test_no_unit_is_leased_while_a_ps_is_away_whose_initial_values_no_checkpoint_has(tmp_path: Path) -> None:
     """Its part of an update was gone with it: no checkpoint was one cut any more, and nobody got a unit again."""
+    config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
+    async with cluster(**config) as (running, [worker], servers):
+        await worker.open()
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        servers[0].initialized = True
 
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
-        async with cluster(**config) as (running, [worker], servers):
-            await worker.open()
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            servers[0].initialized = True
+        async def ask() -> str:
+            await worker.next()
+            return running.job.journal.history.checkpoint
 
-            async def ask() -> str:
-                await worker.next()
-                return running.job.journal.history.checkpoint
-
-            asked = asyncio.create_task(ask())
-            before = servers[0].num_described
-            await until(lambda: servers[0].num_described > before + 3 or asked.done())
-            async with ps(running.address, FakePs(1)):
-                assert await asked, "the first checkpoint came first"
-
-    run(scenario)
+        asked = asyncio.create_task(ask())
+        before = servers[0].num_described
+        await until(lambda: servers[0].num_described > before + 3 or asked.done())
+        async with ps(running.address, FakePs(1)):
+            assert await asked, "the first checkpoint came first"
 
 
 @pytest.mark.parametrize("plan", [{}, SYNC], ids=["asynchronous", "staleness 0"])
 @pytest.mark.parametrize("ps_dies_first", [True, False])
-def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_there_is_counted(
+async def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_there_is_counted(
     tmp_path: Path, plan: dict[str, Any], ps_dies_first: bool
 ) -> None:
     """The next chief ended the job at once, with what the ps had been put back to, and said nothing."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
-    async def scenario() -> None:
-        sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1}
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**folders, **sizes) as first:
-                old = HeldBack(0)
-                await stack.enter_async_context(ps(first.address, old))
-                worker = Task(first.address, "worker:0")
-                await worker.ready()
-                await until(lambda: first.job.journal.history.checkpoint)
-                await worker.open(**plan)
-                await worker.next()
-                old.apply(Unit(1, 0, 0))
-                await worker.next([0], wait=False)
-                old.save_gate.clear()
-                assert old.session is not None
-                if ps_dies_first:
-                    await old.session.die()
-                    await until(lambda: not first.job.sessions.servers)
-                worker.goodbye()
-                await until(lambda: first.job.sessions.stopping)
-                await first.kill()
-            await old.session.die()
-            reborn = FakePs(0)
-            reborn.initialized = False
-            async with chief(bind=first.address, **folders, **sizes) as second, ps(second.address, reborn):
-                assert reborn.session is not None
-                await until(functools.partial(reborn.session.ended, "stop"))
-                assert reborn.restored_from and 0 in reborn.closed[1, 0]
-                assert second.job.get_status().updates_lost == 1
-                reborn.session.goodbye()
-                assert await second.exit_code() == 0
-
-    run(scenario)
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders, **sizes) as first:
+            old = HeldBack(0)
+            await stack.enter_async_context(ps(first.address, old))
+            worker = Task(first.address, "worker:0")
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open(**plan)
+            await worker.next()
+            old.apply(Unit(1, 0, 0))
+            await worker.next([0], wait=False)
+            old.save_gate.clear()
+            assert old.session is not None
+            if ps_dies_first:
+                await old.session.die()
+                await until(lambda: not first.job.sessions.servers)
+            worker.goodbye()
+            await until(lambda: first.job.sessions.stopping)
+            await first.kill()
+        await old.session.die()
+        reborn = FakePs(0)
+        reborn.initialized = False
+        async with chief(bind=first.address, **folders, **sizes) as second, ps(second.address, reborn):
+            assert reborn.session is not None
+            await until(functools.partial(reborn.session.ended, "stop"))
+            assert reborn.restored_from and 0 in reborn.closed[1, 0]
+            assert second.job.get_status().updates_lost == 1
+            reborn.session.goodbye()
+            assert await second.exit_code() == 0
 
 
-def test_the_last_checkpoint_is_not_left_out_for_a_ps_that_is_away(tmp_path: Path) -> None:
+async def test_the_last_checkpoint_is_not_left_out_for_a_ps_that_is_away(tmp_path: Path) -> None:
     """What the others had was the step of the last checkpoint: the updates of the one that was away were gone."""
-
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            servers[1].apply(Unit(1, 0, 0))
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            with pytest.raises(PeerUnavailableError, match="1 of 2 ps are away"):
-                await running.job._maintenance.save_last()
-
-    run(scenario)
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        servers[1].apply(Unit(1, 0, 0))
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        with pytest.raises(PeerUnavailableError, match="1 of 2 ps are away"):
+            await running.job._maintenance.save_last()
 
 
 class BrokenOnce(FakePs):
@@ -167,63 +153,50 @@ class BrokenOnce(FakePs):
         return await super().SaveShards(request, context)
 
 
-def test_a_connection_that_breaks_during_the_last_checkpoint_does_not_cost_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
-        server = BrokenOnce(0)
-        async with chief(**config) as running, ps(running.address, server):
-            worker = Task(running.address, "worker:0")
-            await until(lambda: running.job.journal.history.checkpoint)
-            server.apply(Unit(1, 0, 0), num_servers=1)
-            server.is_whole = False
-            worker.goodbye()
-            assert server.session is not None
-            await until(lambda: server.session and server.session.ended("stop"))
-            assert server.is_whole and (tmp_path / "latest").read_text() == "step-00000001\n"
-            await worker.die()
-
-    run(scenario)
+async def test_a_connection_that_breaks_during_the_last_checkpoint_does_not_cost_it(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    server = BrokenOnce(0)
+    async with chief(**config) as running, ps(running.address, server):
+        worker = Task(running.address, "worker:0")
+        await until(lambda: running.job.journal.history.checkpoint)
+        server.apply(Unit(1, 0, 0), num_servers=1)
+        server.is_whole = False
+        worker.goodbye()
+        assert server.session is not None
+        await until(lambda: server.session and server.session.ended("stop"))
+        assert server.is_whole and (tmp_path / "latest").read_text() == "step-00000001\n"
+        await worker.die()
 
 
-def test_a_chief_that_stumbles_while_it_ends_ends(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(state_dir=str(tmp_path)) as (running, _, _):
-            running.job.journal.close()  # its disk is gone, say
-            running.job.stop(0, "all done")
-            assert await running.exit_code() == 1
-
-    run(scenario)
+async def test_a_chief_that_stumbles_while_it_ends_ends(tmp_path: Path) -> None:
+    async with cluster(state_dir=str(tmp_path)) as (running, _, _):
+        running.job.journal.close()  # its disk is gone, say
+        running.job.stop(0, "all done")
+        assert await running.exit_code() == 1
 
 
-def test_a_hold_is_let_go_though_one_ps_is_gone() -> None:
-    async def scenario() -> None:
-        client = ChiefPsClient(Incarnation("ps:0", 3), "127.0.0.1:1", chief="chief:0", chief_epoch=1)
+async def test_a_hold_is_let_go_though_one_ps_is_gone() -> None:
+    client = ChiefPsClient(Incarnation("ps:0", 3), "127.0.0.1:1", chief="chief:0", chief_epoch=1)
+    await client.close()
+    with pytest.raises(PeerUnavailableError, match=r"ps:0 \(incarnation 3\) is gone"):
+        await client.release_commits(1)
+
+
+async def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
+    """It was cancelled, and with it whoever had made it: a checkpoint was neither taken nor refused."""
+    async with chief(num_workers=1, num_ps=1) as running, ps(running.address, FakePs(0)) as server:
+        assert server.session is not None
+        server.fence_gate.clear()
+        at = server.session.address
+        client = ChiefPsClient(Incarnation("ps:0", 3), at, chief="chief:0", chief_epoch=1)
+        calls = [asyncio.create_task(client.fence(Incarnation("worker:0", number))) for number in (1, 2)]
+        await until(lambda: server.num_fencing == 2)
+        calls[0].cancel()
         await client.close()
         with pytest.raises(PeerUnavailableError, match=r"ps:0 \(incarnation 3\) is gone"):
-            await client.release_commits(1)
-
-    run(scenario)
-
-
-def test_a_call_that_is_under_way_to_a_ps_that_is_gone_fails() -> None:
-    """It was cancelled, and with it whoever had made it: a checkpoint was neither taken nor refused."""
-
-    async def scenario() -> None:
-        async with chief(num_workers=1, num_ps=1) as running, ps(running.address, FakePs(0)) as server:
-            assert server.session is not None
-            server.fence_gate.clear()
-            at = server.session.address
-            client = ChiefPsClient(Incarnation("ps:0", 3), at, chief="chief:0", chief_epoch=1)
-            calls = [asyncio.create_task(client.fence(Incarnation("worker:0", number))) for number in (1, 2)]
-            await until(lambda: server.num_fencing == 2)
-            calls[0].cancel()
-            await client.close()
-            with pytest.raises(PeerUnavailableError, match=r"ps:0 \(incarnation 3\) is gone"):
-                await calls[1]
-            await asyncio.wait(calls)
-            assert calls[0].cancelled(), "whoever made it was to end"
-
-    run(scenario)
+            await calls[1]
+        await asyncio.wait(calls)
+        assert calls[0].cancelled(), "whoever made it was to end"
 
 
 def test_a_synchronous_step_that_only_some_ps_have_is_not_in_a_checkpoint() -> None:
@@ -235,100 +208,88 @@ def test_a_synchronous_step_that_only_some_ps_have_is_not_in_a_checkpoint() -> N
     assert applied_units(held, {}) == {(1, 0): UnitBitmap.of([1])}
 
 
-def test_a_slice_that_every_ps_has_closed_is_accepted_by_a_chief_whose_journal_is_behind(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(state_dir=str(tmp_path)) as first:
-                port = first.address
-                servers = [await stack.enter_async_context(ps(port, FakePs(index))) for index in range(2)]
-                workers = [Task(port, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                    await worker.open(**SYNC)
-                leases = [list((await worker.next()).leases) for worker in workers]
-                for server in servers:
-                    server.close_unit(Unit(1, 0, 0))
-                places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
-                await first.kill()  # the end of the first slice was not in the journal
-            lives = [server.session.incarnation for server in servers if server.session is not None]
-            async with chief(bind=port, state_dir=str(tmp_path)) as second:
-                resumed = [
-                    Task(port, f"worker:{i}", resume=each.incarnation, held=leases[i] * i)
-                    for i, each in enumerate(workers)
-                ]
-                resumed += [Task(port, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
-                await until(lambda: second.job.recovery.is_open)
-                assert second.job.lease_book.epoch(1, 0).num_accepted == 1
-                assert second.job.lease_book.held(Incarnation("worker:1", resumed[1].incarnation))
-                assert second.job.sessions.stopping is None and not second.job.lease_book.steps.orphans()
-                for task in [*resumed, *workers]:
-                    await task.die()
-
-    run(scenario)
-
-
-def test_a_hold_of_a_chief_that_died_ends_when_the_next_one_has_the_ps_back(tmp_path: Path) -> None:
-    """It lasted 15 s, and all workers stood still."""
-
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
-        server = FakePs(0)
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**config) as first:
-                port = first.address
-                await stack.enter_async_context(ps(port, server))
-                await until(lambda: first.job.sessions.live("ps"))
-                await first.job.commit_hold.enter("a checkpoint")
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            assert server.token and server.session is not None
-            async with chief(bind=port, **config) as second:
-                again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
-                await until(lambda: second.job.sessions.live("ps"))
-                assert not server.token
-                await again.die()
-
-    run(scenario)
-
-
-def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_may_know(tmp_path: Path) -> None:
-    """The ps took the new step for the old one, which was over: the workers made it again, for ever."""
-
-    async def scenario() -> None:
-        sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**sizes) as first:
-                port = first.address
-                server = await stack.enter_async_context(ps(port, FakePs(0)))
-                worker = Task(port, "worker:0")
+async def test_a_slice_that_every_ps_has_closed_is_accepted_by_a_chief_whose_journal_is_behind(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(state_dir=str(tmp_path)) as first:
+            port = first.address
+            servers = [await stack.enter_async_context(ps(port, FakePs(index))) for index in range(2)]
+            workers = [Task(port, f"worker:{index}") for index in range(2)]
+            for worker in workers:
                 await worker.ready()
                 await worker.open(**SYNC)
-                [before] = (await worker.next()).leases
+            leases = [list((await worker.next()).leases) for worker in workers]
+            for server in servers:
                 server.close_unit(Unit(1, 0, 0))
-                await worker.next([0], wait=False)
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            journal = tmp_path / "journal.jsonl"
-            lines = journal.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if '"kind":"step"' not in line and '"kind":"accepted"' not in line]
-            assert len(kept) < len(lines), "they were not on the disk yet"
-            journal.write_text("".join(kept))
-            assert server.session is not None
-            async with chief(bind=port, **sizes) as second:
-                tasks = [
-                    Task(port, "worker:0", resume=worker.incarnation),
-                    Task(port, "ps:0", place, resume=server.session.incarnation, store_epoch=1),
-                ]
-                await until(lambda: second.job.recovery.is_open)
-                [after] = (await tasks[0].next()).leases
-                assert after.step > before.step and after.unit.index == 1
-                for task in [*tasks, worker]:
-                    await task.die()
-
-    run(scenario)
+            places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+            await first.kill()  # the end of the first slice was not in the journal
+        lives = [server.session.incarnation for server in servers if server.session is not None]
+        async with chief(bind=port, state_dir=str(tmp_path)) as second:
+            resumed = [
+                Task(port, f"worker:{i}", resume=each.incarnation, held=leases[i] * i) for i, each in enumerate(workers)
+            ]
+            resumed += [Task(port, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
+            await until(lambda: second.job.recovery.is_open)
+            assert second.job.lease_book.epoch(1, 0).num_accepted == 1
+            assert second.job.lease_book.held(Incarnation("worker:1", resumed[1].incarnation))
+            assert second.job.sessions.stopping is None and not second.job.lease_book.steps.orphans()
+            for task in [*resumed, *workers]:
+                await task.die()
 
 
-def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
+async def test_a_hold_of_a_chief_that_died_ends_when_the_next_one_has_the_ps_back(tmp_path: Path) -> None:
+    """It lasted 15 s, and all workers stood still."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
+    server = FakePs(0)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            port = first.address
+            await stack.enter_async_context(ps(port, server))
+            await until(lambda: first.job.sessions.live("ps"))
+            await first.job.commit_hold.enter("a checkpoint")
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        assert server.token and server.session is not None
+        async with chief(bind=port, **config) as second:
+            again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+            await until(lambda: second.job.sessions.live("ps"))
+            assert not server.token
+            await again.die()
+
+
+async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_may_know(tmp_path: Path) -> None:
+    """The ps took the new step for the old one, which was over: the workers made it again, for ever."""
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**sizes) as first:
+            port = first.address
+            server = await stack.enter_async_context(ps(port, FakePs(0)))
+            worker = Task(port, "worker:0")
+            await worker.ready()
+            await worker.open(**SYNC)
+            [before] = (await worker.next()).leases
+            server.close_unit(Unit(1, 0, 0))
+            await worker.next([0], wait=False)
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        journal = tmp_path / "journal.jsonl"
+        lines = journal.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if '"kind":"step"' not in line and '"kind":"accepted"' not in line]
+        assert len(kept) < len(lines), "they were not on the disk yet"
+        journal.write_text("".join(kept))
+        assert server.session is not None
+        async with chief(bind=port, **sizes) as second:
+            tasks = [
+                Task(port, "worker:0", resume=worker.incarnation),
+                Task(port, "ps:0", place, resume=server.session.incarnation, store_epoch=1),
+            ]
+            await until(lambda: second.job.recovery.is_open)
+            [after] = (await tasks[0].next()).leases
+            assert after.step > before.step and after.unit.index == 1
+            for task in [*tasks, worker]:
+                await task.die()
+
+
+async def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chief's machine crashed, a ps died: nobody asked for them again, and they were not told to be lost."""
@@ -343,129 +304,114 @@ def test_the_units_that_end_an_epoch_are_on_disk_before_anybody_leaves_it(
             os.fsync(fd)
             synced[:] = [Path(f"/proc/self/fd/{fd}").read_text()] if Path(f"/proc/self/fd/{fd}").is_file() else synced
 
-    async def scenario() -> None:
-        async with cluster(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as (running, [worker], _):
-            await until(lambda: running.job.journal.history.initialized)  # the last that is on disk beside units
+    monkeypatch.setattr(journal_file, "os", Os())
+
+    async with cluster(num_workers=1, num_ps=1, state_dir=str(tmp_path)) as (running, [worker], _):
+        await until(lambda: running.job.journal.history.initialized)  # the last that is on disk beside units
+        await worker.open(num_examples=4)
+        await worker.next(want=2)
+        await worker.next([0], wait=False)
+        assert '"kind":"accepted"' not in synced[0], "about one a second and worker need not wait for the disk"
+        await worker.next([1], wait=False)
+        assert synced[0].count('"kind":"accepted"') == 2
+
+
+async def test_what_a_chief_learns_of_the_ps_when_it_comes_is_in_its_journal(tmp_path: Path) -> None:
+    """Workers left an epoch that ended with that. The next chief, whose ps had died too, did not know these units."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
+    server = FakePs(0)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            port = first.address
+            await stack.enter_async_context(ps(port, server))
+            worker = Task(port, "worker:0")
+            await worker.ready()
             await worker.open(num_examples=4)
             await worker.next(want=2)
-            await worker.next([0], wait=False)
-            assert '"kind":"accepted"' not in synced[0], "about one a second and worker need not wait for the disk"
-            await worker.next([1], wait=False)
-            assert synced[0].count('"kind":"accepted"') == 2
-
-    monkeypatch.setattr(journal_file, "os", Os())
-    run(scenario)
-
-
-def test_what_a_chief_learns_of_the_ps_when_it_comes_is_in_its_journal(tmp_path: Path) -> None:
-    """Workers left an epoch that ended with that. The next chief, whose ps had died too, did not know these units."""
-
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "state_dir": str(tmp_path)}
-        server = FakePs(0)
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**config) as first:
-                port = first.address
-                await stack.enter_async_context(ps(port, server))
-                worker = Task(port, "worker:0")
-                await worker.ready()
-                await worker.open(num_examples=4)
-                await worker.next(want=2)
-                for index in range(2):
-                    server.close_unit(Unit(1, 0, index))
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            assert server.session is not None
-            async with chief(bind=port, **config) as second:
-                resumed = Task(port, "worker:0", resume=worker.incarnation)
-                again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
-                assert (await resumed.next()).end
-                assert journal_file.replay(tmp_path / "journal.jsonl").accepted == {(1, 0): UnitBitmap.of([0, 1])}
-                await second.kill()
-                for task in (resumed, again, worker):
-                    await task.die()
-
-    run(scenario)
+            for index in range(2):
+                server.close_unit(Unit(1, 0, index))
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        assert server.session is not None
+        async with chief(bind=port, **config) as second:
+            resumed = Task(port, "worker:0", resume=worker.incarnation)
+            again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+            assert (await resumed.next()).end
+            assert journal_file.replay(tmp_path / "journal.jsonl").accepted == {(1, 0): UnitBitmap.of([0, 1])}
+            await second.kill()
+            for task in (resumed, again, worker):
+                await task.die()
 
 
-def test_a_checkpoint_calls_nothing_accepted_that_a_ps_may_lack(tmp_path: Path) -> None:
+async def test_a_checkpoint_calls_nothing_accepted_that_a_ps_may_lack(tmp_path: Path) -> None:
     """A unit reported while shards were written may have been lost on a ps that went back to a checkpoint before."""
-
-    async def scenario() -> None:
-        folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
-        async with chief(**folders, num_workers=1, num_ps=1) as running:
-            server = HeldBack(0)
-            async with ps(running.address, server):
-                worker = Task(running.address, "worker:0")
-                await worker.ready()
-                await until(lambda: running.job.journal.history.checkpoint)
-                await worker.open()
-                await worker.next()
-                server.apply(Unit(1, 0, 0))
-                server.save_gate.clear()
-                num_saves = server.calls.count("save")
-                saving = asyncio.create_task(running.job.saving.save(folders["checkpoint_dir"], automatic=False))
-                await until(lambda: server.is_held_back)
-                await worker.next([0], wait=False)
-                server.save_gate.set()
-                manifest = ServersManifest.read(Path((await saving).path))
-                assert manifest is not None and not manifest.accepted and 0 in manifest.applied[1, 0]
-                assert server.calls.count("save") == num_saves + 1
-                await worker.die()
-
-    run(scenario)
+    folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    async with chief(**folders, num_workers=1, num_ps=1) as running:
+        server = HeldBack(0)
+        async with ps(running.address, server):
+            worker = Task(running.address, "worker:0")
+            await worker.ready()
+            await until(lambda: running.job.journal.history.checkpoint)
+            await worker.open()
+            await worker.next()
+            server.apply(Unit(1, 0, 0))
+            server.save_gate.clear()
+            num_saves = server.calls.count("save")
+            saving = asyncio.create_task(running.job.saving.save(folders["checkpoint_dir"], automatic=False))
+            await until(lambda: server.is_held_back)
+            await worker.next([0], wait=False)
+            server.save_gate.set()
+            manifest = ServersManifest.read(Path((await saving).path))
+            assert manifest is not None and not manifest.accepted and 0 in manifest.applied[1, 0]
+            assert server.calls.count("save") == num_saves + 1
+            await worker.die()
 
 
-def test_a_chief_that_is_started_again_leases_units_while_updates_of_the_dead_are_on_some_ps_alone(
+async def test_a_chief_that_is_started_again_leases_units_while_updates_of_the_dead_are_on_some_ps_alone(
     tmp_path: Path,
 ) -> None:
     """Its first checkpoint waited for them, and the worker that would have sent them for the checkpoint, for ever."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**folders, num_workers=1) as first:
-                servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
-                worker = Task(first.address, "worker:0")
-                await worker.ready()
-                await until(lambda: first.job.journal.history.checkpoint)
-                await worker.open()
-                await worker.next()
-                servers[1].apply(Unit(1, 0, 0))
-                places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
-                await first.kill()
-            lives = [server.session.incarnation for server in servers if server.session is not None]
-            async with chief(bind=first.address, **folders, num_workers=1) as second:
-                tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
-                tasks.append(Task(first.address, "worker:0"))
-                await tasks[-1].ready()
-                await until(lambda: second.job.sessions.tasks["ps:0"].resumed)
-                await tasks[-1].open()
-                assert indices(await tasks[-1].next()) == [0]
-                for task in [*tasks, worker]:
-                    await task.die()
-
-    run(scenario)
-
-
-def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_from_being_one_cut(tmp_path: Path) -> None:
-    """It waited for them, and the worker that would have sent them for the checkpoint, for ever."""
-
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
-        async with cluster(**config) as (running, [worker], servers):
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders, num_workers=1) as first:
+            servers = [await stack.enter_async_context(ps(first.address, FakePs(index))) for index in range(2)]
+            worker = Task(first.address, "worker:0")
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
-            assert indices(await worker.next()) == [0], "initial values may come with the first step"
+            await worker.next()
             servers[1].apply(Unit(1, 0, 0))
-            await worker.die()
-            for server in servers:
-                server.initialized = True
-            again = Task(running.address, "worker:0")
-            await again.welcomed()
-            assert indices(await again.next()) == [0]
-            assert not running.job.journal.history.checkpoint
-            servers[0].apply(Unit(1, 0, 0))
-            await until(lambda: running.job.journal.history.checkpoint)
-            await again.die()
+            places = [first.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+            await first.kill()
+        lives = [server.session.incarnation for server in servers if server.session is not None]
+        async with chief(bind=first.address, **folders, num_workers=1) as second:
+            tasks = [Task(first.address, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
+            tasks.append(Task(first.address, "worker:0"))
+            await tasks[-1].ready()
+            await until(lambda: second.job.sessions.tasks["ps:0"].resumed)
+            await tasks[-1].open()
+            assert indices(await tasks[-1].next()) == [0]
+            for task in [*tasks, worker]:
+                await task.die()
 
-    run(scenario)
+
+async def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_from_being_one_cut(
+    tmp_path: Path,
+) -> None:
+    """It waited for them, and the worker that would have sent them for the checkpoint, for ever."""
+    config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
+    async with cluster(**config) as (running, [worker], servers):
+        await worker.open()
+        assert indices(await worker.next()) == [0], "initial values may come with the first step"
+        servers[1].apply(Unit(1, 0, 0))
+        await worker.die()
+        for server in servers:
+            server.initialized = True
+        again = Task(running.address, "worker:0")
+        await again.welcomed()
+        assert indices(await again.next()) == [0]
+        assert not running.job.journal.history.checkpoint
+        servers[0].apply(Unit(1, 0, 0))
+        await until(lambda: running.job.journal.history.checkpoint)
+        await again.die()

@@ -25,7 +25,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch.status import fetch_status
 from stratagem.rpc.logs import PACKAGE
 from stratagem.rpc.security import OPEN
-from tests.contract.chief.fakes import Chief, Task, chief, cluster, run, until
+from tests.contract.chief.fakes import Chief, Task, chief, cluster, until
 
 STATIC = importlib.resources.files("stratagem.chief.web") / "static"
 
@@ -75,156 +75,136 @@ def lasting(status: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_it_says_what_status_says() -> None:
-    async def scenario() -> None:
-        async with cluster() as (running, workers, _), page_of(running) as (session, _):
-            workers[1].beat(step=7, loss=0.25, has_loss=True, step_s=0.5, exposed_s=0.1, waiting_on="ps:0 to apply")
-            workers[0].beat(step=9, loss=float("nan"), has_loss=True)
-            async for name, look in messages(session):
-                if name == "look" and look["tasks"][2]["step"] == 7 and look["tasks"][1]["step"] == 9:
-                    break
-            status = await asyncio.to_thread(fetch_status, running.address, 10.0)
-            expected = lasting(dataclasses.asdict(status))
-            async with session.get("/api/status") as answer:
-                assert lasting(await answer.json()) == json.loads(json.dumps(expected))
-            shown = lasting({**look["job"], "tasks": look["tasks"]})
-            assert shown.pop("loss") == "nan" and [task.pop("notes") for task in expected["tasks"]]
-            assert shown == json.loads(json.dumps(expected))
-            async with session.get("/api/why") as answer:
-                assert (await answer.json())["sentence"] == look["verdict"]["sentence"]
-
-    run(scenario)
+async def test_it_says_what_status_says() -> None:
+    async with cluster() as (running, workers, _), page_of(running) as (session, _):
+        workers[1].beat(step=7, loss=0.25, has_loss=True, step_s=0.5, exposed_s=0.1, waiting_on="ps:0 to apply")
+        workers[0].beat(step=9, loss=float("nan"), has_loss=True)
+        async for name, look in messages(session):
+            if name == "look" and look["tasks"][2]["step"] == 7 and look["tasks"][1]["step"] == 9:
+                break
+        status = await asyncio.to_thread(fetch_status, running.address, 10.0)
+        expected = lasting(dataclasses.asdict(status))
+        async with session.get("/api/status") as answer:
+            assert lasting(await answer.json()) == json.loads(json.dumps(expected))
+        shown = lasting({**look["job"], "tasks": look["tasks"]})
+        assert shown.pop("loss") == "nan" and [task.pop("notes") for task in expected["tasks"]]
+        assert shown == json.loads(json.dumps(expected))
+        async with session.get("/api/why") as answer:
+            assert (await answer.json())["sentence"] == look["verdict"]["sentence"]
 
 
-def test_a_stream_begins_with_the_past_and_goes_on_with_news(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_begins_with_the_past_and_goes_on_with_news(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_watch, "LIVE_S", 0.05)
-
-    async def scenario() -> None:
-        async with cluster() as (running, _, _), page_of(running) as (session, _):
-            stream = messages(session)
-            name, past = await anext(stream)
-            assert name == "past" and past["columns"][0] == "at" and len(past["points"][0]) == len(past["columns"])
-            looks, lines = [], []
-            async for name, message in stream:
-                if name == "look":
-                    looks.append(message["at"])
-                else:
-                    lines += [line["text"] for line in message["lines"]]
-                if len(looks) == 3:
-                    PACKAGE.getChild("chief").warning("a line of %s", "<b>somebody</b>")
-                if any("<b>somebody</b>" in line for line in lines):
-                    break
-            assert looks == sorted(set(looks))
-            assert sum("<b>somebody</b>" in line for line in lines) == 1
 
     PACKAGE.setLevel(logging.INFO)
-    run(scenario)
+
+    async with cluster() as (running, _, _), page_of(running) as (session, _):
+        stream = messages(session)
+        name, past = await anext(stream)
+        assert name == "past" and past["columns"][0] == "at" and len(past["points"][0]) == len(past["columns"])
+        looks, lines = [], []
+        async for name, message in stream:
+            if name == "look":
+                looks.append(message["at"])
+            else:
+                lines += [line["text"] for line in message["lines"]]
+            if len(looks) == 3:
+                PACKAGE.getChild("chief").warning("a line of %s", "<b>somebody</b>")
+            if any("<b>somebody</b>" in line for line in lines):
+                break
+        assert looks == sorted(set(looks))
+        assert sum("<b>somebody</b>" in line for line in lines) == 1
 
 
-def test_tasks_tell_their_log_where_there_is_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tasks_tell_their_log_where_there_is_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_watch, "LIVE_S", 0.05)
-
-    async def scenario() -> None:
-        async with chief(num_ps=0) as running, page_of(running) as (session, _):
-            tasks = [Task(running.address, f"worker:{index}", f"127.0.0.1:{index + 1}") for index in range(2)]
-            for task in tasks:
-                await task.welcomed()
-                assert task.events[0].welcome.wants_log
-                task.beat(lines=[f"{task.task} says <b>something</b>"])
-            lines: set[tuple[str, str, str]] = set()
-            async for name, message in messages(session):
-                if name == "news":
-                    lines |= {(line["task"], line["level"], line["text"]) for line in message["lines"]}
-                if {(task.task, "WARNING", f"{task.task} says <b>something</b>") for task in tasks} <= lines:
-                    break
-            for task in tasks:
-                await task.die()
-        async with chief(num_ps=0) as running:
-            task = Task(running.address, "worker:0", "127.0.0.1:1")
+    async with chief(num_ps=0) as running, page_of(running) as (session, _):
+        tasks = [Task(running.address, f"worker:{index}", f"127.0.0.1:{index + 1}") for index in range(2)]
+        for task in tasks:
             await task.welcomed()
-            assert not task.events[0].welcome.wants_log
-            task.beat(lines=["nobody asked"])
-            task.beat(step=3)
-            await until(lambda: running.job.get_status().tasks[1].progress)
+            assert task.events[0].welcome.wants_log
+            task.beat(lines=[f"{task.task} says <b>something</b>"])
+        lines: set[tuple[str, str, str]] = set()
+        async for name, message in messages(session):
+            if name == "news":
+                lines |= {(line["task"], line["level"], line["text"]) for line in message["lines"]}
+            if {(task.task, "WARNING", f"{task.task} says <b>something</b>") for task in tasks} <= lines:
+                break
+        for task in tasks:
             await task.die()
+    async with chief(num_ps=0) as running:
+        task = Task(running.address, "worker:0", "127.0.0.1:1")
+        await task.welcomed()
+        assert not task.events[0].welcome.wants_log
+        task.beat(lines=["nobody asked"])
+        task.beat(step=3)
+        await until(lambda: running.job.get_status().tasks[1].progress)
+        await task.die()
 
-    run(scenario)
 
-
-def test_nobody_pays_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_pays_when_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_watch, "LIVE_S", 0.02)
+    async with chief() as running:
+        looks: list[object] = []
+        get_status = running.job.get_status
 
-    async def scenario() -> None:
-        async with chief() as running:
-            looks: list[object] = []
-            get_status = running.job.get_status
+        def look() -> JobStatus:
+            looks.append(1)
+            return get_status()
 
-            def look() -> JobStatus:
-                looks.append(1)
-                return get_status()
+        monkeypatch.setattr(running.job, "get_status", look)
+        watches: list[page_watch.PageWatch] = []
+        watch = page_watch.PageWatch.run
 
-            monkeypatch.setattr(running.job, "get_status", look)
-            watches: list[page_watch.PageWatch] = []
-            watch = page_watch.PageWatch.run
+        def run_watch(self: page_watch.PageWatch) -> Any:
+            watches.append(self)
+            return watch(self)
 
-            def run_watch(self: page_watch.PageWatch) -> Any:
-                watches.append(self)
-                return watch(self)
-
-            monkeypatch.setattr(page_watch.PageWatch, "run", run_watch)
-            async with page_of(running) as (session, _):
-                stream = messages(session)
-                while len(looks) < 10:
-                    await anext(stream)
-                await stream.aclose()
-                await until(lambda: not watches[0]._num_viewers)
-                num_looks = len(looks)
-                await asyncio.sleep(0.5)
-                assert len(looks) <= num_looks + 1
-
-    run(scenario)
-
-
-def test_too_many_pages_are_refused_and_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_watch, "MAX_VIEWERS", 1)
-
-    async def scenario() -> None:
-        async with chief() as running, page_of(running) as (session, _):
+        monkeypatch.setattr(page_watch.PageWatch, "run", run_watch)
+        async with page_of(running) as (session, _):
             stream = messages(session)
-            await anext(stream)
-            async with session.get("/api/live") as answer:
-                assert answer.status == 503 and await answer.text() == "1 pages are open already\n"
+            while len(looks) < 10:
+                await anext(stream)
             await stream.aclose()
+            await until(lambda: not watches[0]._num_viewers)
+            num_looks = len(looks)
+            await asyncio.sleep(0.5)
+            assert len(looks) <= num_looks + 1
 
-    run(scenario)
+
+async def test_too_many_pages_are_refused_and_told_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_watch, "MAX_VIEWERS", 1)
+    async with chief() as running, page_of(running) as (session, _):
+        stream = messages(session)
+        await anext(stream)
+        async with session.get("/api/live") as answer:
+            assert answer.status == 503 and await answer.text() == "1 pages are open already\n"
+        await stream.aclose()
 
 
-def test_files_are_served_from_the_package_and_nothing_else_is() -> None:
-    async def scenario() -> None:
-        async with chief() as running, page_of(running) as (session, address):
-            async with session.get("/") as answer:
-                html = await answer.text()
-            named = re.findall(r'(?:src|href)="(static/[^"]+)"', html)
-            assert len(named) >= 5
-            for path in named:
-                async with session.get(f"/{path}") as answer:
-                    assert answer.status == 200 and answer.headers["X-Content-Type-Options"] == "nosniff"
-                    assert await answer.read() == (STATIC / path.removeprefix("static/")).read_bytes()
-                    tag = answer.headers["ETag"]
-                async with session.get(f"/{path}", headers={"If-None-Match": tag}) as answer:
-                    assert answer.status == 304
-            reader, writer = await asyncio.open_connection(*address.split(":"))
-            for path in ("/static/../page.py", "/static/%2e%2e/page.py", "/static//etc/passwd", "/static/", "/api"):
-                writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-                assert b"404" in await reader.readline()
-                length = 0
-                while (line := await reader.readline()) != b"\r\n":
-                    length = int(line[15:]) if line.lower().startswith(b"content-length:") else length
-                assert await reader.readexactly(length) == b"Not Found\n"
-            writer.close()
-            await writer.wait_closed()
-
-    run(scenario)
+async def test_files_are_served_from_the_package_and_nothing_else_is() -> None:
+    async with chief() as running, page_of(running) as (session, address):
+        async with session.get("/") as answer:
+            html = await answer.text()
+        named = re.findall(r'(?:src|href)="(static/[^"]+)"', html)
+        assert len(named) >= 5
+        for path in named:
+            async with session.get(f"/{path}") as answer:
+                assert answer.status == 200 and answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert await answer.read() == (STATIC / path.removeprefix("static/")).read_bytes()
+                tag = answer.headers["ETag"]
+            async with session.get(f"/{path}", headers={"If-None-Match": tag}) as answer:
+                assert answer.status == 304
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        for path in ("/static/../page.py", "/static/%2e%2e/page.py", "/static//etc/passwd", "/static/", "/api"):
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert b"404" in await reader.readline()
+            length = 0
+            while (line := await reader.readline()) != b"\r\n":
+                length = int(line[15:]) if line.lower().startswith(b"content-length:") else length
+            assert await reader.readexactly(length) == b"Not Found\n"
+        writer.close()
+        await writer.wait_closed()
 
 
 FOREIGN = r"https?://|//cdn|@import|innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\("

@@ -26,135 +26,111 @@ async def save(worker: Task, directory: Path) -> chief_pb2.SaveCheckpointReply:
     return reply
 
 
-def test_a_checkpoint_is_taken_with_commits_held_and_says_where_the_data_stands(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (_, workers, servers):
-            await workers[0].open()
-            await workers[0].next(want=2)
-            applied(servers, 0, 1)
-            await workers[0].next([0], held=[1])
-            reply = await save(workers[0], tmp_path)
-            assert (reply.path, reply.step) == (str(tmp_path / "step-00000002"), 2)
-            for server in servers:
-                assert server.calls == ["hold", "save", "release"]
-            manifest = checkpoints.ServersManifest.read(Path(reply.path))
-            assert manifest is not None
-            assert manifest.accepted == {(1, 0): UnitBitmap.of([0])}
-            assert manifest.applied == {(1, 0): UnitBitmap.of([1])}
-            assert manifest.plans[1].num_examples == 8 and not manifest.automatic
-            assert sorted(each.name for each in Path(reply.path).iterdir()) == [
-                "manifest.json",
-                "ps-0.safetensors",
-                "ps-1.safetensors",
-            ]
-            plain = json.loads((Path(reply.path) / "manifest.json").read_text())
-            assert [file["name"] for file in plain["files"]] == ["ps-0.safetensors", "ps-1.safetensors"]
-
-    run(scenario)
+async def test_a_checkpoint_is_taken_with_commits_held_and_says_where_the_data_stands(tmp_path: Path) -> None:
+    async with cluster() as (_, workers, servers):
+        await workers[0].open()
+        await workers[0].next(want=2)
+        applied(servers, 0, 1)
+        await workers[0].next([0], held=[1])
+        reply = await save(workers[0], tmp_path)
+        assert (reply.path, reply.step) == (str(tmp_path / "step-00000002"), 2)
+        for server in servers:
+            assert server.calls == ["hold", "save", "release"]
+        manifest = checkpoints.ServersManifest.read(Path(reply.path))
+        assert manifest is not None
+        assert manifest.accepted == {(1, 0): UnitBitmap.of([0])}
+        assert manifest.applied == {(1, 0): UnitBitmap.of([1])}
+        assert manifest.plans[1].num_examples == 8 and not manifest.automatic
+        assert sorted(each.name for each in Path(reply.path).iterdir()) == [
+            "manifest.json",
+            "ps-0.safetensors",
+            "ps-1.safetensors",
+        ]
+        plain = json.loads((Path(reply.path) / "manifest.json").read_text())
+        assert [file["name"] for file in plain["files"]] == ["ps-0.safetensors", "ps-1.safetensors"]
 
 
-def test_an_update_under_way_is_let_through_before_the_shards_are_saved(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (_, workers, servers):
-            await workers[0].open()
-            servers[0].apply(Unit(1, 0, 0))
-            servers[1].on_admit = lambda update: servers[1].apply(update.units[0])
-            await save(workers[0], tmp_path)
-            assert servers[1].admits == [Update((Unit(1, 0, 0),), 0)]
-            assert servers[1].calls == ["hold", "admit", "save", "release"]
-            assert servers[0].calls == ["hold", "save", "release"]
-
-    run(scenario)
+async def test_an_update_under_way_is_let_through_before_the_shards_are_saved(tmp_path: Path) -> None:
+    async with cluster() as (_, workers, servers):
+        await workers[0].open()
+        servers[0].apply(Unit(1, 0, 0))
+        servers[1].on_admit = lambda update: servers[1].apply(update.units[0])
+        await save(workers[0], tmp_path)
+        assert servers[1].admits == [Update((Unit(1, 0, 0),), 0)]
+        assert servers[1].calls == ["hold", "admit", "save", "release"]
+        assert servers[0].calls == ["hold", "save", "release"]
 
 
-def test_an_update_whose_worker_is_gone_makes_the_chief_release_and_try_again(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (_, workers, servers):
-            await workers[0].open()
-            servers[0].apply(Unit(1, 0, 0))
+async def test_an_update_whose_worker_is_gone_makes_the_chief_release_and_try_again(tmp_path: Path) -> None:
+    async with cluster() as (_, workers, servers):
+        await workers[0].open()
+        servers[0].apply(Unit(1, 0, 0))
 
-            def on_admit(update: Update) -> None:
-                if len(servers[1].admits) == 2:
-                    servers[1].apply(update.units[0])
+        def on_admit(update: Update) -> None:
+            if len(servers[1].admits) == 2:
+                servers[1].apply(update.units[0])
 
-            servers[1].on_admit = on_admit
-            await save(workers[0], tmp_path)
-            assert servers[1].calls == ["hold", "admit", "release", "hold", "admit", "save", "release"]
-
-    run(scenario)
+        servers[1].on_admit = on_admit
+        await save(workers[0], tmp_path)
+        assert servers[1].calls == ["hold", "admit", "release", "hold", "admit", "save", "release"]
 
 
-def test_an_update_of_fewer_ps_is_not_taken_for_torn(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (_, workers, servers):
-            servers[0].apply(Unit(1, 0, 0), num_servers=1)
-            await save(workers[0], tmp_path)
-            assert servers[1].admits == []
-
-    run(scenario)
+async def test_an_update_of_fewer_ps_is_not_taken_for_torn(tmp_path: Path) -> None:
+    async with cluster() as (_, workers, servers):
+        servers[0].apply(Unit(1, 0, 0), num_servers=1)
+        await save(workers[0], tmp_path)
+        assert servers[1].admits == []
 
 
-def test_a_checkpoint_needs_every_ps(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (running, workers, servers):
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            error = await refused(save(workers[0], tmp_path))
-            assert isinstance(error, PeerUnavailableError) and "needs all 2 ps" in str(error)
-            assert list(tmp_path.iterdir()) == []
-
-    run(scenario)
+async def test_a_checkpoint_needs_every_ps(tmp_path: Path) -> None:
+    async with cluster() as (running, workers, servers):
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        error = await refused(save(workers[0], tmp_path))
+        assert isinstance(error, PeerUnavailableError) and "needs all 2 ps" in str(error)
+        assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_and_the_last_checkpoint_come_by_themselves(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            assert (tmp_path / "latest").read_text() == "step-00000000\n"
-            applied(servers, 0)
-            for worker in workers:
-                worker.goodbye()
-            for server in servers:
-                assert server.session is not None
-                await until(functools.partial(server.session.ended, "stop"))
-                server.session.goodbye()
-            assert await running.exit_code() == 0
-            assert (tmp_path / "latest").read_text() == "step-00000001\n"
-
-    run(scenario)
+async def test_the_first_and_the_last_checkpoint_come_by_themselves(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        assert (tmp_path / "latest").read_text() == "step-00000000\n"
+        applied(servers, 0)
+        for worker in workers:
+            worker.goodbye()
+        for server in servers:
+            assert server.session is not None
+            await until(functools.partial(server.session.ended, "stop"))
+            server.session.goodbye()
+        assert await running.exit_code() == 0
+        assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
-def test_checkpoints_are_taken_by_time_and_only_some_are_kept(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        config = {"checkpoint_dir": str(tmp_path), "checkpoint_every_s": 0.01, "keep_checkpoints": 2}
-        async with cluster(**config) as (_, _, servers):
-            for step in range(4):
-                await until(functools.partial(Path.exists, tmp_path / f"step-{step:08d}"))
-                applied(servers, step)
-            await until(lambda: (tmp_path / "step-00000004").exists() and not (tmp_path / "step-00000002").exists())
-            assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
-
-    run(scenario)
+async def test_checkpoints_are_taken_by_time_and_only_some_are_kept(tmp_path: Path) -> None:
+    config = {"checkpoint_dir": str(tmp_path), "checkpoint_every_s": 0.01, "keep_checkpoints": 2}
+    async with cluster(**config) as (_, _, servers):
+        for step in range(4):
+            await until(functools.partial(Path.exists, tmp_path / f"step-{step:08d}"))
+            applied(servers, step)
+        await until(lambda: (tmp_path / "step-00000004").exists() and not (tmp_path / "step-00000002").exists())
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
 
 
-def test_a_directory_that_a_ps_does_not_see_stops_the_job_at_the_start(tmp_path: Path) -> None:
+async def test_a_directory_that_a_ps_does_not_see_stops_the_job_at_the_start(tmp_path: Path) -> None:
     class Elsewhere(FakePs):
         async def SaveShards(self, request: Any, context: Any) -> Any:
             request.nonce = "another file system"
             return await super().SaveShards(request, context)
 
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
-        async with chief(**config) as running, ps(running.address, Elsewhere(0)) as server:
-            worker = Task(running.address, "worker:0")
-            stop = await until(lambda: worker.ended("stop"))
-            assert stop.exit_code == 2 and "does not see the chief's directory" in stop.reason
-            assert checkpoints.scan(str(tmp_path)) == []
-            await worker.die()
-            assert server.token == 0
-
-    run(scenario)
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with chief(**config) as running, ps(running.address, Elsewhere(0)) as server:
+        worker = Task(running.address, "worker:0")
+        stop = await until(lambda: worker.ended("stop"))
+        assert stop.exit_code == 2 and "does not see the chief's directory" in stop.reason
+        assert checkpoints.scan(str(tmp_path)) == []
+        await worker.die()
+        assert server.token == 0
 
 
 @contextlib.contextmanager
@@ -208,7 +184,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
         run(scenario)
 
 
-def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
+async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
     config = {
         "state_dir": str(tmp_path / "state"),
         "checkpoint_dir": str(tmp_path / "c"),
@@ -216,58 +192,51 @@ def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_
         "num_ps": 1,
     }
 
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with cluster(**config) as (first, [worker], [server]):
-                await until(lambda: first.job.journal.history.checkpoint)
-                await worker.open()
-                [lease] = (await worker.next()).leases
-                applied([server], 0)
-                assert server.session is not None
-                await server.session.die()
-                await until(lambda: not first.job.sessions.servers)
-                port, reborn = first.address, FakePs(0)
-                await stack.enter_async_context(ps(port, reborn))
-                await until(lambda: first.job.sessions.live("ps"))
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            assert reborn.restored_from and reborn.session is not None
-            async with chief(bind=port, **config) as second:
-                resumed = Task(port, "worker:0", resume=worker.incarnation, held=[lease])
-                again = Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2)
-                await resumed.welcomed()
-                await resumed.next([0], wait=False)
-                assert second.job.get_status().updates_lost == 1
-                for task in (resumed, again):
-                    await task.die()
-
-    run(scenario)
-
-
-def test_a_ps_that_dies_while_a_checkpoint_is_written_goes_back_to_that(tmp_path: Path) -> None:
-    """What it had given to it was counted as lost, and is not."""
-
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
-            await until(lambda: running.job.journal.history.checkpoint)
+    async with contextlib.AsyncExitStack() as stack:
+        async with cluster(**config) as (first, [worker], [server]):
+            await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
-            await worker.next()
-            applied(servers, 0, close=True)
-            await worker.next([0], wait=False)
-            servers[0].save_gate.clear()
-            saving = asyncio.create_task(save(worker, tmp_path))
-            await until(lambda: all("save" in server.calls[-1:] for server in servers))
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            async with ps(running.address, Saved(1)) as reborn:
-                await until(lambda: running.job.ps_pool.get(running.job.sessions.tasks["ps:1"].incarnation))
-                servers[0].save_gate.set()
-                await saving
-                await until(lambda: len(running.job.sessions.live("ps")) == 2)
-                assert reborn.restored_from == str(tmp_path / "step-00000001")
+            [lease] = (await worker.next()).leases
+            applied([server], 0)
+            assert server.session is not None
+            await server.session.die()
+            await until(lambda: not first.job.sessions.servers)
+            port, reborn = first.address, FakePs(0)
+            await stack.enter_async_context(ps(port, reborn))
+            await until(lambda: first.job.sessions.live("ps"))
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        assert reborn.restored_from and reborn.session is not None
+        async with chief(bind=port, **config) as second:
+            resumed = Task(port, "worker:0", resume=worker.incarnation, held=[lease])
+            again = Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2)
+            await resumed.welcomed()
+            await resumed.next([0], wait=False)
+            assert second.job.get_status().updates_lost == 1
+            for task in (resumed, again):
+                await task.die()
 
-    run(scenario)
+
+async def test_a_ps_that_dies_while_a_checkpoint_is_written_goes_back_to_that(tmp_path: Path) -> None:
+    """What it had given to it was counted as lost, and is not."""
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next()
+        applied(servers, 0, close=True)
+        await worker.next([0], wait=False)
+        servers[0].save_gate.clear()
+        saving = asyncio.create_task(save(worker, tmp_path))
+        await until(lambda: all("save" in server.calls[-1:] for server in servers))
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        async with ps(running.address, Saved(1)) as reborn:
+            await until(lambda: running.job.ps_pool.get(running.job.sessions.tasks["ps:1"].incarnation))
+            servers[0].save_gate.set()
+            await saving
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert reborn.restored_from == str(tmp_path / "step-00000001")
 
 
 @pytest.mark.parametrize("refusal", ["", "ps:1 has no whole copy of ps:0 (incarnation 1)"])
@@ -309,123 +278,109 @@ def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
         run(scenario)
 
 
-def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
-        config["checkpoint_dir"] = str(tmp_path)
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**config) as first:
-                port = first.address
-                dead = await stack.enter_async_context(ps(port, FakePs(0)))
-                holder = await stack.enter_async_context(ps(port, FakePs(1)))
-                worker = Task(port, "worker:0")
-                await worker.ready()
-                await worker.open()
-                await worker.next(want=2)
-                applied([dead, holder], 0)
-                await worker.next([0], held=[1], wait=False)
-                assert dead.session is not None and holder.session is not None
-                of_incarnation = dead.session.incarnation
-                await first.kill()
-            async with chief(bind=port, **config) as second:
-                reborn = FakePs(0)
-                reborn.initialized, reborn.open = False, dead.open
-                async with ps(port, reborn):
-                    tasks = [
-                        Task(port, "ps:1", holder.session.address, holder.session.incarnation),
-                        Task(port, "worker:0", resume=worker.incarnation),
-                    ]
-                    await until(lambda: second.job.recovery.is_open and len(second.job.sessions.live("ps")) == 2)
-                    assert reborn.taken_from == ("ps:1", of_incarnation) and not reborn.restored_from
-                    assert second.job.get_status().updates_lost == 0
-                    for task in tasks:
-                        await task.die()
-            await worker.die()
-
-    run(scenario)
+async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
+    config["checkpoint_dir"] = str(tmp_path)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            port = first.address
+            dead = await stack.enter_async_context(ps(port, FakePs(0)))
+            holder = await stack.enter_async_context(ps(port, FakePs(1)))
+            worker = Task(port, "worker:0")
+            await worker.ready()
+            await worker.open()
+            await worker.next(want=2)
+            applied([dead, holder], 0)
+            await worker.next([0], held=[1], wait=False)
+            assert dead.session is not None and holder.session is not None
+            of_incarnation = dead.session.incarnation
+            await first.kill()
+        async with chief(bind=port, **config) as second:
+            reborn = FakePs(0)
+            reborn.initialized, reborn.open = False, dead.open
+            async with ps(port, reborn):
+                tasks = [
+                    Task(port, "ps:1", holder.session.address, holder.session.incarnation),
+                    Task(port, "worker:0", resume=worker.incarnation),
+                ]
+                await until(lambda: second.job.recovery.is_open and len(second.job.sessions.live("ps")) == 2)
+                assert reborn.taken_from == ("ps:1", of_incarnation) and not reborn.restored_from
+                assert second.job.get_status().updates_lost == 0
+                for task in tasks:
+                    await task.die()
+        await worker.die()
 
 
-def test_copies_are_refused_for_synchronous_steps() -> None:
-    async def scenario() -> None:
-        async with cluster(ps_replicas=2) as (_, workers, _):
-            error = await refused(workers[0].open(staleness=0.0, num_slices=2))
-            assert isinstance(error, ConfigurationError) and "for a staleness above 0" in str(error)
-
-    run(scenario)
+async def test_copies_are_refused_for_synchronous_steps() -> None:
+    async with cluster(ps_replicas=2) as (_, workers, _):
+        error = await refused(workers[0].open(staleness=0.0, num_slices=2))
+        assert isinstance(error, ConfigurationError) and "for a staleness above 0" in str(error)
 
 
 @pytest.mark.parametrize("plan", [{}, {"staleness": 0.0}], ids=["asynchronous", "staleness 0"])
-def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(tmp_path: Path, plan: dict[str, Any]) -> None:
+async def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(
+    tmp_path: Path, plan: dict[str, Any]
+) -> None:
     """The next chief took what it held for all there was: accepted updates were gone without a word."""
     folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
 
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with cluster(**folders, num_ps=1, num_workers=1) as (first, [worker], [server]):
-                await until(lambda: first.job.journal.history.checkpoint)
-                await worker.open(**plan)
-                await worker.next(want=1)
-                applied([server], 0)
-                await worker.next([0], held=[], wait=False)
-                assert server.session is not None
-                await server.session.die()
-                await until(lambda: not first.job.sessions.servers)
-                reborn = FakePs(0)
-                reborn.restore_gate.clear()
-                port = first.address
-                await stack.enter_async_context(ps(port, reborn))
-                await until(lambda: first.job.sessions.servers)
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            reborn.restore_gate.set()
-            assert reborn.session is not None
-            async with chief(bind=port, **folders, num_ps=1, num_workers=1) as second:
-                resumed = Task(port, "worker:0", resume=worker.incarnation)
-                again = Task(port, "ps:0", place, resume=reborn.session.incarnation, store_epoch=2)
-                await until(lambda: second.job.recovery.is_open)
-                if plan:
-                    assert second.job.lease_book.epoch(1, 0).num_accepted == 0
-                else:
-                    assert second.job.get_status().updates_lost == 1 and 0 in reborn.closed[1, 0]
-                for each in (resumed, again):
-                    await each.die()
-
-    run(scenario)
-
-
-def test_a_ps_with_values_whose_welcome_was_lost_is_the_one_it_was(tmp_path: Path) -> None:
-    """It was taken for a new process without memory, and put back, or the job was ended for want of a checkpoint."""
-
-    async def scenario() -> None:
-        async with cluster(num_ps=1) as (running, _, [server]):
-            await until(lambda: running.job.journal.history.initialized)
-            known = running.job.sessions.tasks["ps:0"]
-            before = known.incarnation
-            again = Task(running.address, "ps:0", known.address, store_epoch=7)
-            await again.welcomed()
-            assert again.incarnation == before.number and not server.restored_from
-            new = Task(running.address, "ps:0", known.address)
-            await new.welcomed()
-            assert new.incarnation > before.number, "a process without values is another one"
-            for each in (again, new):
+    async with contextlib.AsyncExitStack() as stack:
+        async with cluster(**folders, num_ps=1, num_workers=1) as (first, [worker], [server]):
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open(**plan)
+            await worker.next(want=1)
+            applied([server], 0)
+            await worker.next([0], held=[], wait=False)
+            assert server.session is not None
+            await server.session.die()
+            await until(lambda: not first.job.sessions.servers)
+            reborn = FakePs(0)
+            reborn.restore_gate.clear()
+            port = first.address
+            await stack.enter_async_context(ps(port, reborn))
+            await until(lambda: first.job.sessions.servers)
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        reborn.restore_gate.set()
+        assert reborn.session is not None
+        async with chief(bind=port, **folders, num_ps=1, num_workers=1) as second:
+            resumed = Task(port, "worker:0", resume=worker.incarnation)
+            again = Task(port, "ps:0", place, resume=reborn.session.incarnation, store_epoch=2)
+            await until(lambda: second.job.recovery.is_open)
+            if plan:
+                assert second.job.lease_book.epoch(1, 0).num_accepted == 0
+            else:
+                assert second.job.get_status().updates_lost == 1 and 0 in reborn.closed[1, 0]
+            for each in (resumed, again):
                 await each.die()
 
-    run(scenario)
+
+async def test_a_ps_with_values_whose_welcome_was_lost_is_the_one_it_was(tmp_path: Path) -> None:
+    """It was taken for a new process without memory, and put back, or the job was ended for want of a checkpoint."""
+    async with cluster(num_ps=1) as (running, _, [server]):
+        await until(lambda: running.job.journal.history.initialized)
+        known = running.job.sessions.tasks["ps:0"]
+        before = known.incarnation
+        again = Task(running.address, "ps:0", known.address, store_epoch=7)
+        await again.welcomed()
+        assert again.incarnation == before.number and not server.restored_from
+        new = Task(running.address, "ps:0", known.address)
+        await new.welcomed()
+        assert new.incarnation > before.number, "a process without values is another one"
+        for each in (again, new):
+            await each.die()
 
 
-def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() -> None:
-    async def scenario() -> None:
-        async with cluster(num_ps=1) as (running, workers, servers):
-            await until(lambda: running.job.journal.history.initialized)
-            assert servers[0].session is not None
-            await servers[0].session.die()
-            reborn = FakePs(0)
-            reborn.initialized = False
-            async with ps(running.address, reborn):
-                stop = await until(lambda: workers[0].ended("stop"))
-                assert stop.exit_code == 1 and "came back without its variables" in stop.reason
-
-    run(scenario)
+async def test_a_ps_that_lost_everything_without_a_checkpoint_stops_the_job() -> None:
+    async with cluster(num_ps=1) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.initialized)
+        assert servers[0].session is not None
+        await servers[0].session.die()
+        reborn = FakePs(0)
+        reborn.initialized = False
+        async with ps(running.address, reborn):
+            stop = await until(lambda: workers[0].ended("stop"))
+            assert stop.exit_code == 1 and "came back without its variables" in stop.reason
 
 
 def serves(worker: Task, task: str) -> bool:
@@ -433,84 +388,75 @@ def serves(worker: Task, task: str) -> bool:
     return any(info.live for info in worker.membership.tasks if info.task == task)
 
 
-def test_a_returning_ps_hears_all_fences_before_workers_hear_of_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(num_ps=1) as (running, workers, servers):
-            assert servers[0].session is not None
-            await servers[0].session.die()
-            await workers[1].die()
-            await until(lambda: running.job.sessions.lead == "worker:0" and running.job.sessions.fenced)
-            await until(lambda: not serves(workers[0], "ps:0"))
-            reborn = FakePs(0)
-            reborn.fence_gate.clear()
-            async with ps(running.address, reborn):
-                assert not serves(workers[0], "ps:0")
-                reborn.fence_gate.set()
-                await until(lambda: serves(workers[0], "ps:0"))
-                assert reborn.fenced == {"worker:1": workers[1].incarnation}
-                assert reborn.session is not None
-                assert workers[0].membership.routing_epoch == reborn.session.incarnation
-
-    run(scenario)
+async def test_a_returning_ps_hears_all_fences_before_workers_hear_of_it(tmp_path: Path) -> None:
+    async with cluster(num_ps=1) as (running, workers, servers):
+        assert servers[0].session is not None
+        await servers[0].session.die()
+        await workers[1].die()
+        await until(lambda: running.job.sessions.lead == "worker:0" and running.job.sessions.fenced)
+        await until(lambda: not serves(workers[0], "ps:0"))
+        reborn = FakePs(0)
+        reborn.fence_gate.clear()
+        async with ps(running.address, reborn):
+            assert not serves(workers[0], "ps:0")
+            reborn.fence_gate.set()
+            await until(lambda: serves(workers[0], "ps:0"))
+            assert reborn.fenced == {"worker:1": workers[1].incarnation}
+            assert reborn.session is not None
+            assert workers[0].membership.routing_epoch == reborn.session.incarnation
 
 
-def test_a_restarted_chief_goes_on_with_the_same_tasks(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(state_dir=str(tmp_path), seed=3) as first:
-                port = first.address
-                servers = [await stack.enter_async_context(ps(port, FakePs(index))) for index in range(2)]
-                workers = [Task(port, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                    await worker.open()
-                held = list((await workers[0].next(want=2)).leases)
-                lost = list((await workers[1].next(want=1)).leases)
-                applied(servers, 0)
-                assert indices(await workers[0].next([0], held=[1])) == [3]
-                await first.kill()
-            assert lost[0].unit.index == 2
-            async with chief(bind=port, state_dir=str(tmp_path), session_timeout_s=1.0) as second:
-                assert second.job.journal.history.chief_epoch == 2
-                back = Task(port, "worker:0", resume=workers[0].incarnation, held=[held[1]])
-                here = [back]
-                async with beating(here):
-                    await back.welcomed()
-                    waiting = asyncio.create_task(back.next(want=9, held=[1]))
-                    for server in servers:
-                        assert server.session is not None
-                        life = server.session
-                        here.append(Task(port, life.task, life.address, life.incarnation))
-                        await here[-1].welcomed()
-                    # worker:1 does not come back: after the session timeout its unit is leased to others; unit 3 was in
-                    # a reply that got lost.
-                    assert indices(await waiting) == [2, 3]
-                    assert all(server.fenced == {"worker:1": workers[1].incarnation} for server in servers)
-                    assert second.job.lease_book.epoch(1, 0).accepted == UnitBitmap.of([0])
-                    reply = await back.open()
-                    assert reply.seed == 3, "the plan of the job stands"
-                    assert (await back.next([1, 2, 3])).end
-                for task in here:
-                    await task.die()
+async def test_a_restarted_chief_goes_on_with_the_same_tasks(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(state_dir=str(tmp_path), seed=3) as first:
+            port = first.address
+            servers = [await stack.enter_async_context(ps(port, FakePs(index))) for index in range(2)]
+            workers = [Task(port, f"worker:{index}") for index in range(2)]
             for worker in workers:
-                await worker.die()
+                await worker.ready()
+                await worker.open()
+            held = list((await workers[0].next(want=2)).leases)
+            lost = list((await workers[1].next(want=1)).leases)
+            applied(servers, 0)
+            assert indices(await workers[0].next([0], held=[1])) == [3]
+            await first.kill()
+        assert lost[0].unit.index == 2
+        async with chief(bind=port, state_dir=str(tmp_path), session_timeout_s=1.0) as second:
+            assert second.job.journal.history.chief_epoch == 2
+            back = Task(port, "worker:0", resume=workers[0].incarnation, held=[held[1]])
+            here = [back]
+            async with beating(here):
+                await back.welcomed()
+                waiting = asyncio.create_task(back.next(want=9, held=[1]))
+                for server in servers:
+                    assert server.session is not None
+                    life = server.session
+                    here.append(Task(port, life.task, life.address, life.incarnation))
+                    await here[-1].welcomed()
+                # worker:1 does not come back: after the session timeout its unit is leased to others; unit 3 was in
+                # a reply that got lost.
+                assert indices(await waiting) == [2, 3]
+                assert all(server.fenced == {"worker:1": workers[1].incarnation} for server in servers)
+                assert second.job.lease_book.epoch(1, 0).accepted == UnitBitmap.of([0])
+                reply = await back.open()
+                assert reply.seed == 3, "the plan of the job stands"
+                assert (await back.next([1, 2, 3])).end
+            for task in here:
+                await task.die()
+        for worker in workers:
+            await worker.die()
 
-    run(scenario)
 
-
-def test_a_new_job_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster() as (_, workers, servers):
-            await workers[0].open()
-            await workers[0].next(want=3)
-            applied(servers, 0, 2)
-            await workers[0].next([0, 2], held=[1])
-            await save(workers[0], tmp_path)
-        async with cluster(checkpoint_dir=str(tmp_path), seed=99) as (running, workers, servers):
-            assert (await workers[0].open()).seed == 0, "the plan of the checkpoint stands"
-            assert indices(await workers[0].next(want=9)) == [1, 3]
-            assert running.job.journal.history.chief_epoch == 2
-            error = await refused(workers[1].open(batch_size=3))
-            assert "batch_size is 2 in the job and 3 here" in str(error)
-
-    run(scenario)
+async def test_a_new_job_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    async with cluster() as (_, workers, servers):
+        await workers[0].open()
+        await workers[0].next(want=3)
+        applied(servers, 0, 2)
+        await workers[0].next([0, 2], held=[1])
+        await save(workers[0], tmp_path)
+    async with cluster(checkpoint_dir=str(tmp_path), seed=99) as (running, workers, servers):
+        assert (await workers[0].open()).seed == 0, "the plan of the checkpoint stands"
+        assert indices(await workers[0].next(want=9)) == [1, 3]
+        assert running.job.journal.history.chief_epoch == 2
+        error = await refused(workers[1].open(batch_size=3))
+        assert "batch_size is 2 in the job and 3 here" in str(error)

@@ -10,7 +10,7 @@ import pytest
 
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.generated import chief_pb2
-from tests.contract.chief.fakes import Chief, FakePs, Task, applied, chief, cluster, ps, refused, run, until
+from tests.contract.chief.fakes import Chief, FakePs, Task, applied, chief, cluster, ps, refused, until
 
 
 def folders(tmp_path: Path) -> dict[str, Any]:
@@ -35,40 +35,37 @@ def ask(worker: Task, num_ps: int) -> Any:
     return worker.stub.Scale(chief_pb2.ScaleRequest(num_ps=num_ps))
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
-            await begun(running, worker, first)
-            await ask(worker, 3)
-            await until(lambda: running.job.get_status().scaling == "ps:1, ps:2 to come")
-            second = await stack.enter_async_context(ps(running.address, FakePs(1)))
-            newcomer = second.session
-            assert newcomer is not None
-            tasks = await until(lambda: newcomer.membership.tasks)
-            assert {task.task for task in tasks} == {"worker:0", "ps:0"}
-            first.calls.clear()
-            third = await stack.enter_async_context(ps(running.address, FakePs(2)))
-            await until(lambda: worker.membership.num_ps == 3 and all(task.live for task in worker.membership.tasks))
-            await until(lambda: first.token == 0)
-            restored = first.calls.index("restore")
-            assert first.calls.index("hold") < first.calls.index("save") < restored < first.calls.index("release")
-            assert second.calls[0] == third.calls[0] == "restore", "they show that they can read it"
-            assert {(each.restored_from, each.num_ps) for each in (first, second, third)} == {
-                (running.job.journal.history.checkpoint, 3)
-            }
-            await ask(worker, 1)
-            await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
-            assert (first.num_ps, second.num_ps) == (1, 3)
-            assert running.job.get_status().scaling == ""
-            newcomer.goodbye(0)
-            await until(lambda: {t.member.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
-            assert running.job.sessions.stopping is None
-
-    run(scenario)
+async def test_there_and_back(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        await begun(running, worker, first)
+        await ask(worker, 3)
+        await until(lambda: running.job.get_status().scaling == "ps:1, ps:2 to come")
+        second = await stack.enter_async_context(ps(running.address, FakePs(1)))
+        newcomer = second.session
+        assert newcomer is not None
+        tasks = await until(lambda: newcomer.membership.tasks)
+        assert {task.task for task in tasks} == {"worker:0", "ps:0"}
+        first.calls.clear()
+        third = await stack.enter_async_context(ps(running.address, FakePs(2)))
+        await until(lambda: worker.membership.num_ps == 3 and all(task.live for task in worker.membership.tasks))
+        await until(lambda: first.token == 0)
+        restored = first.calls.index("restore")
+        assert first.calls.index("hold") < first.calls.index("save") < restored < first.calls.index("release")
+        assert second.calls[0] == third.calls[0] == "restore", "they show that they can read it"
+        assert {(each.restored_from, each.num_ps) for each in (first, second, third)} == {
+            (running.job.journal.history.checkpoint, 3)
+        }
+        await ask(worker, 1)
+        await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
+        assert (first.num_ps, second.num_ps) == (1, 3)
+        assert running.job.get_status().scaling == ""
+        newcomer.goodbye(0)
+        await until(lambda: {t.member.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
+        assert running.job.sessions.stopping is None
 
 
-def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(tmp_path: Path) -> None:
+async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(tmp_path: Path) -> None:
     class Elsewhere(FakePs):
         is_elsewhere = True
 
@@ -77,77 +74,71 @@ def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(tmp_path: Path) -> N
                 raise CheckpointError("there is no such folder here")
             return await super().RestoreShards(request, context)
 
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            running, [worker], [server] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [server] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        await begun(running, worker, server)
+        newcomer = Elsewhere(1)
+        await stack.enter_async_context(ps(running.address, newcomer))
+        await ask(worker, 2)
+        await until(lambda: "no such folder here" in running.job.get_status().scaling)
+        await until(lambda: server.token == 0)
+        assert (worker.membership.num_ps, server.restored_from) == (1, "")
+        assert running.job.journal.history.num_ps == 1
+        newcomer.is_elsewhere = False
+        await until(lambda: worker.membership.num_ps == 2)
+
+
+async def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders(tmp_path)) as running:
+            port = running.address
+            server, newcomer = FakePs(0), FakePs(1)
+            await stack.enter_async_context(ps(port, server))
+            worker = Task(port, "worker:0")
+            await worker.ready()
             await begun(running, worker, server)
-            newcomer = Elsewhere(1)
-            await stack.enter_async_context(ps(running.address, newcomer))
+            newcomer.restore_gate.clear()
+            await stack.enter_async_context(ps(port, newcomer))
+            server.calls.clear()
             await ask(worker, 2)
-            await until(lambda: "no such folder here" in running.job.get_status().scaling)
-            await until(lambda: server.token == 0)
-            assert (worker.membership.num_ps, server.restored_from) == (1, "")
+            await until(lambda: "save" in server.calls and running.job.journal.history.wanted_ps)
             assert running.job.journal.history.num_ps == 1
-            newcomer.is_elsewhere = False
-            await until(lambda: worker.membership.num_ps == 2)
+            assert server.session is not None and newcomer.session is not None
+            numbers = (worker.incarnation, server.session.incarnation, newcomer.session.incarnation)
+            homes = [running.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
+            held = server.token
+            assert held
+            await running.kill()
+            await worker.die()
+        newcomer.restore_gate.set()
+        server.restore_gate.clear()
 
-    run(scenario)
+        async def back() -> list[Task]:
+            tasks = [
+                Task(port, "worker:0", resume=numbers[0]),
+                Task(port, "ps:0", homes[0], numbers[1], store_epoch=1),
+                Task(port, "ps:1", homes[1], numbers[2]),
+            ]
+            for task in tasks:
+                await task.welcomed()
+            return tasks
 
-
-def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**folders(tmp_path)) as running:
-                port = running.address
-                server, newcomer = FakePs(0), FakePs(1)
-                await stack.enter_async_context(ps(port, server))
-                worker = Task(port, "worker:0")
-                await worker.ready()
-                await begun(running, worker, server)
-                newcomer.restore_gate.clear()
-                await stack.enter_async_context(ps(port, newcomer))
-                server.calls.clear()
-                await ask(worker, 2)
-                await until(lambda: "save" in server.calls and running.job.journal.history.wanted_ps)
-                assert running.job.journal.history.num_ps == 1
-                assert server.session is not None and newcomer.session is not None
-                numbers = (worker.incarnation, server.session.incarnation, newcomer.session.incarnation)
-                homes = [running.job.sessions.tasks[f"ps:{index}"].address for index in range(2)]
-                held = server.token
-                assert held
-                await running.kill()
-                await worker.die()
-            newcomer.restore_gate.set()
-            server.restore_gate.clear()
-
-            async def back() -> list[Task]:
-                tasks = [
-                    Task(port, "worker:0", resume=numbers[0]),
-                    Task(port, "ps:0", homes[0], numbers[1], store_epoch=1),
-                    Task(port, "ps:1", homes[1], numbers[2]),
-                ]
-                for task in tasks:
-                    await task.welcomed()
-                return tasks
-
-            async with chief(bind=port, **folders(tmp_path)) as second:
-                tasks = await back()
-                await until(lambda: second.job.journal.history.num_ps == 2)
-                assert (server.restored_from, newcomer.num_ps) == ("", 2), "between the journal and the restore"
-                assert server.token > held
-                await second.kill()
-                for task in tasks:
-                    await task.die()
-            server.restore_gate.set()
-            async with chief(bind=port, **folders(tmp_path)) as third:
-                tasks = await back()
-                await until(lambda: tasks[0].membership.num_ps == 2 and all(t.live for t in tasks[0].membership.tasks))
-                assert {server.restored_from, newcomer.restored_from} == {third.job.journal.history.checkpoint}
-                assert (server.num_ps, server.token, newcomer.token) == (2, 0, 0)
-                for task in tasks:
-                    await task.die()
-
-    run(scenario)
+        async with chief(bind=port, **folders(tmp_path)) as second:
+            tasks = await back()
+            await until(lambda: second.job.journal.history.num_ps == 2)
+            assert (server.restored_from, newcomer.num_ps) == ("", 2), "between the journal and the restore"
+            assert server.token > held
+            await second.kill()
+            for task in tasks:
+                await task.die()
+        server.restore_gate.set()
+        async with chief(bind=port, **folders(tmp_path)) as third:
+            tasks = await back()
+            await until(lambda: tasks[0].membership.num_ps == 2 and all(t.live for t in tasks[0].membership.tasks))
+            assert {server.restored_from, newcomer.restored_from} == {third.job.journal.history.checkpoint}
+            assert (server.num_ps, server.token, newcomer.token) == (2, 0, 0)
+            for task in tasks:
+                await task.die()
 
 
 @pytest.mark.parametrize(
@@ -159,12 +150,9 @@ def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_path: 
         ({}, {"staleness": 0.0}, "at staleness 0"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, config: dict[str, Any], plan: dict[str, Any] | None, words: str) -> None:
-    async def scenario() -> None:
-        async with cluster(**{**folders(tmp_path), **config}) as (_, [worker], _servers):
-            if plan is not None:
-                await worker.open(**plan)
-            error = await refused(ask(worker, 3))
-            assert isinstance(error, ConfigurationError) and words in str(error)
-
-    run(scenario)
+async def test_what_is_refused(tmp_path: Path, config: dict[str, Any], plan: dict[str, Any] | None, words: str) -> None:
+    async with cluster(**{**folders(tmp_path), **config}) as (_, [worker], _servers):
+        if plan is not None:
+            await worker.open(**plan)
+        error = await refused(ask(worker, 3))
+        assert isinstance(error, ConfigurationError) and words in str(error)

@@ -7,188 +7,171 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.cluster.units import Unit
-from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, ps, run, until
+from tests.contract.chief.fakes import SYNC, FakePs, Task, applied, chief, cluster, ps, until
 
 
-def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
-            await until(lambda: running.job.journal.history.checkpoint)
-            for worker in workers:
-                await worker.open(**SYNC)
-                await worker.next()
-            applied(servers, 0, 1)
-            [second] = (await workers[0].next([0])).leases
-            assert (second.step, second.unit.index) == (2, 2)
-            # worker:1 is still in step 1 (its reply got lost with ps:1); worker:0 is in step 2.
-            assert servers[1].session is not None
-            await servers[1].session.die()
-            await until(lambda: len(running.job.sessions.servers) == 1)
-            async with ps(running.address, FakePs(1)) as reborn:
-                await until(lambda: len(running.job.sessions.live("ps")) == 2)
-                assert servers[0].restored_from == reborn.restored_from == str(tmp_path / "step-00000000")
-                # worker:1 says that its slice is accepted, but it was so before the restore only.
-                [first] = (await workers[1].next([1], held=[], wait=False)).leases
-                assert running.job.lease_book.epoch(1, 0).num_accepted == 0
-                # Both forget what they held and ask anew: the units come in the order of the plan, in a new step.
-                [other] = (await workers[0].next([], held=[], wait=False)).leases
-                assert {first.unit.index, other.unit.index} == {0, 1}
-                assert first.step == other.step == 3
-                for server in (servers[0], reborn):
-                    server.apply(Unit(1, 0, other.unit.index))
-                await workers[0].next([other.unit.index], held=[], wait=False)
-                assert other.unit.index in running.job.lease_book.epoch(1, 0).accepted
-
-    run(scenario)
+async def test_at_staleness_0_all_ps_go_back_together(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        for worker in workers:
+            await worker.open(**SYNC)
+            await worker.next()
+        applied(servers, 0, 1)
+        [second] = (await workers[0].next([0])).leases
+        assert (second.step, second.unit.index) == (2, 2)
+        # worker:1 is still in step 1 (its reply got lost with ps:1); worker:0 is in step 2.
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        async with ps(running.address, FakePs(1)) as reborn:
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert servers[0].restored_from == reborn.restored_from == str(tmp_path / "step-00000000")
+            # worker:1 says that its slice is accepted, but it was so before the restore only.
+            [first] = (await workers[1].next([1], held=[], wait=False)).leases
+            assert running.job.lease_book.epoch(1, 0).num_accepted == 0
+            # Both forget what they held and ask anew: the units come in the order of the plan, in a new step.
+            [other] = (await workers[0].next([], held=[], wait=False)).leases
+            assert {first.unit.index, other.unit.index} == {0, 1}
+            assert first.step == other.step == 3
+            for server in (servers[0], reborn):
+                server.apply(Unit(1, 0, other.unit.index))
+            await workers[0].next([other.unit.index], held=[], wait=False)
+            assert other.unit.index in running.job.lease_book.epoch(1, 0).accepted
 
 
-def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
-                port = first.address
-                server = await stack.enter_async_context(ps(port, FakePs(0)))
-                workers = [Task(port, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                    await worker.open(**SYNC)
-                [mine] = (await workers[0].next()).leases
-                await first.kill()
-            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
-                assert server.session is not None
-                tasks = [
-                    Task(port, "worker:0", resume=workers[0].incarnation, held=[mine]),
-                    Task(port, "worker:1", resume=workers[1].incarnation),
-                    Task(port, "ps:0", server.session.address, server.session.incarnation),
-                ]
-                [other] = (await _welcomed(tasks))[1]
-                assert (other.unit.index, other.step, list(other.step_units)) == (1, 1, [0, 1])
-                applied([server], 0)
-                [later] = (await tasks[0].next([0])).leases
-                assert later.step > 1
-                for task in tasks:
-                    await task.die()
-            for worker in workers:
-                await worker.die()
+async def test_a_restarted_chief_finds_owners_for_the_slices_of_a_step(tmp_path: Path) -> None:
 
     async def _welcomed(tasks: list[Task]) -> list[Any]:
         for task in tasks:
             await task.welcomed()
         return [None, (await tasks[1].next()).leases]
 
-    run(scenario)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
+            port = first.address
+            server = await stack.enter_async_context(ps(port, FakePs(0)))
+            workers = [Task(port, f"worker:{index}") for index in range(2)]
+            for worker in workers:
+                await worker.ready()
+                await worker.open(**SYNC)
+            [mine] = (await workers[0].next()).leases
+            await first.kill()
+        async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
+            assert server.session is not None
+            tasks = [
+                Task(port, "worker:0", resume=workers[0].incarnation, held=[mine]),
+                Task(port, "worker:1", resume=workers[1].incarnation),
+                Task(port, "ps:0", server.session.address, server.session.incarnation),
+            ]
+            [other] = (await _welcomed(tasks))[1]
+            assert (other.unit.index, other.step, list(other.step_units)) == (1, 1, [0, 1])
+            applied([server], 0)
+            [later] = (await tasks[0].next([0])).leases
+            assert later.step > 1
+            for task in tasks:
+                await task.die()
+        for worker in workers:
+            await worker.die()
 
 
-def test_a_slice_that_was_closed_out_of_its_step_comes_in_a_later_one(tmp_path: Path) -> None:
+async def test_a_slice_that_was_closed_out_of_its_step_comes_in_a_later_one(tmp_path: Path) -> None:
     """A chief that followed believed a worker that the step had it still, and leased it in that: no ps took it."""
-
-    async def scenario() -> None:
-        server = FakePs(0)
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
-                port = first.address
-                await stack.enter_async_context(ps(port, server))
-                workers = [Task(port, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                    await worker.open(**SYNC)
-                [mine] = (await workers[0].next()).leases
-                await workers[1].die()
-                await until(lambda: 1 in server.closings)
-                assert server.closings[1] == ([Unit(1, 0, 0)], [])
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            assert server.session is not None
-            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
-                resumed = Task(port, "worker:0", resume=workers[0].incarnation, held=[mine])
-                await until(lambda: second.job.sessions.live("worker"))
-                again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
-                reborn = Task(port, "worker:1")
-                await reborn.welcomed()
-                applied([server], 0)
-                await resumed.next([0], wait=False)
-                [theirs] = (await reborn.next()).leases
-                assert theirs.unit.index == 1 and theirs.step > 1
-                for task in (resumed, again, reborn, workers[0]):
-                    await task.die()
-
-    run(scenario)
+    server = FakePs(0)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
+            port = first.address
+            await stack.enter_async_context(ps(port, server))
+            workers = [Task(port, f"worker:{index}") for index in range(2)]
+            for worker in workers:
+                await worker.ready()
+                await worker.open(**SYNC)
+            [mine] = (await workers[0].next()).leases
+            await workers[1].die()
+            await until(lambda: 1 in server.closings)
+            assert server.closings[1] == ([Unit(1, 0, 0)], [])
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        assert server.session is not None
+        async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)) as second:
+            resumed = Task(port, "worker:0", resume=workers[0].incarnation, held=[mine])
+            await until(lambda: second.job.sessions.live("worker"))
+            again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+            reborn = Task(port, "worker:1")
+            await reborn.welcomed()
+            applied([server], 0)
+            await resumed.next([0], wait=False)
+            [theirs] = (await reborn.next()).leases
+            assert theirs.unit.index == 1 and theirs.step > 1
+            for task in (resumed, again, reborn, workers[0]):
+                await task.die()
 
 
-def test_a_slice_counts_as_committed_whose_own_worker_committed_it(tmp_path: Path) -> None:
+async def test_a_slice_counts_as_committed_whose_own_worker_committed_it(tmp_path: Path) -> None:
     """A chief that followed took another slice of the same step, which nobody had computed, for committed too."""
-
-    async def scenario() -> None:
-        server = FakePs(0)
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
-                port = first.address
-                await stack.enter_async_context(ps(port, server))
-                workers = [Task(port, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                    await worker.open(**SYNC)
-                assert [lease.unit.index for lease in (await workers[0].next()).leases] == [0]
-                place = first.job.sessions.tasks["ps:0"].address
-                server.fence_gate.clear()
-                await workers[0].die()
-                await until(lambda: first.job.journal.history.fenced)
-                await first.kill()
-            assert server.session is not None
-            server.committed_slices = [(1, Unit(1, 0, 0))]
-            server.fence_gate.set()
-            async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
-                resumed = Task(port, "worker:1", resume=workers[1].incarnation)
-                again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
-                await until(lambda: 1 in server.closings)
-                included, committed = server.closings[1]
-                assert included == [Unit(1, 0, 0), Unit(1, 0, 1)]
-                assert [update.units for update in committed] == [(Unit(1, 0, 0),)]
-                [mine] = (await resumed.next()).leases
-                assert (mine.step, mine.unit.index) == (1, 1)
-                for task in (resumed, again, workers[1]):
-                    await task.die()
-
-    run(scenario)
+    server = FakePs(0)
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(num_ps=1, state_dir=str(tmp_path)) as first:
+            port = first.address
+            await stack.enter_async_context(ps(port, server))
+            workers = [Task(port, f"worker:{index}") for index in range(2)]
+            for worker in workers:
+                await worker.ready()
+                await worker.open(**SYNC)
+            assert [lease.unit.index for lease in (await workers[0].next()).leases] == [0]
+            place = first.job.sessions.tasks["ps:0"].address
+            server.fence_gate.clear()
+            await workers[0].die()
+            await until(lambda: first.job.journal.history.fenced)
+            await first.kill()
+        assert server.session is not None
+        server.committed_slices = [(1, Unit(1, 0, 0))]
+        server.fence_gate.set()
+        async with chief(bind=port, num_ps=1, state_dir=str(tmp_path)):
+            resumed = Task(port, "worker:1", resume=workers[1].incarnation)
+            again = Task(port, "ps:0", place, server.session.incarnation, store_epoch=1)
+            await until(lambda: 1 in server.closings)
+            included, committed = server.closings[1]
+            assert included == [Unit(1, 0, 0), Unit(1, 0, 1)]
+            assert [update.units for update in committed] == [(Unit(1, 0, 0),)]
+            [mine] = (await resumed.next()).leases
+            assert (mine.step, mine.unit.index) == (1, 1)
+            for task in (resumed, again, workers[1]):
+                await task.die()
 
 
-def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_all_ps_went_back(tmp_path: Path) -> None:
+async def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_all_ps_went_back(tmp_path: Path) -> None:
     """A worker that had not heard of it held the unit in a step that was over, and the unit was in another step."""
-
-    async def scenario() -> None:
-        sizes: dict[str, Any] = {"num_ps": 1, "state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path)}
-        async with contextlib.AsyncExitStack() as stack:
-            async with chief(**sizes) as first:
-                port = first.address
-                dead = await stack.enter_async_context(ps(port, FakePs(0)))
-                workers = [Task(port, f"worker:{index}") for index in range(2)]
-                for worker in workers:
-                    await worker.ready()
-                    await worker.open(**SYNC)
-                [before] = (await workers[0].next()).leases
-                await workers[1].next()
-                assert dead.session is not None
-                await dead.session.die()
-                await until(lambda: not first.job.sessions.servers)
-                reborn = await stack.enter_async_context(ps(port, FakePs(0)))
-                await until(lambda: first.job.sessions.live("ps"))
-                assert reborn.restored_from
-                [after] = (await workers[1].next()).leases
-                assert (after.step, list(after.step_units)) == (2, [0, 1])
-                place = first.job.sessions.tasks["ps:0"].address
-                await first.kill()
-            async with chief(bind=port, **sizes) as second:
-                assert reborn.session is not None
-                tasks = [
-                    Task(port, "worker:0", resume=workers[0].incarnation, held=[before]),
-                    Task(port, "worker:1", resume=workers[1].incarnation, held=[after]),
-                    Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2),
-                ]
-                await until(lambda: second.job.recovery.is_open or second.job.sessions.stopping)
-                assert second.job.sessions.stopping is None
-                [again] = (await tasks[0].next()).leases
-                assert (again.step, again.unit.index) == (2, 0)
-                for task in [*tasks, *workers]:
-                    await task.die()
-
-    run(scenario)
+    sizes: dict[str, Any] = {"num_ps": 1, "state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path)}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**sizes) as first:
+            port = first.address
+            dead = await stack.enter_async_context(ps(port, FakePs(0)))
+            workers = [Task(port, f"worker:{index}") for index in range(2)]
+            for worker in workers:
+                await worker.ready()
+                await worker.open(**SYNC)
+            [before] = (await workers[0].next()).leases
+            await workers[1].next()
+            assert dead.session is not None
+            await dead.session.die()
+            await until(lambda: not first.job.sessions.servers)
+            reborn = await stack.enter_async_context(ps(port, FakePs(0)))
+            await until(lambda: first.job.sessions.live("ps"))
+            assert reborn.restored_from
+            [after] = (await workers[1].next()).leases
+            assert (after.step, list(after.step_units)) == (2, [0, 1])
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        async with chief(bind=port, **sizes) as second:
+            assert reborn.session is not None
+            tasks = [
+                Task(port, "worker:0", resume=workers[0].incarnation, held=[before]),
+                Task(port, "worker:1", resume=workers[1].incarnation, held=[after]),
+                Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2),
+            ]
+            await until(lambda: second.job.recovery.is_open or second.job.sessions.stopping)
+            assert second.job.sessions.stopping is None
+            [again] = (await tasks[0].next()).leases
+            assert (again.step, again.unit.index) == (2, 0)
+            for task in [*tasks, *workers]:
+                await task.die()
