@@ -28,6 +28,11 @@ from stratagem.worker.step_meter import StepMeter
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
 
+_NOT_HERE = {
+    "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
+    "experimental_run_v2": "its name is run",
+}
+
 
 class Strategy:
     """How a training script is spread over devices and processes; its attributes say what it can do."""
@@ -53,7 +58,8 @@ class Strategy:
             plain = name.removeprefix("experimental_")
             if plain != name and hasattr(type(self), plain):
                 return getattr(self, plain)
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            hint = f": {_NOT_HERE[name]}" if name in _NOT_HERE else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     @property
     def num_replicas_in_sync(self) -> int:

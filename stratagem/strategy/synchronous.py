@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from stratagem.arguments import check_call
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.strategy.closure_loss import share_loss
 from stratagem.strategy.cross_replica import CrossReplica
 from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.model_parts import copies_of_buffers, parameters_of, restore_buffers, sparse_embeddings
@@ -196,6 +197,8 @@ class SynchronousStrategy(SynchronousInput):
             if reducer is not None:
                 are_same = functools.partial(self._local.have_same_gradients, optimizer, replica)
                 reducer.follow(own, group, are_same)
+                if isinstance(own, torch.optim.LBFGS):
+                    share_loss(own, self._local.communicators[replica], weight)
             if not replica:
                 own.register_step_post_hook(self._stepped)
 

@@ -34,15 +34,14 @@ class TrainedCopies:
         self._counters: list[int] | None = None
         """Of torch, one for each tensor, which count changes in place; None: whatever they are is right."""
         self._sums: list[int] | None = None
-        self._num_noted = 0
+        self._num_checked = 0
         self._has_warned = False
 
     def note(self) -> None:
         """From now on they are to stay as they are."""
         self._counters = [tensor._version for tensor in self._tensors]
-        is_exact = self._num_noted < NUM_EXACT or not self._num_noted % EXACT_EVERY
+        is_exact = self._num_checked < NUM_EXACT or not self._num_checked % EXACT_EVERY
         self._sums = [_sum_of_bits(tensor) for tensor in self._tensors] if is_exact else None
-        self._num_noted += 1
 
     def forget(self) -> None:
         """They may be anything until the next :meth:`note`."""
@@ -57,6 +56,7 @@ class TrainedCopies:
         """
         if self._counters is None:
             return
+        self._num_checked += 1
         if self._sums is not None:
             for name, tensor, bits in zip(self._names, self._tensors, self._sums, strict=True):
                 if _sum_of_bits(tensor) != bits:

@@ -28,20 +28,31 @@ class CentralOptimizer(MirroredOptimizer):
         name: of its step, for messages.
         meet: brings the replicas together.
         copies_of: of its parameters.
+        step_once: makes the step for all.
     """
 
-    __slots__ = ("_mirrored_copies_of", "_mirrored_meet", "_mirrored_name")
+    __slots__ = ("_mirrored_copies_of", "_mirrored_meet", "_mirrored_name", "_mirrored_step_once")
 
     _mirrored_copies_of: CopiesOf
+    _mirrored_step_once: Callable[[], None]
     _mirrored_meet: Meet
     _mirrored_name: str
 
-    def __init__(self, copies: Sequence[Any], home: Home, name: str, meet: Meet, copies_of: CopiesOf) -> None:
+    def __init__(
+        self,
+        copies: Sequence[Any],
+        home: Home,
+        name: str,
+        meet: Meet,
+        copies_of: CopiesOf,
+        step_once: Callable[[], None],
+    ) -> None:
         MirroredOptimizer.__init__(self, copies, home)
         for key, value in (
             ("_mirrored_copies_of", copies_of),
             ("_mirrored_meet", meet),
             ("_mirrored_name", name),
+            ("_mirrored_step_once", step_once),
             ("_mirrored_step", types.MethodType(_step, self)),
         ):
             object.__setattr__(self, key, value)
@@ -114,7 +125,7 @@ def _step(self: CentralOptimizer, *args: Any, **kwargs: Any) -> Any:
         for parameter, copies in pairs:
             gradient = copies[0].grad  # after backward all have the same
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        optimizer.step()
+        self._mirrored_step_once()
         for parameter, copies in pairs:
             spread(parameter, copies)
         return [None] * len(offers)

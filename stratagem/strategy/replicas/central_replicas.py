@@ -15,6 +15,7 @@ from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.local_replicas import SeveralReplicas
 from stratagem.strategy.replicas.mirrored import mirrored, original
+from stratagem.strategy.replicas.mirrored_module import foreign
 from stratagem.strategy.replicas.mirrors import Mirrors
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.worker.reduction.same_bits import checksums
@@ -120,7 +121,24 @@ class CentralMirrors(Mirrors):
         return optimizer
 
     def _install_optimizer(self, name: str, copies: list[Any]) -> Any:
-        return mirrored(CentralOptimizer, copies, self, name, self._meet, self.twins_of)
+        optimizer: torch.optim.Optimizer = copies[0]
+        is_for_all = False
+
+        def step_once() -> None:
+            nonlocal is_for_all
+            is_for_all = True
+            try:
+                optimizer.step()
+            finally:
+                is_for_all = False
+
+        def refuse_original(*_: Any) -> None:
+            here = self.which()
+            if here is not None and not is_for_all:
+                raise foreign(f"stepped the {type(optimizer).__name__}", here - 1, None)
+
+        optimizer.register_step_pre_hook(refuse_original)
+        return mirrored(CentralOptimizer, copies, self, name, self._meet, self.twins_of, step_once)
 
     def _install(self, item: Any, copies: list[Any], others: Any) -> Any:
         if isinstance(item, nn.Module):

@@ -96,12 +96,12 @@ def drop_checks(model: nn.Module) -> None:
             del part._forward_pre_hooks[key]
 
 
-def foreign(did: str, here: int, owner: int) -> ConfigurationError:
-    """The error for using what is another replica's."""
-    what = "the object that was given to strategy.prepare" if owner == 0 else "an object that it kept"
+def foreign(did: str, here: int, owner: int | None) -> ConfigurationError:
+    """The error for using what is another replica's, or (None) that of all."""
+    what = "an object that it kept" if owner else "the object that was given to strategy.prepare"
+    whose, own = ("all", "") if owner is None else (f"replica {owner}", ", which is each replica's own")
     return ConfigurationError(
-        f"replica {here} {did} of replica {owner}: the step uses {what}; use what strategy.prepare returned, which is "
-        "each replica's own"
+        f"replica {here} {did} of {whose}: the step uses {what}; use what strategy.prepare returned{own}"
     )
 
 

@@ -38,6 +38,16 @@ def test_other_values_are_refused(model: torch.nn.Linear, copies: TrainedCopies,
         copies.check()
 
 
+def test_weights_that_come_in_many_parts_are_looked_at_all_the_same(
+    model: torch.nn.Linear, copies: TrainedCopies
+) -> None:
+    for _ in range(2 * NUM_EXACT):
+        copies.note()  # each ps brings its own
+    torch.nn.init.ones_(model.weight)
+    with pytest.raises(ConfigurationError, match="weight was changed here"):
+        copies.check()
+
+
 def test_values_that_were_put_back_are_not(model: torch.nn.Linear, copies: TrainedCopies) -> None:
     copies.note()
     before = model.state_dict()["weight"].clone()
@@ -61,7 +71,8 @@ def test_later_a_change_is_said_once(
 ) -> None:
     for _ in range(NUM_EXACT + 1):
         copies.note()
-    copies.check()
+        copies.check()
+    copies.note()
     assert not caplog.records
     for _ in range(3):
         torch.nn.init.zeros_(model.bias)
@@ -70,6 +81,7 @@ def test_later_a_change_is_said_once(
         "bias was written to since the last update"
     ]
     for _ in range(300):
+        copies.check()
         copies.note()
         if copies._sums is not None:
             break

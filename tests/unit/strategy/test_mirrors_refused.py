@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import stratagem as sg
 from stratagem.errors import ConfigurationError
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, proxies
 
@@ -134,6 +135,18 @@ def test_the_original_optimizer_in_another_replica(replicas: Replicas) -> None:
     replicas.prepare(model, optimizer)
     with pytest.raises(ConfigurationError, match="replica 1 stepped the SGD of replica 0"):
         replicas.run(lambda replica: replica and optimizer.step())
+
+
+def test_the_original_optimizer_where_all_replicas_share_it() -> None:
+    strategy = sg.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    _, prepared = strategy.prepare(model, optimizer)
+    with pytest.raises(ConfigurationError, match=r"stepped the SGD of all: .* given to strategy.prepare"):
+        strategy.run(optimizer.step)
+    strategy.run(prepared.step)
+    optimizer.step()  # outside of run it is the only one
 
 
 def test_weight_norm_works_in_both_kinds(replicas: Replicas) -> None:

@@ -59,7 +59,9 @@ def test_names_that_begin_with_experimental() -> None:
     assert strategy.experimental_local_results(strategy.run(lambda: 1)) == (1, 1)
     dataset = strategy.experimental_distribute_dataset([torch.arange(4)])
     assert [part.tolist() for part in strategy.local_results(next(iter(dataset)))] == [[0, 1], [2, 3]]
-    with pytest.raises(AttributeError, match="MirroredStrategy has no attribute 'experimental_run_v2'"):
+    with pytest.raises(
+        AttributeError, match="MirroredStrategy has no attribute 'experimental_run_v2': its name is run"
+    ):
         _ = strategy.experimental_run_v2
     strategy.close()
     module: Any = sg

@@ -1,0 +1,49 @@
+"""Optimizers that ask a closure for the loss, on replicas with batches of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+
+def trained(strategy: sg.Strategy, line_search: str | None, weighted: bool) -> tuple[list[float], torch.Tensor]:
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(30, 6, dtype=torch.float64), torch.randint(3, (30,))
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn=line_search)
+    model, optimizer = strategy.prepare(model, optimizer)
+
+    def step(batch: Any) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            if weighted and len(batch[1]):
+                strategy.set_weight(float(len(batch[1])))
+            loss = functional.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        loss: torch.Tensor = optimizer.step(closure) if line_search else optimizer.step(closure=closure)
+        return loss
+
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=13)
+    losses = [strategy.reduce_mean(strategy.run(step, args=(batch,))) for batch in strategy.distribute_dataset(loader)]
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    strategy.close()
+    return [float(loss) for loss in losses], weights
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("weighted", [False, True], ids=["shares", "set_weight"])
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_goes_by_the_loss_of_the_global_batch(line_search: str | None, weighted: bool, num_replicas: int) -> None:
+    losses, weights = trained(sg.OneDeviceStrategy(), line_search, weighted)
+    found, its = trained(sg.MirroredStrategy([f"cpu:{n}" for n in range(num_replicas)]), line_search, weighted)
+    assert found == pytest.approx(losses, rel=1e-9)
+    torch.testing.assert_close(its, weights)
