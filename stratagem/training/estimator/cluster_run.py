@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratagem.arguments import whole_numbers
+from stratagem.arguments import check_kind, whole_numbers
 from stratagem.checkpoint.catalog import newest, read_step, was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
@@ -99,6 +99,9 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         ConfigurationError: arguments that do not go together.
         JobStoppedError: in the evaluator: the job failed.
     """
+    check_kind(estimator, Estimator)
+    check_kind(train_spec, TrainSpec)
+    check_kind(eval_spec, EvalSpec)
     placement = placement_from_environment(os.environ)
     task = placement.task if placement is not None else None
     if task is not None and task.type == "evaluator":

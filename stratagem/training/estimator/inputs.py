@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from stratagem.data.loaders import has_own_batches, is_plain
@@ -58,6 +60,12 @@ class Input:
         if isinstance(source, Dataset):
             raise ConfigurationError(
                 f"the input_fn returned a {type(source).__name__}, which gives single examples: wrap it in a DataLoader"
+            )
+        is_pair = isinstance(source, tuple) and not any(isinstance(item, tuple | list) for item in source)
+        if is_pair or isinstance(source, torch.Tensor | np.ndarray | Mapping):
+            raise ConfigurationError(
+                f"the input_fn returned {'features and labels' if is_pair else f'a {type(source).__name__}'}, not "
+                "batches of them: wrap them in DataLoader(TensorDataset(features, labels), batch_size)"
             )
         if isinstance(source, str | bytes) or not hasattr(source, "__iter__"):
             raise ConfigurationError(

@@ -449,6 +449,9 @@ def test_functions_with_other_arguments(tmp_path: Path) -> None:
     [
         (lambda: data(), "wrap it in a DataLoader"),
         (lambda: None, "an iterable of batches from the input_fn"),
+        (lambda: (torch.zeros(4, 7), torch.zeros(4)), "features and labels, not batches of them: wrap them"),
+        (lambda: {"x": torch.zeros(4, 7)}, "returned a dict, not batches"),
+        (lambda: torch.zeros(4, 7), "returned a Tensor, not batches"),
         (lambda: [], "no examples"),
         (lambda: DataLoader(TensorDataset(torch.zeros(0, 7)), 4), "no examples"),
         (lambda batch_size: loader(), "takes 'batch_size'"),
@@ -458,6 +461,13 @@ def test_functions_with_other_arguments(tmp_path: Path) -> None:
 def test_what_an_input_fn_cannot_be(tmp_path: Path, input_fn: Any, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         make(tmp_path).train(input_fn, steps=3)
+
+
+def test_what_an_estimator_is_not_made_of(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="expected RunConfig or None, got dict"):
+        Estimator(model_fn, tmp_path, {"seed": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected Mapping or None, got list"):
+        Estimator(model_fn, tmp_path, params=[1])  # type: ignore[arg-type]
 
 
 def test_numbers_that_contradict_each_other(tmp_path: Path) -> None:

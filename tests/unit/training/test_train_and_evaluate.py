@@ -160,6 +160,11 @@ def test_specs_that_cannot_be(tmp_path: Path) -> None:
         EvalSpec(loader, steps=0)
     with pytest.raises(ConfigurationError, match="exports_to_keep of at least 1"):
         LatestExporter(exports_to_keep=0)
+    estimator, train, evaluate = Estimator(model_fn, tmp_path), TrainSpec(loader, max_steps=1), EvalSpec(loader)
+    with pytest.raises(ConfigurationError, match="expected TrainSpec, got EvalSpec"):
+        train_and_evaluate(estimator, evaluate, train)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="expected Estimator, got function"):
+        train_and_evaluate(model_fn, train, evaluate)  # type: ignore[arg-type]
 
 
 # -- of sg.Model -------------------------------------------------------------------------------------------------------
