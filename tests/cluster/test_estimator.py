@@ -77,6 +77,13 @@ def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, 
     torch.testing.assert_close(*both, **TOLERANCE)
 
 
+@pytest.mark.parametrize("num_ps", [0, 1])
+def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: int) -> None:
+    done = cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=["--staleness", "0"]).finish()
+    assert done.code == 0, done.stderr
+    assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [3]
+
+
 @pytest.mark.thorough
 def test_a_killed_ring_goes_on_in_its_data_and_then_on_parameter_servers(
     cluster: Start, tmp_path: Path, alone: Path

@@ -16,7 +16,7 @@ from stratagem.arguments import check_kind, whole_numbers
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy
+from stratagem.strategy.base import Strategy, current_strategy, set_strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment
@@ -31,6 +31,7 @@ from stratagem.training.estimator.summaries import Summaries
 from stratagem.training.estimator.training import EstimatorTraining, SavingListener
 from stratagem.training.export.export import export_model
 from stratagem.training.export.inputs import batch_of
+from stratagem.worker.runtime import active_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Estimator:
         whole_numbers(steps=steps, max_steps=max_steps)
         given = Input(input_fn, ModeKeys.TRAIN, self.params, self.config)
         if self._training is None:
-            strategy = _made(self.config.train_distribute) or strategy_from_environment()
+            strategy = _made(self.config.train_distribute) or _of_process()
             self._training = EstimatorTraining(self._function, strategy, self.model_dir, self.config)
         step = self._training.run(given, steps, max_steps, saving_listeners)
         logger.info("Trained %d steps in all", step)
@@ -228,6 +229,16 @@ def _made(given: StrategyOrFactory | None) -> Strategy | None:
     if made is not None and not isinstance(made, Strategy):
         raise ConfigurationError(f"expected a strategy from {given!r}, got {type(made).__name__}")
     return made
+
+
+def _of_process() -> Strategy:
+    """The strategy of the scope, or the default; in a task of a cluster, which joins it once, one made now is that."""
+    strategy = current_strategy()
+    if isinstance(strategy, DefaultStrategy):
+        strategy = strategy_from_environment()
+        if active_runtime() is not None:
+            set_strategy(strategy)
+    return strategy
 
 
 def _model_dir(own: str | os.PathLike[str] | None, of_config: str | os.PathLike[str] | None) -> Path:

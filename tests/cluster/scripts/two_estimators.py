@@ -1,0 +1,15 @@
+"""Two Estimators in one script that names no strategy: both train with that of the job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from stratagem.training.estimator import Estimator
+from tests.cluster.scripts.estimate import input_fn, net_fn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model-dir", type=Path, required=True)
+options = parser.parse_args()
+for name in ("first", "second"):
+    Estimator(net_fn, options.model_dir / name).train(input_fn, steps=3)
