@@ -31,10 +31,12 @@ from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.server import serve_aio
+from stratagem.rpc.session import PREEMPTED
 
 if TYPE_CHECKING:
     from stratagem.chief.web.http_server import HttpServer
 
+_ENDINGS = (signal.SIGTERM, signal.SIGINT)
 logger = logging.getLogger("stratagem.chief")  # not __name__: that is "__main__" under python -m
 
 
@@ -64,12 +66,30 @@ async def serve(
         return await _coordinate(config, security, print_address, until_eof, owns_process)
     lock = JournalLock(config.state_dir)
     try:
-        if await lock.wait(config.standby) and config.standby and (code := exit_code_of(config.state_dir)) is not None:
+        has_waited = await _wait(lock, config.standby)
+        if has_waited is None:
+            logger.info("Told to end while it stood by")
+            return PREEMPTED
+        if has_waited and config.standby and (code := exit_code_of(config.state_dir)) is not None:
             logger.info("The job that this chief stood by for is over, with exit code %d", code)
             return code
         return await _coordinate(config, security, print_address, until_eof, owns_process)
     finally:
         lock.release()
+
+
+async def _wait(lock: JournalLock, standby: bool) -> bool | None:
+    """As :meth:`JournalLock.wait`; None: a signal came first."""
+    waiting, loop = asyncio.ensure_future(lock.wait(standby)), asyncio.get_running_loop()
+    for number in _ENDINGS:
+        loop.add_signal_handler(number, waiting.cancel)
+    try:
+        await asyncio.wait([waiting])
+    finally:
+        waiting.cancel()
+        for number in _ENDINGS:
+            loop.remove_signal_handler(number)
+    return None if waiting.cancelled() else waiting.result()
 
 
 async def _coordinate(
@@ -111,8 +131,8 @@ async def _serve(
     if print_address:
         print(server.address, flush=True)
     loop = asyncio.get_running_loop()
-    for number, end in ((signal.SIGTERM, job.leave), (signal.SIGINT, job.stop)):
-        loop.add_signal_handler(number, end, 143, f"the chief got {signal.Signals(number).name}")
+    for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
+        loop.add_signal_handler(number, end, PREEMPTED, f"the chief got {signal.Signals(number).name}")
     if until_eof:
         loop.add_reader(sys.stdin.fileno(), _on_input, job)
     async with contextlib.AsyncExitStack() as servers:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from stratagem.errors import JournalLostError
+
 logger = logging.getLogger(__name__)
 
 Work = Callable[..., Coroutine[Any, Any, None]]
@@ -32,6 +34,8 @@ class Background:
     async def _guard(self, work: Work, *arguments: Any) -> None:
         try:
             await work(*arguments)
+        except JournalLostError:
+            pass  # the job is another chief's now; this one leaves
         except Exception as error:
             logger.exception("The chief cannot go on")
             self._stop(1, f"the chief failed: {error}")

@@ -23,6 +23,7 @@ from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
 from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.job_end import JobEnd
 from stratagem.chief.journal.journal import Journal
+from stratagem.chief.journal.lock import standing_by
 from stratagem.chief.leasing.evaluation_units import EvaluationUnits
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.lending import TrainingUnits
@@ -39,8 +40,9 @@ from stratagem.chief.servers.ps_pool import Connect, PsPool
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import ConfigurationError, JobStoppedError
+from stratagem.errors import ConfigurationError, JobStoppedError, JournalLostError
 from stratagem.rpc.confinement import AllowedFolders
+from stratagem.rpc.session import PREEMPTED
 
 logger = logging.getLogger(__name__)
 
@@ -255,14 +257,16 @@ class ChiefJob:
             ),
             self._clock(),
             self.scaling.words,
+            standing_by(self.config.state_dir),
         )
 
     # Incarnation of the job
 
     async def run(self) -> int:
-        """Keeps time until the job is over; returns the exit code."""
+        """Keeps time until the job is over, or this chief is not its chief any more; returns the exit code."""
         try:
             while not self.finished.done():
+                self.journal.check()
                 self.streams.tick()
                 self.streams.recent.add("chief:0", self.saving.totals.values(), self._clock())
                 await self.ps_pool.drop_lost()
@@ -271,6 +275,9 @@ class ChiefJob:
                     self._background.spawn(self.scaling.move)
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()
+        except JournalLostError as error:
+            logger.error("%s: this chief leaves, and the job goes on with the next one", error)
+            return PREEMPTED
         finally:
             self.streams.close()
             self.commit_hold.close()
@@ -279,9 +286,13 @@ class ChiefJob:
 
     def close(self) -> None:
         """The last thing of all: a chief that is killed before it is followed by one that knows that all is done."""
-        if self.finished.done() and self.finished.result() == 0 and self.sessions.stopping is not None:
-            self.journal.write("stopped", reason=self.sessions.stopping.reason)
-        self.journal.close()
+        try:
+            if self.finished.done() and self.finished.result() == 0 and self.sessions.stopping is not None:
+                self.journal.write("stopped", reason=self.sessions.stopping.reason)
+        except JournalLostError as error:
+            logger.error("%s: the next chief finds out by itself that the job is over", error)
+        finally:
+            self.journal.close()
 
     def stop(self, exit_code: int, reason: str) -> None:
         """Ends the job."""

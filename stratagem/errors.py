@@ -16,6 +16,7 @@
     │   ├── IdentityError             no identity, a wrong token, another one's certificate, a refused TLS handshake
     │   └── ForbiddenError            known, but its role may not do this
     ├── PeerUnavailableError          a peer did not answer in time; names the peer
+    │   └── JournalLostError          a chief that may not write its journal any more; the next one is to be asked
     ├── CollectiveError               a collective was aborted; names the peer and where everybody was
     ├── SegmentError                  memory shared by processes of one host cannot be had; says how much and why
     ├── ClusterTimeoutError           the cluster did not come up in time; names who is missing
@@ -124,6 +125,13 @@ class PeerUnavailableError(StratagemError):
     """A peer did not answer in time."""
 
     reason = "PEER_UNAVAILABLE"
+
+
+class JournalLostError(PeerUnavailableError):
+    """A chief cannot write its journal any more, or another one does: it acknowledges nothing, and the next one is to
+    be asked."""
+
+    reason = "JOURNAL_LOST"
 
 
 class CollectiveError(StratagemError, RuntimeError):

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import pathlib
-from typing import Any
+from typing import Any, NoReturn
 
 from stratagem.checkpoint.durable import sync_directory
 from stratagem.chief.journal.history import JobHistory
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, JournalLostError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Journal:
         self._fd = -1
         self._num_bytes = 0
         self._full_bytes = 0
+        self._lost = ""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self.history = replay(self._path)
@@ -59,22 +60,53 @@ class Journal:
             kind: name of the record, as :class:`JobHistory` knows it.
             durable: wait until it is on the disk.
             fields: JSON values.
+
+        Raises:
+            JournalLostError: see :meth:`check`; the record counts for nobody.
         """
+        self.check()
         record = {"kind": kind, **fields}
         self.history.apply(record)
         if self._path is None:
             return
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         view = memoryview(line)
-        while view:
-            view = view[os.write(self._fd, view) :]
-        self._num_bytes += len(line)
-        if self._num_bytes > self._full_bytes:
-            os.close(self._fd)
-            self._replace(self._path)
-            self._open(self._path)
-        elif durable:
-            os.fsync(self._fd)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+            self._num_bytes += len(line)
+            if self._num_bytes > self._full_bytes:
+                os.close(self._fd)
+                self._replace(self._path)
+                self._open(self._path)
+            elif durable:
+                os.fsync(self._fd)
+        except OSError as error:
+            self._lose(f"cannot be written ({error})")
+
+    def check(self) -> None:
+        """Whether the file is the one that was opened, and all that is in it is ours.
+
+        Raises:
+            JournalLostError: another chief has written it (its lock was lost: removed, or taken by an NFS server), it
+                was removed, or a write has failed before.
+        """
+        if self._lost:
+            raise JournalLostError(self._lost)
+        if self._fd < 0:
+            return
+        try:
+            found = os.fstat(self._fd)
+        except OSError as error:
+            self._lose(f"cannot be read ({error})")
+        if not found.st_nlink:
+            self._lose("was removed or replaced")
+        if found.st_size != self._num_bytes:
+            self._lose("was written by another chief")
+
+    def _lose(self, how: str) -> NoReturn:
+        self._lost = f"the journal {self._path} {how}"
+        raise JournalLostError(self._lost)
 
     def close(self) -> None:
         """Ends the use of the file."""

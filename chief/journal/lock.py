@@ -6,6 +6,7 @@ A chief that stands still, or that nobody reaches, keeps it: then nobody takes o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -18,6 +19,8 @@ from stratagem.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 NAME = "journal.lock"
+STANDBY_NAME = "standby.lock"
+"""Held by the chief that stands by, or by the first of several."""
 LOOK_S = 0.1
 """Between two looks whether it is free."""
 PREDECESSOR_S = 5.0
@@ -29,13 +32,14 @@ class JournalLock:
 
     Args:
         directory: the chief's state_dir; it is made.
+        name: of the file.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._path = pathlib.Path(directory) / NAME
+    def __init__(self, directory: str, name: str = NAME) -> None:
+        self._path = pathlib.Path(directory) / name
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
@@ -64,14 +68,20 @@ class JournalLock:
         where = self._path.parent
         if standby:
             logger.info("Standing by: the chief is %s, with the journal in %s", holder, where)
-        deadline = time.monotonic() + PREDECESSOR_S
-        while not self.acquire():
-            if not standby and time.monotonic() > deadline:
-                raise ConfigurationError(
-                    f"the journal in {where} is that of a chief that runs: {holder}. End that one, give this one "
-                    "another --state-dir, or start it with --standby, to go on with the job when that one is lost"
-                )
-            await asyncio.sleep(LOOK_S)
+        deadline, turn = time.monotonic() + PREDECESSOR_S, JournalLock(str(where), STANDBY_NAME)
+        is_next = False
+        try:
+            while not self.acquire():
+                if standby:
+                    is_next = is_next or turn.acquire()
+                elif time.monotonic() > deadline:
+                    raise ConfigurationError(
+                        f"the journal in {where} is that of a chief that runs: {holder}. End that one, give this one "
+                        "another --state-dir, or start it with --standby, to go on with the job when that one is lost"
+                    )
+                await asyncio.sleep(LOOK_S)
+        finally:
+            turn.release()
         return True
 
     def release(self) -> None:
@@ -79,3 +89,16 @@ class JournalLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def standing_by(directory: str) -> str:
+    """Which process stands by for the journal in ``directory``, as ``"process 7 on host-b"``; empty: none does."""
+    with contextlib.suppress(OSError):
+        fd = os.open(pathlib.Path(directory) / STANDBY_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.pread(fd, 256, 0).decode(errors="replace")
+        finally:
+            os.close(fd)
+    return ""

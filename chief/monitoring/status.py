@@ -59,6 +59,7 @@ class JobStatus:
     wanted_ps: int = 0
     num_ps: int = 0
     scaling: str = ""
+    standby: str = ""
 
 
 _SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
@@ -90,6 +91,7 @@ def report(
     chief: TaskReport,
     now: float,
     scaling: str = "",
+    standby: str = "",
 ) -> JobStatus:
     """The status page.
 
@@ -104,6 +106,7 @@ def report(
         chief: what the chief says about itself.
         now: seconds, on the clock of the heartbeats.
         scaling: why there are not as many ps as wanted.
+        standby: which chief stands by.
     """
     tasks = [chief]
     for session in sessions.known:
@@ -153,4 +156,5 @@ def report(
         wanted_ps=history.wanted_ps,
         num_ps=sessions.num_ps,
         scaling=scaling,
+        standby=standby,
     )

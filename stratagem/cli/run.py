@@ -61,6 +61,7 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
     default=0,
     help="Workers that the job takes while it runs (`stratagem worker`); 0: as many as --workers.",
 )
+@click.option("--chiefs", "num_chiefs", default=1, help="2: a second chief stands by and takes over when one dies.")
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
 @click.option("--ps-replicas", default=1, help="Copies of what each ps holds; with 2 nothing is lost when a ps dies.")
 @click.option(

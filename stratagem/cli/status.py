@@ -53,6 +53,8 @@ def summary_line(status: StatusView) -> str:
     parts.append(f"units {status.units_accepted}/{status.units_planned}")
     parts.append(f"examples {status.examples}")
     parts.append(f"checkpoint {status.checkpoint or '-'}")
+    if status.standby:
+        parts.append(f"standing by as chief: {status.standby}")
     if status.updates_lost:
         parts.append(f"updates lost {status.updates_lost}")
     return " | ".join(parts)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stratagem.cluster.task import TaskId
+from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
 from stratagem.launch.plan import Launch
@@ -62,6 +63,10 @@ class LocalCluster:
     ) -> None:
         self.supervisor = supervisor
         self.chief_address = _UNSET
+        self.chief = TaskId("chief", 0)
+        """The process that serves as chief, or did last."""
+        self.takeovers = 0
+        """By one that stood by."""
         self.failure_tail: list[str] = []
         self._launch_for = launch_for
         self._output = output
@@ -116,9 +121,14 @@ class LocalCluster:
         if self._poller is not None and self._poller.step(now):
             self._new_status(now)
         if self._chaos is not None and self.supervisor.phase is Phase.RUNNING:
-            self._tick_s = min(TICK_S, self._chaos.tick(now, self.status, self._processes))
+            self._tick_s = min(TICK_S, self._chaos.tick(now, self.status, self._by_role()))
         elif self._chaos is not None:
-            self._chaos.let_go(self._processes)
+            self._chaos.let_go(self._by_role())
+
+    def _by_role(self) -> dict[TaskId, TaskProcess]:
+        """The processes; the one that serves as chief is chief:0."""
+        roles = {self.chief: TaskId("chief", 0), TaskId("chief", 1 - self.chief.index): STANDBY}
+        return {roles.get(task, task): process for task, process in self._processes.items()}
 
     def _read(self, task: TaskId, stream: Stream, reader: LineReader) -> None:
         for line in reader.read():
@@ -130,8 +140,15 @@ class LocalCluster:
 
     def _chief_listens(self, task: TaskId, address: str) -> None:
         if self._poller is None:
-            self.chief_address = address
             self._poller = StatusPoller(address, security=self._security)
+        elif address != self.chief_address:
+            self._poller.move(address)
+        if task != self.chief:
+            self.takeovers += 1
+            self._output.say(f"{task} is the chief now")
+        self.chief, self.chief_address = task, address
+        if self._chaos is not None:
+            self._chaos.chief_listens(address)
         if self._fork_server is not None and self._fork_server.is_loading:
             self._waits_for_fork_server = task
         else:
@@ -225,7 +242,7 @@ class LocalCluster:
     def _renew(self) -> None:
         """The next chief is another one, at another address."""
         self._renew_folders()
-        self.chief_address = _UNSET
+        self.chief_address, self.chief = _UNSET, TaskId("chief", 0)
         if self._poller is not None:
             self._poller.close()
             self._poller = None

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.task import TaskId
+from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.cluster import LaunchFor, LocalCluster
 from stratagem.launch.display import Display, make_display
@@ -64,12 +65,12 @@ def run_local(
     certified: Callable[[str], None] | None = None
 
     def launch(task: TaskId, chief_address: str) -> Launch:
-        relayed = ("", "")
+        chief, relayed = folders.chief_file if job.num_chiefs > 1 else chief_address, ("", "")
         if certified is not None and task not in (*job.servers, *job.workers):
             certified(str(task))
         if chaos is not None and task.type != "chief":
-            chief_address, relayed = chaos.chief_address(chief_address), chaos.bind(task)
-        return plan_launch(job, task, folders, os.environ, num_cores, chief_address, master_port, relayed)
+            chief, relayed = chaos.chief_address(chief), chaos.bind(task)
+        return plan_launch(job, task, folders, os.environ, num_cores, chief_address, master_port, relayed, chief)
 
     policy = Policy(
         max_restarts=job.max_restarts,
@@ -80,7 +81,8 @@ def run_local(
     supervisor = Supervisor(job.workers, job.servers, policy)
     try:
         if job.tls == AUTO and job.servers:
-            certified = make_throw_away(folders.certificates, map(str, (*job.servers, *job.workers)))
+            tasks = [task for task in (*job.servers, *job.workers) if task != STANDBY]  # which is chief:0 to the others
+            certified = make_throw_away(folders.certificates, map(str, tasks))
         # Commands of others are not ours to run in a fork.
         preload = job.preload and launch_for is None
         return _run(job, folders, supervisor, launch_for or launch, display, output, preload, chaos)
@@ -133,6 +135,9 @@ def _run(
     tail = cluster.failure_tail
     status = last_status(cluster.status, folders.journal)
     summary = build_summary(job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint)
+    if job.num_chiefs > 1:
+        standby = TaskId("chief", 1 - cluster.chief.index)
+        summary["chief"] = {"serves": str(cluster.chief), "stands_by": str(standby), "takeovers": cluster.takeovers}
     if chaos is not None:
         summary["chaos"] = chaos.records(status.updates_lost)
         output.say(chaos_words(summary["chaos"]))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
+from stratagem.cluster.identity import CHIEF
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
@@ -17,6 +18,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
 from stratagem.launch.tls import AUTO
 from stratagem.rpc import heap
+from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
 _LOCAL = "127.0.0.1:0"
 OF_ONE_TASK = (
@@ -35,6 +37,8 @@ class LocalJob:
     args: tuple[str, ...] = ()
     num_workers: int = 1
     num_ps: int = 0
+    num_chiefs: int = 1
+    """2: one serves, and one stands by, to go on with its journal."""
     ps_replicas: int = 1
     """Copies of what each ps holds."""
     min_workers: int = 0
@@ -82,6 +86,11 @@ class LocalJob:
                 f"expected --workers of at least 1 and no negative counts, got --workers {self.num_workers} "
                 f"--ps {self.num_ps} --max-restarts {self.max_restarts} --threads {self.num_threads}"
             )
+        if self.num_chiefs not in (1, 2):
+            raise ConfigurationError(
+                f"expected --chiefs 1, or 2 for one that stands by (a lost one is started again at once, so a third "
+                f"would never be needed), got --chiefs {self.num_chiefs}"
+            )
         if self.ps_replicas not in (1, 2) or self.ps_replicas > max(1, self.num_ps):
             raise ConfigurationError(
                 f"expected --ps-replicas 1, or 2 with --ps 2 or more, because the copy of a ps lies on another; got "
@@ -115,6 +124,7 @@ class LocalJob:
             (self.evaluator, "an evaluator stands beside a cluster"),
             (self.chaos, "--chaos needs a cluster"),
             (self.web, "the chief of a cluster serves the page"),
+            (self.num_chiefs > 1, "a second chief stands by for that of a cluster"),
         ):
             if is_asked and chosen in ONE_PROCESS:
                 raise ConfigurationError(f"{why}, and this job is one process: add --workers 2 or --ps 1")
@@ -147,11 +157,12 @@ class LocalJob:
 
     @property
     def servers(self) -> tuple[TaskId, ...]:
-        """Chief first, then ps, then the evaluator; none when the script trains alone."""
+        """The chief first, then the one that stands by, ps, the evaluator; none when the script trains alone."""
         if self.chosen_strategy in ONE_PROCESS:
             return ()
         evaluators = (TaskId("evaluator", 0),) if self.evaluator else ()
-        return (TaskId("chief", 0), *(TaskId("ps", index) for index in range(self.num_ps)), *evaluators)
+        counts = {"chief": self.num_chiefs, "ps": self.num_ps}
+        return (*(TaskId(role, index) for role, num in counts.items() for index in range(num)), *evaluators)
 
     def threads_per_process(self, num_cores: int, asked: str = "") -> int:
         """Threads for each process: those of ``--threads``, else of OMP_NUM_THREADS (``asked``), else the cores shared
@@ -171,6 +182,11 @@ class RunFolders:
     def journal(self) -> Path:
         """The chief's journal."""
         return self.root / "chief"
+
+    @property
+    def chief_file(self) -> str:
+        """Where that one of several chiefs says its address which serves, as ``--chief`` takes it."""
+        return f"{FILE_PREFIX}{self.journal / FILE_NAME}"
 
     @property
     def checkpoints(self) -> Path:
@@ -214,6 +230,7 @@ def plan_launch(
     chief_address: str = _LOCAL,
     master_port: int = 0,
     relayed: tuple[str, str] = ("", ""),
+    chief: str = "",
 ) -> Launch:
     """How to start ``task``.
 
@@ -223,9 +240,11 @@ def plan_launch(
         folders: the run's folders.
         environ: the launcher's own environment; its description of another cluster is left out.
         num_cores: cores of this machine.
-        chief_address: where the chief listens; for the chief itself, where it should (again) listen.
+        chief_address: where the chief listens; for the chief itself, where it should (again) listen. Of two chiefs each
+            listens where it likes, and says so in a file.
         master_port: a free port, for scripts of ``torch.distributed``; 0: there is none.
         relayed: where the task has to listen, and where others reach it; empty: at a port of its choice.
+        chief: where the task is to look for the chief, if that is not just ``chief_address``.
     """
     num_threads = job.threads_per_process(num_cores, environ.get("OMP_NUM_THREADS", ""))
     variables = {name: value for name, value in environ.items() if name not in (*OF_ONE_TASK, *_OWN)}
@@ -245,7 +264,7 @@ def plan_launch(
     if task.type == "worker":
         variables["STRATAGEM_REPORT_FILE"] = str(folders.report(task))
         variables["STRATAGEM_RESUME_FILE"] = str(folders.resume_mark)
-    command = _command(job, task, folders, chief_address, num_threads, relayed)
+    command = _command(job, task, folders, chief_address, num_threads, relayed, chief or chief_address)
     return Launch(command, variables | _place(job, task, chief_address, master_port))
 
 
@@ -282,12 +301,16 @@ def _command(
     chief_address: str,
     num_threads: int,
     relayed: tuple[str, str],
+    chief: str,
 ) -> tuple[str, ...]:
     checkpoints = str(job.checkpoint_dir or folders.checkpoints)
     flags: dict[str, object] = {"task": task, "log-format": job.log_format, "num-threads": num_threads}
     script: tuple[str, ...] = ()
     if task.type == "chief":
-        flags |= {"bind": chief_address, "num-workers": job.num_workers, "num-ps": job.num_ps}
+        # Both are the one chief of the cluster; the first one to come does not wait for another.
+        flags |= {"task": CHIEF, "bind": _LOCAL if job.num_chiefs > 1 else chief_address}
+        flags |= {"standby": True} if job.num_chiefs > 1 and chief_address != _LOCAL else {}
+        flags |= {"num-workers": job.num_workers, "num-ps": job.num_ps}
         flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
         flags |= {"checkpoint-every-s": job.checkpoint_every_s, "ps-replicas": job.ps_replicas}
         flags |= {"web": job.web} if job.web else {}
@@ -295,7 +318,7 @@ def _command(
         flags |= {"max-workers": job.max_workers} if job.max_workers else {}
     elif job.servers:
         bind, advertise = relayed
-        flags |= {"chief": chief_address, "bind": bind or _LOCAL, **({"advertise": advertise} if advertise else {})}
+        flags |= {"chief": chief, "bind": bind or _LOCAL, **({"advertise": advertise} if advertise else {})}
     if task.type in ("ps", "evaluator"):
         flags |= {"checkpoint-dir": checkpoints}
     if task.type == "ps" and job.has_relays:

@@ -57,6 +57,12 @@ class StatusPoller:
             return False
         return True
 
+    def move(self, address: str) -> None:
+        """From now on the chief serves at ``address``."""
+        self._channel.close()
+        self._address = address
+        self._connect()
+
     def _connect(self) -> None:
         self._certificates = self._security.certificates()
         self._channel = connect(self._address, CHIEF, self._security)

@@ -6,8 +6,9 @@ ring goes on with those who are left (``min_workers``): then the one is started 
 be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the
 task had completed a step in that life (else the script is simply broken). When the workers are done, an evaluator takes
 as long as it needs for the last checkpoint, and ps and chief get ``shutdown_timeout_s`` to end by themselves. The first
-failure ends the job. A ps is signalled only after the chief has ended, so that the chief can take a last checkpoint and
-stop it; the chief of a ring after its workers, which may be saving.
+failure ends the job. Of two chiefs one stands by: the job needs one of them. A ps is signalled only after the chief has
+ended, so that the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be
+saving.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Supervisor:
 
     Args:
         workers: tasks that run the script.
-        servers: chief (first) and ps; empty when the script trains alone.
+        servers: chief (first), one that stands by, ps; empty when the script trains alone.
         policy: limits.
     """
 
@@ -211,6 +212,8 @@ class Supervisor:
                 self.restarts[task] = self.restarts.get(task, 0) + 1
                 return [self._start(task)]
             self.lost.add(task)
+        elif self._has_successor(task, code):
+            pass
         elif self.phase in (Phase.STARTING, Phase.RUNNING, Phase.RENEWING):
             reason = self._why_not_again(task, code)
             if reason is None:
@@ -225,7 +228,7 @@ class Supervisor:
             return [self._start(task)]
         elif self.phase is Phase.DRAINING and self.failure is None:
             self.failure = Failure(task, code, "it failed after the workers were done")
-        if self.phase is Phase.ENDING and task.type == "chief" and not actions:
+        if self.phase is Phase.ENDING and task.type == "chief" and not actions and not self._chief_runs:
             actions = [Signal(left, self._ending_signal) for left in self._in_order() if left.type == "ps"]
         elif self.phase is Phase.ENDING and self._chief_comes_last and not self._workers_run:
             self._chief_comes_last = False
@@ -254,6 +257,9 @@ class Supervisor:
         if self.phase is Phase.DRAINING and any(task.type == "evaluator" for task in self.running):
             self._deadline = now + self.policy.shutdown_timeout_s
             return []
+        if self.phase is Phase.DRAINING and self._chief_is_done and all(task.type == "chief" for task in self.running):
+            self._deadline = None  # it came to stand by when there was nobody any more to stand by for
+            return [Kill(task) for task in self._in_order()]
         if self.phase is Phase.DRAINING:
             left = ", ".join(str(task) for task in self._in_order())
             reason = f"still running {self.policy.shutdown_timeout_s:.0f} s after the workers were done: {left}"
@@ -277,7 +283,7 @@ class Supervisor:
             return f"exit code {code} is never retried"
         if task.type == "chief" and code == EXIT_FAILED:
             return "the chief stopped the job"
-        if self.servers and self.servers[0] in self._done:
+        if self._chief_is_done:
             return "the chief had already ended the job"
         if code == EXIT_FAILED and task not in self._stepped:
             return "it failed before its first step"
@@ -290,6 +296,12 @@ class Supervisor:
         if self.num_restarts >= self.policy.max_restarts:
             return f"no restart is left of --max-restarts {self.policy.max_restarts}"
         return None
+
+    def _has_successor(self, task: TaskId, code: int) -> bool:
+        """Whether a chief is lost, and not started again as another will do: at the end, or with no restart left."""
+        is_lost = task.type == "chief" and code not in (EXIT_FAILED, *_NEVER_RETRIED)
+        is_last = self.phase is Phase.DRAINING or self.num_restarts >= self.policy.max_restarts
+        return is_lost and (self._chief_is_done or (is_last and self._chief_runs))
 
     def _goes_on_without(self, task: TaskId, code: int) -> bool:
         if not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
@@ -306,6 +318,14 @@ class Supervisor:
 
     def _is_in_ring(self, task: TaskId) -> bool:
         return task.type == "worker" and not self.policy.restart_workers
+
+    @property
+    def _chief_is_done(self) -> bool:
+        return any(task.type == "chief" for task in self._done)
+
+    @property
+    def _chief_runs(self) -> bool:
+        return any(task.type == "chief" for task in self.running)
 
     @property
     def _workers_run(self) -> bool:
@@ -332,8 +352,7 @@ class Supervisor:
 
     def _signal_all(self) -> list[Action]:
         """Tells everyone to end, but those whose time comes later."""
-        chief_runs = any(task.type == "chief" for task in self.running)
-        waits = {"ps": chief_runs, "chief": self._chief_comes_last}
+        waits = {"ps": self._chief_runs, "chief": self._chief_comes_last}
         told = [task for task in self._in_order() if not waits.get(task.type)]
         return [Signal(task, self._ending_signal) for task in told]
 
@@ -358,4 +377,5 @@ class Supervisor:
 
     def _in_order(self) -> list[TaskId]:
         """Running tasks, workers first: who loses a server first would report that instead of the real reason."""
-        return [task for task in (*self.workers, *self.servers[1:], *self.servers[:1]) if task in self.running]
+        others = sorted(self.servers, key=lambda task: task.type == "chief")
+        return [task for task in (*self.workers, *others) if task in self.running]

@@ -89,6 +89,8 @@ class StatusView:
     """Parameter servers that serve."""
     scaling: str = ""
     """Why there are not as many of them as wanted yet; empty: there are, or tasks are awaited."""
+    standby: str = ""
+    """The chief that stands by, "process 7 on host-b"; empty: none does."""
 
     @property
     def workers(self) -> tuple[TaskState, ...]:

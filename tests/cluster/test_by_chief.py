@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stratagem.chief.journal.lock import NAME as LOCK
 from stratagem.launch.status import fetch_status
 from tests import forks
 from tests.cluster.test_by_hand import free_addresses
@@ -134,6 +135,23 @@ def test_a_chief_that_stands_by_ends_with_the_job(start: Start, tmp_path: Path) 
     logs = Logs(chief, standby, ps, worker)
     assert logs.finish() == [0, 0, 0, 0], logs
     assert "is over, with exit code 0" in logs.texts[1], logs
+
+
+def test_a_chief_that_lost_its_lock_acknowledges_nothing(start: Start, tmp_path: Path) -> None:
+    state = ("--state-dir", tmp_path, "--num-workers", 1, "--num-ps", 1)
+    chief = start("chief", *state)
+    line_with(chief, "listening on")
+    where = f"file:{tmp_path}/chief.address"
+    ps = start("ps", "--task", "ps:0", "--chief", where)
+    script = (SCRIPTS / "count_examples.py", "--out", tmp_path / "out.pt", "--epochs", 3, "--pause-s", 0.05)
+    worker = start("worker", "--task", "worker:0", "--chief", where, *script)
+    line_with(chief, "Cluster is ready")
+    (tmp_path / LOCK).unlink()  # by somebody who thought it was in the way
+    second = start("chief", *state)
+    logs = Logs(chief, second, ps, worker)
+    assert logs.finish() == [143, 0, 0, 0], logs
+    assert "was written by another chief" in logs.texts[0] and "goes on from the journal" in logs.texts[1], logs
+    check_counts(tmp_path / "out.pt", 3)
 
 
 def test_ps_come_and_go_by_themselves(start: Start, tmp_path: Path) -> None:

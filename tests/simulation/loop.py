@@ -114,6 +114,9 @@ class Loop(_Base):
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
         self.signals[sig] = lambda: callback(*args)
 
+    def remove_signal_handler(self, sig: int) -> bool:
+        return self.signals.pop(sig, None) is not None
+
     def get_debug(self) -> bool:
         return False
 

@@ -3,7 +3,7 @@
 ``EVENT; EVENT; ...``, each ``VERB TARGET[@WHEN] [for=SECONDS] [xFACTOR]``::
 
     kill ps:1@step=200              SIGKILL, when ps:1 has applied 200 updates
-    stop chief@40s                  SIGTERM, 40 s after the first step
+    stop chief@40s                  SIGTERM, 40 s after the first step; the one that stands by is called standby
     pause worker:0@step=50 for=5s   SIGSTOP, and SIGCONT 5 s later
     slow worker:1 x4                stopped three quarters of the time, to the end
     cut worker:1-ps:0@20s for=10s   nothing passes between the two; what is sent meanwhile comes later
@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 
+STANDBY = TaskId("chief", 1)
+"""The chief that stands by. Nobody connects to it; the one that serves is chief:0, whichever process it is."""
 VERBS = {"kill": "", "stop": "", "pause": "for", "slow": "factor", "cut": "for", "reset": "for"}
 """And what each cannot do without."""
 ON_CONNECTIONS = ("cut", "reset")
@@ -82,7 +84,7 @@ def parse(text: str, tasks: Sequence[TaskId], has_copies: bool = False) -> tuple
     events, drawn = [], []
     for each in filter(None, map(str.strip, text.split(";"))):
         if each.split()[0] == "random":
-            drawn.append(_random(each, tasks))
+            drawn.append(_random(each, [task for task in tasks if task != STANDBY]))
         else:
             events.append(_event(each, tasks, has_copies))
     return events, drawn
@@ -128,9 +130,16 @@ def _when(when: str, text: str) -> tuple[int | None, float]:
 
 def _task(name: str, text: str, tasks: Sequence[TaskId]) -> TaskId:
     for task in tasks:
-        if name == str(task) or (task.type == "chief" and name == "chief"):
+        if name == word_of(task) or (name == str(task) and task != STANDBY):
             return task
-    raise ConfigurationError(f"--chaos: this job has no task {name!r} ({text!r}); it has {', '.join(map(str, tasks))}")
+    raise ConfigurationError(
+        f"--chaos: this job has no task {name!r} ({text!r}); it has {', '.join(map(word_of, tasks))}"
+    )
+
+
+def word_of(task: TaskId) -> str:
+    """What a task is called in ``--chaos``."""
+    return {TaskId("chief", 0): "chief", STANDBY: "standby"}.get(task, str(task))
 
 
 def connections(tasks: Sequence[TaskId], has_copies: bool = False) -> list[tuple[TaskId, TaskId]]:
@@ -139,7 +148,8 @@ def connections(tasks: Sequence[TaskId], has_copies: bool = False) -> list[tuple
     servers = {"worker": ("chief", "ps"), "evaluator": ("chief", "ps"), "ps": of_ps, "chief": ("ps",)}
     if all(task.type != "ps" for task in tasks):
         servers["worker"] = ("chief", "worker")  # a ring
-    return [(one, other) for one in tasks for other in tasks if one != other and other.type in servers[one.type]]
+    reached = [task for task in tasks if task != STANDBY]
+    return [(one, other) for one in reached for other in reached if one != other and other.type in servers[one.type]]
 
 
 def _random(text: str, tasks: Sequence[TaskId]) -> RandomEvents:

@@ -12,12 +12,13 @@ from typing import Any
 
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
-from stratagem.launch.chaos.events import ON_CONNECTIONS, ChaosEvent, connections, parse
+from stratagem.launch.chaos.events import ON_CONNECTIONS, STANDBY, ChaosEvent, connections, parse, word_of
 from stratagem.launch.chaos.relay import Relay, owner_of
 from stratagem.launch.processes import TaskProcess
 from stratagem.rpc.binding import free_port
 from stratagem.rpc.status_view import StatusView
 
+_CHIEF = TaskId("chief", 0)
 SLOW_PERIOD_S = 0.2
 """A slowed process is stopped for a part of each."""
 
@@ -92,16 +93,23 @@ class ChaosInjector:
         """Where a task is to listen, and what it is to say to others; empty: as ever."""
         return (self._binds[task], self._relays[task].address) if task in self._binds else ("", "")
 
-    def chief_address(self, address: str) -> str:
-        """What the tasks are told of a chief that listens at ``address``."""
-        for task, relay in self._relays.items():
-            if task.type == "chief":
-                relay.target = address
-                return relay.address
-        return address
+    def chief_address(self, otherwise: str) -> str:
+        """Where the tasks are to look for the chief: ``otherwise``, if nothing lies between."""
+        return self._relays[_CHIEF].address if _CHIEF in self._relays else otherwise
+
+    def chief_listens(self, address: str) -> None:
+        """The chief serves there."""
+        if _CHIEF in self._relays:
+            self._relays[_CHIEF].target = address
 
     def tick(self, now: float, status: StatusView | None, processes: Mapping[TaskId, TaskProcess]) -> float:
-        """Fires what is due, and ends what has lasted; returns in how many seconds to come again."""
+        """Fires what is due, and ends what has lasted; returns in how many seconds to come again.
+
+        Args:
+            now: seconds, monotonic.
+            status: the newest.
+            processes: of the tasks; of two chiefs the one that serves is chief:0.
+        """
         self._pids = {str(task): process.pid for task, process in processes.items()}
         if status is not None:
             self._watch(status, now)
@@ -147,7 +155,8 @@ class ChaosInjector:
             last.updates_lost = status.updates_lost - last.lost_before
         for fired in (each for each in self.fired if each.resumed_s is None and self._began_at is not None):
             target, past_s = fired.event.targets[0], now - (self._began_at or 0) - fired.after_s
-            is_new = fired.event.verb not in ("kill", "stop") or (target in tasks and tasks[target].pid != fired.pid)
+            has_gone = fired.event.verb in ("kill", "stop") and target != STANDBY  # of which no status tells
+            is_new = not has_gone or (target in tasks and tasks[target].pid != fired.pid)
             if (
                 is_new
                 and past_s >= (fired.event.for_s or 0)
@@ -182,7 +191,7 @@ class ChaosInjector:
             self._pids.get(str(target), 0),
         )
         self.fired.append(fired)
-        self._say(f"chaos: {event.text} ({target} at step {self._step(target)})")
+        self._say(f"chaos: {event.text} ({word_of(target)} at step {self._step(target)})")
         if event.verb in ON_CONNECTIONS:
             fired.connections = 0
             for server, client in itertools.permutations(event.targets):

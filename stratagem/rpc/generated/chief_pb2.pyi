@@ -1354,6 +1354,7 @@ class GetStatusReply(_message.Message):
     WANTED_PS_FIELD_NUMBER: _builtins.int
     NUM_PS_FIELD_NUMBER: _builtins.int
     SCALING_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     chief_epoch: _builtins.int
     """Incarnation of the chief."""
     ready: _builtins.bool
@@ -1383,6 +1384,8 @@ class GetStatusReply(_message.Message):
     """Parameter servers that serve."""
     scaling: _builtins.str
     """Why there are not as many of them as wanted yet; empty: there are, or tasks are awaited."""
+    standby: _builtins.str
+    """The chief that stands by, "process 7 on host-b"; empty: none does."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]: ...
     @_builtins.property
@@ -1410,10 +1413,11 @@ class GetStatusReply(_message.Message):
         wanted_ps: _builtins.int = ...,
         num_ps: _builtins.int = ...,
         scaling: _builtins.str = ...,
+        standby: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "num_ps", b"num_ps", "ready", b"ready", "restored", b"restored", "scaling", b"scaling", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for", "wanted_ps", b"wanted_ps", "wanted_workers", b"wanted_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "num_ps", b"num_ps", "ready", b"ready", "restored", b"restored", "scaling", b"scaling", "standby", b"standby", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for", "wanted_ps", b"wanted_ps", "wanted_workers", b"wanted_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,55 @@ from stratagem.chief.journal.journal import NAME, Journal
 from stratagem.chief.leasing.evaluations import Pin, plan_of
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit, UnitBitmap
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, JournalLostError
 
 PLAN = {"num_examples": 9, "batch_size": 2, "drop_last": True, "shuffle": False, "num_slices": 2}
+
+
+def take_over(path: Path) -> None:
+    journal = Journal(str(path.parent))
+    journal.write("chief", epoch=2)
+    journal.close()
+
+
+def replace(path: Path) -> None:
+    path.rename(path.with_suffix(".old"))
+    path.write_bytes(path.with_suffix(".old").read_bytes())
+    path.with_suffix(".old").unlink()
+
+
+@pytest.mark.parametrize(
+    ("lose", "how"),
+    [
+        (take_over, "was written by another chief"),
+        (Path.unlink, "was removed or replaced"),
+        (replace, "was removed or replaced"),
+    ],
+)
+def test_a_journal_that_is_lost_takes_nothing_more(tmp_path: Path, lose: Callable[[Path], None], how: str) -> None:
+    journal, path = Journal(str(tmp_path)), tmp_path / NAME
+    journal.write("chief", epoch=1)
+    lose(path)
+    before = path.read_bytes() if path.exists() else b""
+    for _ in range(2):
+        with pytest.raises(JournalLostError, match=how):
+            journal.write("ready")
+    assert not path.exists() or path.read_bytes() == before, "what is not acknowledged is not in the way of the next"
+    journal.close()
+
+
+def test_a_journal_that_cannot_be_written_takes_nothing_more(tmp_path: Path) -> None:
+    journal, limits = Journal(str(tmp_path)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal.write("chief", epoch=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(JournalLostError, match=r"cannot be written .*File too large"):
+            journal.write("ready")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(JournalLostError):
+        journal.write("ready")
+    journal.close()
 
 
 def write_all(journal: Journal) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
-from stratagem.launch.chaos.events import ChaosEvent, connections, parse
+from stratagem.launch.chaos.events import STANDBY, ChaosEvent, connections, parse
 from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.chaos.relay import Relay, owner_of
 from stratagem.launch.processes import TaskProcess
@@ -43,12 +43,21 @@ def test_events_are_read_from_their_text() -> None:
     assert drawn == []
 
 
+def test_the_chief_that_stands_by_has_a_name_and_no_connections() -> None:
+    tasks = (CHIEF, STANDBY, PS0, WORKER0)
+    events, drawn = parse("kill standby; random seed=1", tasks)
+    assert events == [ChaosEvent("kill standby", "kill", (STANDBY,))] and STANDBY not in drawn[0].tasks
+    assert not any(STANDBY in pair for pair in connections(tasks))
+    with pytest.raises(ConfigurationError, match="no task 'standby'"):
+        parse("kill standby", TASKS)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("explode ps:0", "'explode ps:0' begins with none of kill, stop, pause"),
         ("kill", "'kill' does not say whom"),
-        ("kill ps:7", "this job has no task 'ps:7' .* it has chief:0, ps:0, ps:1, worker:0, worker:1"),
+        ("kill ps:7", "this job has no task 'ps:7' .* it has chief, ps:0, ps:1, worker:0, worker:1"),
         ("kill ps:0@", "@ in 'kill ps:0@' is neither @step=200 nor @20s"),
         ("kill ps:0@step=-1", "neither @step=200 nor @20s"),
         ("kill ps:0 for=3s", "'for=3s' means nothing in 'kill ps:0 for=3s'"),

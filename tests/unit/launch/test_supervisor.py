@@ -24,7 +24,13 @@ from stratagem.launch.supervisor import (
     describe_exit,
 )
 
-CHIEF, PS, W0, W1 = TaskId("chief", 0), TaskId("ps", 0), TaskId("worker", 0), TaskId("worker", 1)
+CHIEF, STANDBY, PS, W0, W1 = (
+    TaskId("chief", 0),
+    TaskId("chief", 1),
+    TaskId("ps", 0),
+    TaskId("worker", 0),
+    TaskId("worker", 1),
+)
 EVALUATOR = TaskId("evaluator", 0)
 POLICY = Policy(max_restarts=2, shutdown_timeout_s=10.0, failure_timeout_s=4.0, start_timeout_s=30.0)
 
@@ -50,6 +56,46 @@ def test_a_job_that_goes_well() -> None:
     assert supervisor.exited(CHIEF, 0, 7.0) == []
     assert supervisor.exited(PS, 0, 7.1) == [Finish(0)]
     assert supervisor.failure is None
+
+
+def _two_chiefs(policy: Policy = POLICY) -> Supervisor:
+    supervisor = Supervisor([W0], [CHIEF, STANDBY, PS], policy)
+    assert supervisor.begin(0.0) == [Start(CHIEF)]
+    assert supervisor.listening(CHIEF) == [Start(STANDBY), Start(PS), Start(W0)]
+    return supervisor
+
+
+def test_each_of_two_chiefs_is_started_again() -> None:
+    supervisor = _two_chiefs()
+    assert supervisor.exited(CHIEF, -9, 1.0) == [Start(CHIEF)]
+    assert supervisor.exited(STANDBY, 143, 2.0) == [Start(STANDBY)]
+    assert supervisor.exited(CHIEF, -9, 3.0) == [], "no restart is left, and one is enough"
+    assert supervisor.exited(STANDBY, -9, 4.0) != [] and supervisor.failure is not None
+
+
+def test_of_two_chiefs_one_ends_the_job() -> None:
+    supervisor = _two_chiefs()
+    supervisor.exited(W0, 0, 5.0)
+    assert supervisor.exited(CHIEF, -9, 6.0) == [] and supervisor.failure is None, "the other goes on"
+    assert supervisor.exited(STANDBY, 0, 7.0) == []
+    assert supervisor.exited(PS, 0, 7.1) == [Finish(0)]
+
+
+def test_a_chief_that_came_to_stand_by_for_a_job_that_is_over() -> None:
+    supervisor = _two_chiefs()
+    for task in (W0, STANDBY, PS):
+        assert supervisor.exited(task, 0, 5.0) == []
+    assert supervisor.ticked(100.0) == [Kill(CHIEF)]
+    assert supervisor.exited(CHIEF, -9, 100.1) == [Finish(0)]
+
+
+def test_the_ps_are_told_to_end_when_no_chief_is_left() -> None:
+    supervisor = _two_chiefs()
+    assert supervisor.interrupted(signal.SIGTERM, 1.0) == [
+        Signal(task, signal.SIGTERM) for task in (W0, CHIEF, STANDBY)
+    ]
+    assert supervisor.exited(STANDBY, 143, 1.1) == []
+    assert supervisor.exited(CHIEF, 143, 2.0) == [Signal(PS, signal.SIGTERM)]
 
 
 def test_a_ps_that_dies_before_the_last_checkpoint_is_started_again() -> None:
