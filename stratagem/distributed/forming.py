@@ -64,7 +64,7 @@ def form(
     )
     options = dataclasses.replace(options, timeout_seconds=options.timeout_seconds or timeout_s)
     meeting = Rendezvous(store, rank, tasks, timeout_s)
-    token = Token(meeting.hear("the token", lambda: secrets.token_hex(32)))
+    token = Token(meeting.exchange("its ranks", secrets.token_hex(32) if rank == 0 else "")[0])
     security = _security(config, token)
     host = own_host(config, os.environ)
     members, meter = StoreMembers(rank, tasks, security), BytesMeter()

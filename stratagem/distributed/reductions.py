@@ -110,7 +110,8 @@ def _reduction(kind: Any, dtype: torch.dtype) -> RankReduction:
     name = kind.name
     if name in _BITWISE and not (dtype.is_floating_point or dtype.is_complex):
         return RankReduction(name, None)
-    if (name in _SUMS and dtype.is_complex) or (name in _OPS and can_travel(dtype)):
+    is_known = name in _OPS and (name in _SUMS if dtype.is_complex else can_travel(dtype))
+    if is_known and not (name == "AVG" and dtype is torch.bool):
         return RankReduction(name, _OPS[name])
     raise ConfigurationError(
         f"there is no {name} of {name_of(dtype)}: convert the tensor to float32, or gather it and reduce it yourself"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch._C._distributed_c10d import Store
 
 from stratagem.cluster.membership import Member, Membership
-from stratagem.errors import ClusterTimeoutError, StratagemError
+from stratagem.errors import ClusterTimeoutError, ConfigurationError, StratagemError
 from stratagem.rpc.security import Security
 
 
@@ -30,7 +30,7 @@ class Rendezvous:
         self._store = store
         self._prefix = f"{formation}/"
         self._rank = rank
-        self._tasks = tasks
+        self._tasks = list(tasks)
         self._deadline = time.monotonic() + timeout_s
 
     def exchange(self, what: str, word: str) -> list[str]:
@@ -38,15 +38,19 @@ class Rendezvous:
 
         Raises:
             ClusterTimeoutError: a rank does not come; names those missing.
+            ConfigurationError: a rank wants a group of other ranks.
         """
-        self._store.set(f"{self._prefix}{what}/{self._rank}", word)
-        return [self._wait(f"{self._prefix}{what}/{rank}", what) for rank in range(len(self._tasks))]
+        self._store.set(f"{self._prefix}{what}/{self._rank}", "\n".join([word, *self._tasks]))
+        return [self._word(rank, what) for rank in range(len(self._tasks))]
 
-    def hear(self, what: str, make: Callable[[], str]) -> str:
-        """The word of rank 0, which makes it."""
-        if self._rank == 0:
-            self._store.set(f"{self._prefix}{what}/0", make())
-        return self._wait(f"{self._prefix}{what}/0", what)
+    def _word(self, rank: int, what: str) -> str:
+        word, *tasks = self._wait(f"{self._prefix}{what}/{rank}", what).split("\n")
+        if tasks != self._tasks:
+            raise ConfigurationError(
+                f"{self._tasks[self._rank]} wants a group of {', '.join(self._tasks)}, and rank {rank} one of "
+                f"{', '.join(tasks)}: WORLD_SIZE, and the ranks given to new_group, have to be the same on every rank"
+            )
+        return word
 
     def _wait(self, key: str, what: str) -> str:
         left = datetime.timedelta(seconds=max(0.01, self._deadline - time.monotonic()))

@@ -81,8 +81,8 @@ class Communicator:
         self._turn = threading.RLock()
         self._counting = threading.Lock()
         self._num_queued = 0
-        self._in_queue = threading.local()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="collectives")
+        self._is_own = threading.local()
+        self._thread = ThreadPoolExecutor(1, "collectives", lambda: setattr(self._is_own, "thread", True))
 
     @property
     def rank(self) -> int:
@@ -241,7 +241,7 @@ class Communicator:
         Raises:
             CollectiveError: see :meth:`all_reduce`.
         """
-        if self.healing is None or getattr(self._in_queue, "here", False):
+        if self.healing is None or self._is_in_own_thread():
             return work()
         return self.healing.run(self, work, pack, unpack or _not_packed, is_training)
 
@@ -267,7 +267,7 @@ class Communicator:
         Raises:
             CollectiveError: see :meth:`all_reduce`.
         """
-        if self._num_queued and not getattr(self._in_queue, "here", False):
+        if self._num_queued and not self._is_in_own_thread():
             return self.submit(lambda: self.collective(what, run)).result()
         with self._turn:
             if self._error is not None:
@@ -291,10 +291,18 @@ class Communicator:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work``, which makes collectives, in the communicator's own thread, after all submitted before.
 
-        A collective called directly waits for its turn behind everything submitted before it.
+        A collective called directly waits for its turn behind everything submitted before it. What that thread itself
+        submits, for example where a future is completed, runs at once: behind the queue it would wait for itself.
         """
         with self._counting:
             self._num_queued += 1
+        if self._is_in_own_thread():
+            future: Future[T] = Future()
+            try:
+                future.set_result(self._run_queued(work))
+            except BaseException as error:
+                future.set_exception(error)
+            return future
         return self._thread.submit(self._run_queued, work)
 
     def close(self, reason: str = "the job is over") -> None:
@@ -302,8 +310,10 @@ class Communicator:
         self.group.close(reason)
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def _is_in_own_thread(self) -> bool:
+        return getattr(self._is_own, "thread", False)
+
     def _run_queued(self, work: Callable[[], T]) -> T:
-        self._in_queue.here = True
         try:
             return work()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -182,6 +183,8 @@ def test_what_cannot_be_reduced_says_so(groups: Groups) -> None:
         groups[0].allreduce([torch.ones(1)], reducing(dist.ReduceOp.BAND))
     with pytest.raises(ConfigurationError, match="there is no SUM of float8_e4m3fn"):
         groups[0].allreduce([torch.ones(1).to(torch.float8_e4m3fn)])
+    with pytest.raises(ConfigurationError, match="there is no AVG of bool"):
+        groups[0].allreduce([torch.ones(1, dtype=torch.bool)], reducing(dist.ReduceOp.AVG))
 
 
 def test_tensors_that_are_not_contiguous(groups: Groups) -> None:
@@ -335,6 +338,28 @@ def test_the_future_has_the_tensors(groups: Groups) -> None:
         tensor = torch.ones(4)
         doubled = group.allreduce([tensor]).get_future().then(lambda future: future.value()[0] * 2)
         assert torch.equal(doubled.wait(), torch.full((4,), 2.0 * len(groups)))
+
+    on_every_rank(groups, run)
+
+
+def test_what_is_chained_to_a_future_may_call_collectives(groups: Groups) -> None:
+    """As the hook of PowerSGD does, in the thread that completes the future, where a later call may be queued by now."""
+
+    def run(group: LaneProcessGroup) -> None:
+        total, more, later, may_end = torch.ones(2), torch.ones(2), torch.ones(2), threading.Event()
+
+        def chained(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            group.allreduce([more], reducing(dist.ReduceOp.SUM, is_async=False)).wait()
+            return group.allreduce([future.value()[0].clone()]).get_future().wait()[0] + more
+
+        group.communicator.submit(lambda: may_end.wait(60.0))
+        ends = group.allreduce([total]).get_future().then(chained)
+        work = group.allreduce([later])
+        may_end.set()
+        size = group.size()
+        assert ends.wait().tolist() == [size * size + size] * 2
+        work.wait()
+        assert later.tolist() == [size] * 2
 
     on_every_rank(groups, run)
 

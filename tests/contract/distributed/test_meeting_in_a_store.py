@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -11,7 +12,7 @@ from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.distributed.forming import own_host
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
-from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
+from stratagem.errors import ClusterTimeoutError, ConfigurationError, PeerUnavailableError
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN
 from stratagem.worker.ring.lane_plan import RankInfo
@@ -22,9 +23,24 @@ TASKS = ["worker:0", "worker:1", "worker:2"]
 
 def test_who_is_missing_is_named() -> None:
     store = HashStore()
-    store.set("0/words/0", "here")
+    store.set("0/words/0", "\n".join(["here", *TASKS]))
     with pytest.raises(ClusterTimeoutError, match=r"worker:2 did not find worker:1 in time .waiting for words"):
         Rendezvous(store, 2, TASKS, 0.05).exchange("words", "here")
+
+
+def test_ranks_that_want_different_groups_are_told_at_once() -> None:
+    """As with another WORLD_SIZE, on either side."""
+    store = HashStore()
+
+    def meet(tasks: list[str], rank: int) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            Rendezvous(store, rank, tasks, 30.0).exchange("words", "here")
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(meet, (TASKS[:2], TASKS), (0, 1)))
+    assert told[0].startswith("worker:0 wants a group of worker:0, worker:1, and rank 1 one of worker:0, worker:1, w")
+    assert told[1].startswith("worker:1 wants a group of worker:0, worker:1, worker:2, and rank 0 one of worker:0, w")
 
 
 def test_a_second_life_of_a_group_does_not_read_words_of_the_first() -> None:
