@@ -167,7 +167,7 @@ class Operations:
                 _check_like(out, tensor)
         rooms = [room_for(out) for out in outs]
         sources = [flat(tensor) if rank == root else nothing for rank in range(self.size)]
-        step = _exchanging(sources, rooms or [nothing] * self.size)
+        step = self._exchanging(sources, rooms or [nothing] * self.size)
         return Operation("gather", outs, [(told(tensor, "gather of ", f" to rank {root}"), step)], rooms)
 
     def scatter(self, out: torch.Tensor, inputs: Sequence[Tensors], root: int) -> Operation:
@@ -180,7 +180,7 @@ class Operations:
                 _check_like(tensor, out)
             sources = [flat(tensor) for tensor in inputs[0]]
         room = room_for(out)
-        step = _exchanging(sources, [room if rank == root else nothing for rank in range(self.size)])
+        step = self._exchanging(sources, [room if rank == root else nothing for rank in range(self.size)])
         return Operation("scatter", [out], [(told(out, "scatter of ", f" from rank {root}"), step)], [room])
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> Operation:
@@ -204,7 +204,7 @@ class Operations:
         if out_rows or rows:
             return self._all_to_all([out], [room], rooms, sources)
         what = told(tensor, "all_to_all of ", " in equal parts")
-        return Operation("all_to_all", [out], [(what, _exchanging(sources, rooms))], [room])
+        return Operation("all_to_all", [out], [(what, self._exchanging(sources, rooms))], [room])
 
     def _all_to_all(
         self, outputs: list[torch.Tensor], values: list[torch.Tensor], rooms: Tensors, sources: Tensors
@@ -213,6 +213,7 @@ class Operations:
         _check_like(rooms[self.rank], sources[self.rank])
         sent = torch.tensor([source.numel() for source in sources])
         every = [torch.empty_like(sent) for _ in range(self.size)]
+        run = self._exchanging(sources, rooms)
 
         def exchange(group: Group, tag: Tag) -> None:
             for rank, (room, theirs) in enumerate(zip(rooms, every, strict=True)):
@@ -222,11 +223,27 @@ class Operations:
                         f"{room.numel():,}: split sizes of an all_to_all have to fit together",
                         rank,
                     )
-            _exchanging(sources, rooms)(group, tag)
+            run(group, tag)
 
         name = name_of(sources[0].dtype)
         steps: list[Step] = [(f"lengths of an all_to_all of {name}", _gathering(sent, every))]
         return Operation("all_to_all", outputs, [*steps, (f"all_to_all of {name}", exchange)], values)
+
+    def _exchanging(self, sources: Tensors, rooms: Tensors) -> Run:
+        """Source r goes to rank r, and what rank r sends comes into room r. A source in the way of what comes is copied
+        before."""
+        ends = [(room.data_ptr(), room.data_ptr() + room.nbytes) for room in rooms]
+        low, high = min(start for start, _ in ends), max(stop for _, stop in ends)
+        moved = []
+        for rank, source in enumerate(sources):
+            start, stop = source.data_ptr(), source.data_ptr() + source.nbytes
+            if start < high and low < stop:
+                others = ends if rank != self.rank else [*ends[:rank], *ends[rank + 1 :]]
+                if any(start < last and first < stop for first, last in others):
+                    source = source.clone()
+            moved.append(movable(source))
+        places = [movable(room) for room in rooms]
+        return lambda group, tag: group.all_to_all(moved, places, tag)
 
     def _split(self, values: torch.Tensor, tensor: torch.Tensor, rows: Sequence[int]) -> Sequence[torch.Tensor]:
         """The ranks' parts of the flat values of a tensor."""
@@ -271,8 +288,3 @@ def _broadcasting(values: torch.Tensor, root: int) -> Run:
 
 def _gathering(values: torch.Tensor, rooms: Tensors) -> Run:
     return lambda group, tag: group.all_gather(movable(values), [movable(room) for room in rooms], tag)
-
-
-def _exchanging(sources: Tensors, rooms: Tensors) -> Run:
-    moved, places = [movable(source) for source in sources], [movable(room) for room in rooms]
-    return lambda group, tag: group.all_to_all(moved, places, tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,8 +36,16 @@ def _close_all() -> None:
         group.shutdown()
 
 
+def _forget_all() -> None:
+    """In a forked child (a DataLoader's worker), which comes by :func:`_close_all` too: the groups are not its own."""
+    for group in list(_open):
+        group._ended = "the process group is that of the process from which this one was forked: make one here"
+    _open.clear()
+
+
 # Before Python waits for its threads; atexit's functions come after that.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_forget_all)
 
 
 class LaneProcessGroup(dist.ProcessGroup):

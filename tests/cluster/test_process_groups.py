@@ -34,6 +34,7 @@ def test_what_trains_over_torch_distributed_ends_as_in_one_process(launcher: lis
         "pipeline",
         "checkpoint",
         "objects_and_batches",
+        "loaders",
         "groups_by_other_names",
     ]
     assert [line.removeprefix("ok ") for line in job.stdout.splitlines() if line.startswith("ok ")] == names

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import stratagem.distributed  # noqa: F401
+from stratagem.errors import CollectiveError
 from stratagem.rpc.binding import free_port
 
 STEPS, BATCH = 5, 8
@@ -194,6 +195,28 @@ def objects_and_batches() -> None:
     dist.barrier()
 
 
+class Forked(torch.utils.data.Dataset[str]):
+    """What a DataLoader's worker is told when it uses the group of the process it was forked from."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> str:
+        try:
+            dist.barrier()
+        except CollectiveError as error:
+            return str(error)
+        return "no error"
+
+
+def loaders() -> None:
+    """Workers of a DataLoader come and go, and the group goes on."""
+    for _ in range(2):
+        for (told,) in torch.utils.data.DataLoader(Forked(), num_workers=2):
+            assert told.startswith("barrier: the process group is that of the process from which this one was forked")
+            dist.barrier()
+
+
 def groups_by_other_names() -> None:
     """Backends by device, and ``split_group``, which torch lends to hosts with an accelerator alone: pretended here."""
     size = dist.get_world_size()
@@ -228,6 +251,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     pipeline,
     checkpoint,
     objects_and_batches,
+    loaders,
     groups_by_other_names,
 )
 

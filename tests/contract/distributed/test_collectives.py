@@ -305,6 +305,20 @@ def test_all_to_all(groups: Groups) -> None:
     on_every_rank(groups, run)
 
 
+@pytest.mark.parametrize("length", [2, 300_000])
+def test_an_all_to_all_may_have_its_result_where_its_input_is(groups: Groups, length: int) -> None:
+    def run(group: LaneProcessGroup) -> None:
+        ranks = torch.arange(float(group.size()))
+        whole, parts = [torch.full((group.size() * length,), float(group.rank())) for _ in range(2)]
+        group.all_to_all_single(whole, whole, [], []).wait()
+        assert torch.equal(whole, ranks.repeat_interleave(length))
+        turned = list(parts.split(length))
+        group.alltoall(turned[::-1], turned).wait()
+        assert torch.equal(parts, ranks.flip(0).repeat_interleave(length))
+
+    on_every_rank(groups, run)
+
+
 def test_coalesced_collectives(groups: Groups) -> None:
     size = len(groups)
 
@@ -343,7 +357,7 @@ def test_the_future_has_the_tensors(groups: Groups) -> None:
 
 
 def test_what_is_chained_to_a_future_may_call_collectives(groups: Groups) -> None:
-    """As the hook of PowerSGD does, in the thread that completes the future, where a later call may be queued by now."""
+    """As PowerSGD's hook does, in the thread that completes the future, where a later call may be queued by now."""
 
     def run(group: LaneProcessGroup) -> None:
         total, more, later, may_end = torch.ones(2), torch.ones(2), torch.ones(2), threading.Event()
