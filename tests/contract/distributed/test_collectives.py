@@ -364,7 +364,8 @@ def test_what_is_chained_to_a_future_may_call_collectives(groups: Groups) -> Non
 
         def chained(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             group.allreduce([more], reducing(dist.ReduceOp.SUM, is_async=False)).wait()
-            return group.allreduce([future.value()[0].clone()]).get_future().wait()[0] + more
+            again: torch.Tensor = group.allreduce([future.value()[0].clone()]).get_future().wait()[0]
+            return again + more
 
         group.communicator.submit(lambda: may_end.wait(60.0))
         ends = group.allreduce([total]).get_future().then(chained)
