@@ -205,7 +205,7 @@ class Supervisor:
             return self._renew(task, now)
         if code == EXIT_DONE and self.phase is Phase.STARTING:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
-        elif code == EXIT_DONE or task in self._dismissed:
+        elif code == EXIT_DONE or task in self._dismissed or self._had_finished(task, code):
             self._done.add(task)
         elif self._goes_on_without(task, code):
             if self._may_come_back(task, code):
@@ -296,6 +296,10 @@ class Supervisor:
         if self.num_restarts >= self.policy.max_restarts:
             return f"no restart is left of --max-restarts {self.policy.max_restarts}"
         return None
+
+    def _had_finished(self, task: TaskId, code: int) -> bool:
+        """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye."""
+        return code == -signal.SIGKILL and task.type == "worker" and self._chief_is_done
 
     def _has_successor(self, task: TaskId, code: int) -> bool:
         """Whether a chief is lost, and not started again as another will do: at the end, or with no restart left."""

@@ -193,6 +193,14 @@ def test_nothing_is_restarted_after_the_chief_ended_the_job() -> None:
     assert supervisor.failure is not None and "already ended" in supervisor.failure.reason
 
 
+def test_a_worker_that_is_killed_after_the_chief_ended_the_job_had_finished() -> None:
+    supervisor = _running()
+    supervisor.exited(CHIEF, 0, 1.0)
+    supervisor.exited(PS, 0, 1.0)
+    supervisor.exited(W0, 0, 1.0)
+    assert supervisor.exited(W1, -signal.SIGKILL, 1.0) == [Finish(0)]
+
+
 def test_restarts_are_counted_over_all_tasks() -> None:
     supervisor = _running()
     assert supervisor.exited(PS, -9, 1.0) == [Start(PS)]
