@@ -15,7 +15,7 @@ from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import CheckpointError, PeerUnavailableError, StratagemError
+from stratagem.errors import CheckpointError, PeerUnavailableError, StaleStoreError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class Maintenance:
         """All ps are here, and initial values are yet to come."""
         self._is_trained = False
         """All ps are here, and updates are on them: their units, leased again, may be what a checkpoint waits for."""
-        self._has_older = False
-        """An earlier chief took a checkpoint: units need not wait for another one, which may wait for their updates."""
+        self._lacking: list[str] = []
+        """ps without values where others have theirs: they came back, and a worker that attaches gives them those."""
         self._next_save_at: float | None = None
         self._delay = ""
 
@@ -87,42 +87,42 @@ class Maintenance:
             self._start(self._watch)
         elif self._config.checkpoint_dir and self._saved_step is None:
             self._start(self._save_first)
+        elif self._journal.history.is_rerouted:
+            self._start(self._watch)
         elif self._next_save_at is not None and self._clock() >= self._next_save_at:
             self._start(self._save)
 
     async def first_checkpoint(self, caller: Incarnation) -> None:
-        """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one."""
+        """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one.
+
+        Raises:
+            StaleStoreError: a ps has no values, which the caller may give it.
+        """
         while True:
             await self._before_leasing()
             await self._admit(caller)
             if self._may_lease:
                 return
             await asyncio.sleep(RETRY_S)
+            if self._lacking:
+                raise StaleStoreError(f"{', '.join(self._lacking)} came back without values; attach to it again")
 
     async def _before_leasing(self) -> None:
         """Takes the initial checkpoint before the first unit is leased.
 
         Returns at once when there are no variables yet, or updates already, or checkpoints are off; returns without one
-        while a ps is away: what it holds may be initial values.
+        while a ps is away, or is back without values: what it holds may be initial values.
         """
-        if not self._config.checkpoint_dir or self._saved_step is not None or self._has_older:
+        if not self._config.checkpoint_dir or self._saved_step is not None:
             return
-        if self._journal.history.checkpoint and checkpoints.newest(self._config.checkpoint_dir) is not None:
-            self._has_older = True
-            return
-        if not self._journal.history.initialized:
-            await self._watch()
-        if self._journal.history.initialized:
-            described = await self._ps_pool.describe()
-            is_complete = len(described) == self._ps_pool.num_ps
-            self._is_trained = is_complete and any(each.step for each in described.values())
-            if not self._is_trained:
-                await self._save_first()
+        await self._watch()
+        if self._journal.history.initialized and not self._is_trained:
+            await self._save_first()
 
     @property
     def _may_lease(self) -> bool:
         """No unit may be leased between the initial values and the first checkpoint, unless some were before."""
-        has_checkpoint = self._saved_step is not None or self._has_older
+        has_checkpoint = self._saved_step is not None
         return not self._config.checkpoint_dir or has_checkpoint or self._is_blank or self._is_trained
 
     @property
@@ -163,17 +163,18 @@ class Maintenance:
         return max((each.step for each in described.values()), default=0)
 
     async def _watch(self) -> None:
-        """Notes when all ps hold values. A ps without variables never does: nobody waits for it once training runs."""
-        described = await self._ps_pool.describe()
-        self._is_blank = False
-        if len(described) < self._config.num_ps:
-            return
-        holding = [incarnation.task for incarnation, each in described.items() if each.initialized]
-        trained = any(each.step for each in described.values())
-        if holding and (trained or len(holding) == self._ps_pool.num_ps):
-            self._journal.write("initialized", tasks=sorted(holding))
-        else:
-            self._is_blank = True
+        """Looks what the ps hold, and notes when all know what they are to hold and have values of that."""
+        described, history = await self._ps_pool.describe(), self._journal.history
+        is_all_here = len(described) == self._ps_pool.num_ps
+        holding = sorted(one.task for one, each in described.items() if each.holds_rows)
+        lacking = sorted(one.task for one, each in described.items() if not each.complete)
+        has_begun = bool(holding or history.initialized)
+        self._is_blank = is_all_here and not has_begun
+        self._lacking = lacking if has_begun else []
+        is_complete = is_all_here and has_begun and not lacking
+        self._is_trained = is_complete and any(each.step for each in described.values())
+        if is_complete and (history.is_rerouted or not history.initialized):
+            self._journal.write("initialized", tasks=holding)
 
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""
@@ -183,8 +184,6 @@ class Maintenance:
             newest = checkpoints.newest(self._config.checkpoint_dir)
             try:
                 step = await self._step()
-                if not self._journal.history.initialized:
-                    return  # a ps came back without its values meanwhile
                 if newest is not None and newest[1].step == step:
                     return self.saved(step)
                 self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)

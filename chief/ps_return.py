@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
-from stratagem.chief.checkpointing.saving import Saving, untaken
+from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.journal.journal import Journal
 from stratagem.chief.leasing.lease_book import LeaseBook, Positions
@@ -180,7 +180,6 @@ class PsReturn:
             restored = self.put_back.get(server.incarnation) or await self._restoring.newest([server])
         if restored is None and self._restoring.directory and not self._lease_book.has_leased:
             # The first checkpoint was not there yet, nor any unit leased: a worker gives it the initial values again.
-            self._journal.write("initialized", tasks=[])
             logger.warning(
                 "%s came back without its initial values; a worker gives them again", server.incarnation.task
             )
@@ -246,8 +245,8 @@ class PsReturn:
     async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
         """Counts and closes accepted units that a ps has no update of; their number, and the step of the ps."""
         described = await self._ps_pool.insist(server, lambda each: each.describe_units())
-        if described is None:
-            return 0, 0
+        if described is None or (described.complete and not described.holds_rows):
+            return 0, 0  # no update has a part there, and what it has closed says nothing
         absent = minus(accepted, described.applied())
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
@@ -285,12 +284,7 @@ class PsReturn:
 
     async def lost_after_restarts(self, units: Positions) -> None:
         """Counts and closes those of the reported units that a ps lacks which was put back alone."""
-        servers = [each for each in self._ps_pool.servers if each.incarnation in self._restarted]
-        described = await self._ps_pool.describe() if servers else {}
-        is_all_taken = not untaken([*described.values()])
-        for server in servers:
-            if (one := described.get(server.incarnation)) is not None and is_all_taken and not one.holds_rows:
-                continue  # no update has a part there, and a close may still be on its way to it
+        for server in [each for each in self._ps_pool.servers if each.incarnation in self._restarted]:
             num_lost, _ = await self._mark_lost(server, units)
             if num_lost:
                 logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)

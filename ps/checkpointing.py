@@ -33,6 +33,7 @@ class StoreDescription:
     step: int
     """Largest number of updates applied to any group."""
     initialized: bool
+    complete: bool
     origin_elements: int = 0
     """Of the variables in the checkpoint of another number of ps that this one began from."""
     taken_elements: int = 0
@@ -70,7 +71,8 @@ class Checkpointing:
         state = self._state
         with state.changed:
             origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else ()
-            return StoreDescription(state.units.describe(), state.store_epoch, state.step, state.initialized, *origin)
+            has = state.initialized, state.complete
+            return StoreDescription(state.units.describe(), state.store_epoch, state.step, *has, *origin)
 
     def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
         """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished.
@@ -168,7 +170,7 @@ class Checkpointing:
             self._newest_restore = number
             epoch = self._next_epoch(max(state.store_epoch, content.store_epoch))
             self.become(content, epoch)
-            state.origin, state.num_ps = origin, num_ps
+            state.origin, state.num_ps, state.is_told = origin, num_ps, origin is None
         state.copy_is_outdated()
         if origin is not None:
             logger.info("Begins from %s as one of %d ps, which others made", path, num_ps)
@@ -186,7 +188,7 @@ class Checkpointing:
         state.units = content.units
         state.steps.clear()
         state.staging.clear()
-        state.origin = None
+        state.origin, state.is_told = None, True
         state.senders.forget_windows()
         state.close_lanes(StaleStoreError(f"ps:{self._index} holds other values now; say Hello again"))
         state.changed.notify_all()

@@ -70,7 +70,7 @@ class StoreCopy:
         self.state = state
         self._applying = Applying(state)
         state.locked_groups = {group.spec.group: LockedGroup(group, state.store_epoch) for group in groups}
-        state.units = image.content.units
+        state.units, state.is_told = image.content.units, True
         state.senders.inherit(image.done)
 
     def commit(self, request: CommitUpdate, gradient: Mapping[int, Parts]) -> None:

@@ -67,6 +67,8 @@ class StoreState:
         """Set where this ps began from a checkpoint that another number of ps made."""
         self.backup: Backup | None = None
         """Set where the job keeps copies of what a ps holds."""
+        self.is_told = False
+        """A worker, or a checkpoint of as many ps, has said what is to be here; it may be nothing."""
         self.num_duplicates = 0
         """Updates that came again and applied nothing."""
 
@@ -81,6 +83,11 @@ class StoreState:
         """Whether there are variables, and all have values."""
         has_some = bool(self.locked_groups) or self.origin is not None
         return has_some and all(locked.group.initialized for locked in self.locked_groups.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is to be here has values."""
+        return self.is_told and (self.initialized or not self.locked_groups)
 
     @property
     def num_bytes(self) -> int:

@@ -70,6 +70,7 @@ class Variables:
                     else:
                         check_group(spec)
                 check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
+                state.is_told = True
                 for spec in new:
                     state.locked_groups[spec.group] = LockedGroup(new_group(spec), state.store_epoch)
                 empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]

@@ -207,6 +207,7 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
         store_epoch=description.store_epoch,
         step=description.step,
         initialized=description.initialized,
+        complete=description.complete,
         origin_elements=description.origin_elements,
         taken_elements=description.taken_elements,
     )

@@ -65,7 +65,8 @@ class Saving:
         Args:
             directory: where it is committed.
             automatic: the chief takes it by itself and removes it when enough newer ones are there.
-            complete: wait for updates that only some of their ps have; False when nobody is left to send them.
+            complete: wait for updates that only some of their ps have, and for values; False when nobody is left to
+                send them.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -78,10 +79,18 @@ class Saving:
         """As :meth:`save`, by who has the lock."""
         with self.totals.timed(measures.CHECKPOINT):
             async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
-                return await self._write(self._commit_hold.check_all("a checkpoint"), token, directory, automatic)
+                servers = self._commit_hold.check_all("a checkpoint")
+                return await self._write(servers, token, directory, automatic, complete)
 
-    async def _write(self, servers: list[Server], token: int, directory: str, automatic: bool) -> CommittedCheckpoint:
+    async def _write(
+        self, servers: list[Server], token: int, directory: str, automatic: bool, complete: bool
+    ) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
+        lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
+        if lacking and complete:
+            raise PeerUnavailableError(
+                f"a checkpoint needs the values of {', '.join(lacking)}, which no worker has given"
+            )
         if num_untaken := untaken(described):
             raise PeerUnavailableError(
                 f"a checkpoint needs all variables, and {num_untaken:,} elements of the one that the ps began from are "

@@ -52,6 +52,8 @@ class JobHistory:
     """The number that the last chief was started with."""
     initialized: list[str] = dataclasses.field(default_factory=list)
     """The ps that have held values, once all initial values were there."""
+    is_rerouted: bool = False
+    """There is another number of ps, and workers have not said yet which of them hold rows."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
     accepted: dict[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     steps: dict[int, tuple[Unit, ...]] = dataclasses.field(default_factory=dict)
@@ -100,6 +102,7 @@ class JobHistory:
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "earlier_incarnations": self.earlier_incarnations,
             "put_back": self.put_back,
+            "is_rerouted": self.is_rerouted,
             "joining": self.joining,
             "taken_in": self.taken_in,
             "wanted": [self.wanted_workers, self.wanted_ps],
@@ -118,6 +121,7 @@ class JobHistory:
             setattr(self, name, copy.copy(record[name]))
         self.earlier_incarnations = record.get("earlier_incarnations", 0)
         self.put_back = dict(record.get("put_back", {}))
+        self.is_rerouted = record.get("is_rerouted", False)
         self.joining, self.taken_in = dict(record.get("joining", {})), dict(record.get("taken_in", {}))
         self.wanted_workers, self.wanted_ps = record.get("wanted", (0, 0))
         self.num_ps, self.told_ps = record.get("num_ps", (0, 0))
@@ -170,11 +174,11 @@ class JobHistory:
 
     def _on_routed(self, record: Mapping[str, Any]) -> None:
         self.num_ps = record["num_ps"]
-        self.initialized = [f"ps:{index}" for index in range(self.num_ps)]
+        self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
         self.prepared.clear()  # whatever they hold, it is for another number of them
 
     def _on_initialized(self, record: Mapping[str, Any]) -> None:
-        self.initialized = list(record["tasks"])
+        self.initialized, self.is_rerouted = list(record["tasks"]), False
 
     def _on_plan(self, record: Mapping[str, Any]) -> None:
         self.plans[record["dataset"]] = Plan(**record["plan"])

@@ -164,9 +164,9 @@ class Roster:
 
     @property
     def newcomers(self) -> list[Session]:
-        """ps that wait to serve."""
+        """ps that wait to serve; not those that did, and have not ended yet."""
         here = [s for s in self.tasks.values() if s.task.type == "ps" and s.open and s.stream]
-        return [s for s in here if not self.serves(s) and not s.leaving]
+        return [s for s in here if not self.serves(s) and not s.leaving and s.served != s.number]
 
     @property
     def leaving(self) -> list[Session]:
@@ -175,7 +175,7 @@ class Roster:
 
     @property
     def _workers(self) -> list[Session]:
-        return [s for s in self.tasks.values() if s.task.type == "worker" and not s.given_up]
+        return [s for s in self.known if s.task.type == "worker" and not s.given_up]
 
     def was_added(self, task: str) -> bool:
         """Whether this is a worker beyond those that the cluster started with, or a ps that waits to be taken in."""

@@ -94,7 +94,10 @@ class Sessions(Roster):
         self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
         for task, each in self.tasks.items():
             each.served = (prepared or {}).get(task, 0)
-        self._max_workers = max_workers if num_ps or min_workers else 0
+        came = [TaskId.parse(task) for task in awaited or {}]  # more than are wanted by now, perhaps
+        self._max_workers = max(
+            max_workers if num_ps or min_workers else 0, *(task.index + 1 for task in came if task.type == "worker"), 0
+        )
         self.wanted_workers = 0
         self.num_ps = num_ps
         if min_workers and (num_ps or min_workers > num_workers):

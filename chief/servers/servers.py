@@ -34,6 +34,8 @@ class ServerDescription:
     """Largest number of updates applied to any group."""
     initialized: bool = False
     """The ps holds variables with values."""
+    complete: bool = False
+    """It knows what it is to hold, perhaps nothing, and all of that has values."""
     origin_elements: int = 0
     """Where it began from a checkpoint of another number of ps: elements of the variables in that."""
     taken_elements: int = 0

@@ -333,6 +333,7 @@ class ParameterServerStrategy(Strategy):
             self._closes,
             self._runtime.meter,
             self._pull_all,
+            self._attach_again,
             self._groups.pull,
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
@@ -368,10 +369,14 @@ class ParameterServerStrategy(Strategy):
                     self._groups.pull()
                     return
                 except (StaleStoreError, PeerUnavailableError):
-                    if self.staleness == 0:
-                        self._roll_back()
-                    else:
-                        self._groups.reconnect()
+                    self._attach_again()
+
+    def _attach_again(self) -> None:
+        """A ps has come back: takes what it holds, and gives it what it has no values of."""
+        if self.staleness == 0:
+            self._roll_back()
+        else:
+            self._groups.reconnect()
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)

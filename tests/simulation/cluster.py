@@ -38,6 +38,8 @@ class Job:
 
     num_workers: int = 2
     num_ps: int = 2
+    num_variables: int = 2
+    """Each lies whole on one ps, while there are as many."""
     ps_replicas: int = 1
     max_ps: int = 0
     num_examples: int = 24

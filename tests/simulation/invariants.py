@@ -150,7 +150,7 @@ class Invariants:
                     applied = {unit for unit in units if unit[0] == key[1]}
                     if any((key[1], unit) not in applied for unit in missing):
                         self.world.fail(f"{path.name} says {missing!r} is accepted, and {task} has not closed it")
-        if len(seen) != self.cluster.job.num_ps:
+        if len(seen) != self.cluster.job.num_variables:
             self.world.fail(f"{path.name} has {[variable for _, variable, _ in seen]} only")
         gone = {key for key, ledger in self.recorded.items() if ledger is not self.stores[key[0]].state.units}
         lost = self.lost_units | gone
@@ -226,7 +226,7 @@ class Invariants:
         for index in range(self.cluster.chief_job.sessions.num_ps):
             groups = self.stores[f"ps:{index}"].state.locked_groups.values()
             found |= variables_of([locked.group for locked in groups])
-        if len(found) == self.cluster.job.num_ps:
+        if len(found) == self.cluster.job.num_variables:
             return found
         newest = checkpoints.newest(self.cluster.checkpoint_dir)
         try:

@@ -74,9 +74,11 @@ def plan(seed: int) -> Schedule:
     """The schedule of a seed."""
     rng = random.Random(seed)
     staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))
+    num_workers, num_ps = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2))
     job = Job(
-        num_workers=rng.choice((1, 2, 2, 3)),
-        num_ps=rng.choice((1, 2, 2)),
+        num_workers=num_workers,
+        num_ps=num_ps,
+        num_variables=1 if random.Random(-4 * seed - 1).random() < 0.15 else num_ps,
         num_examples=rng.choice((8, 12, 18)),
         batch_size=rng.choice((2, 3)),
         epochs=rng.choice((1, 2)),
@@ -199,7 +201,8 @@ class _Faults:
 
     def _pause(self, fault: Fault) -> None:
         if fault.task in self._cluster.tasks:
-            self._cluster.tasks[fault.task].paused_until = self._world.now + fault.for_s
+            process = self._cluster.tasks[fault.task]
+            process.paused_until = max(process.paused_until, self._world.now + fault.for_s)
 
     def _cut(self, fault: Fault, both: bool) -> None:
         network = self._cluster.network

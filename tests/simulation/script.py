@@ -1,8 +1,8 @@
 """What every simulated worker runs: the real strategy, on data of which each example leaves an exact number behind.
 
-Variable v of the model lies on ps v and has an element for each example. The gradient of an example is minus a power of
-eight in its element, at a learning rate of 1: digit k of element e, in octal, says how often example e of epoch k was
-applied on that ps.
+Variable v of the model lies on ps v, where there are as many, and has an element for each example. The gradient of an
+example is minus a power of eight in its element, at a learning rate of 1: digit k of element e, in octal, says how
+often example e of epoch k was applied to that variable.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_EPOCHS = 8
 
 
 class Counters(torch.nn.Module):
-    """An element for each example, on each ps."""
+    """An element for each example, in each variable."""
 
-    def __init__(self, num_ps: int, num_examples: int) -> None:
+    def __init__(self, num_variables: int, num_examples: int) -> None:
         super().__init__()
-        self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_ps))
+        self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_variables))
 
 
 def run(cluster: Cluster, process: Process) -> int:
@@ -57,7 +57,7 @@ def _train(cluster: Cluster, process: Process) -> None:
     worker_runtime._newest = None  # the last one is of another process
     strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
     with strategy.scope():
-        model: Any = Counters(job.num_ps, job.num_examples)
+        model: Any = Counters(job.num_variables, job.num_examples)
     process.globals["model"] = model
     optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
     strategy.prepare(model, optimizer, gradients="sum")

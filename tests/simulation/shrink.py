@@ -49,6 +49,8 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, yields=0.0)
     if schedule.slow_disk_s:
         yield dataclasses.replace(schedule, slow_disk_s=0.0)
-    for name in ("epochs", "num_workers", "num_ps"):
-        if getattr(job, name) > 1:
-            yield dataclasses.replace(schedule, job=dataclasses.replace(job, **{name: getattr(job, name) - 1}))
+    for names in (("epochs",), ("num_workers",), ("num_variables",), ("num_ps", "num_variables")):
+        if all(getattr(job, name) > 1 for name in names):
+            yield dataclasses.replace(
+                schedule, job=dataclasses.replace(job, **{name: getattr(job, name) - 1 for name in names})
+            )

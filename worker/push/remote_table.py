@@ -131,10 +131,8 @@ class RemoteTable:
             shard_spec(link.name, (self.num_rows, self.width), shard, shard.local_row * self.width, link.param_group)
             for shard in link.placement.on(client.index)
         ]
-        if not shards:
-            return Attached(0, 0)
-        spec = group_spec(link.group, link.optimizer, self.dtype, shards, self._initial)
-        return create_variables(client, [spec], can_initialize, lambda _: self._give(client))
+        specs = [group_spec(link.group, link.optimizer, self.dtype, shards, self._initial)] if shards else []
+        return create_variables(client, specs, can_initialize, lambda _: self._give(client))
 
     def _give(self, client: PsClient) -> None:
         assert self._values is not None
@@ -266,6 +264,8 @@ class RemoteTable:
 
     def has_values(self, client: PsClient) -> bool:
         """Whether one ps has all of its rows; waits a moment."""
+        if client.index not in self.link.placement.servers:
+            return True
         return bool(pull_weights(client, {self.link.group: None}, INITIAL_WAIT_S).result().versions)
 
 

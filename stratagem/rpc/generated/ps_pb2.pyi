@@ -1055,6 +1055,7 @@ class DescribeUnitsReply(_message.Message):
     INITIALIZED_FIELD_NUMBER: _builtins.int
     ORIGIN_ELEMENTS_FIELD_NUMBER: _builtins.int
     TAKEN_ELEMENTS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1065,6 +1066,8 @@ class DescribeUnitsReply(_message.Message):
     workers said which it is to hold.
     """
     taken_elements: _builtins.int
+    complete: _builtins.bool
+    """A worker, or a checkpoint of as many ps, has said what it is to hold, perhaps nothing, and all of that has values."""
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1083,10 +1086,11 @@ class DescribeUnitsReply(_message.Message):
         initialized: _builtins.bool = ...,
         origin_elements: _builtins.int = ...,
         taken_elements: _builtins.int = ...,
+        complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ from stratagem.data.distribute import distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.push.close_reports import CloseReports
@@ -90,6 +90,7 @@ class LeasedUnits:
         closes: tells the ps which units are complete, in the end at once.
         meter: counts steps and examples, times waiting.
         pull: takes newer weights from the ps, and waits for one that restarts.
+        attach: gives a ps that came back the values that it lacks.
         catch_up: takes the weights of a step that this worker missed (staleness 0).
         on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
         listeners: gives those who hear of units.
@@ -106,6 +107,7 @@ class LeasedUnits:
         closes: CloseReports,
         meter: StepMeter,
         pull: Callable[[], None],
+        attach: Callable[[], None],
         catch_up: Callable[[], None],
         on_begin: Callable[[Lease | None, Any], None],
         listeners: Callable[[], Sequence[UnitListener]],
@@ -120,6 +122,7 @@ class LeasedUnits:
         self._closes = closes
         self._meter = meter
         self._pull = pull
+        self._attach = attach
         self._catch_up = catch_up
         self._on_begin = on_begin
         self._listeners = listeners
@@ -143,7 +146,7 @@ class LeasedUnits:
         # Of an update of several units a part alone cannot be made again: a dead worker's stand as they are there.
         counts = bool(self._listeners()) and not self._tracker.accumulates
         with self._meter.within(measures.LEASE_WAIT):
-            lease = self._client.next(wait=False, group=group, counts=counts)
+            lease = self._ask(wait=False, group=group, counts=counts)
         if lease is not None or not wait:
             return lease
         for listener in self._listeners():
@@ -152,7 +155,14 @@ class LeasedUnits:
         self._accept(self._tracker.end())
         self._closes.deliver()
         with self._meter.exposed("the other workers to finish the epoch", phase=measures.MEETING):
-            return self._client.next(wait=True, group=group, counts=counts)
+            return self._ask(wait=True, group=group, counts=counts)
+
+    def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:
+        while True:
+            try:
+                return self._client.next(wait, group, counts)
+            except StaleStoreError:  # no unit is leased before a ps has its initial values again
+                self._attach()
 
     def holds(self, lease: Lease) -> bool:
         return self._client.holds(lease.unit)

@@ -286,9 +286,7 @@ class VariableGroups:
         self._next_group += 1
         table.link_to(link)
         self._placed.append(table)
-        self._create(
-            table, lambda: [table.link.clients[ps] for ps in table.link.placement.servers], f" of table {name}"
-        )
+        self._create(table, lambda: table.link.clients, f" of table {name}")
         self._tables.append(table)
 
     def _place_table(self, table: RemoteTable) -> RowPlacement:

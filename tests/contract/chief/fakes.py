@@ -198,6 +198,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.committed_slices: list[tuple[int, Unit]] = []
         self.step = 0
         self.initialized = True
+        self.complete: bool | None = None
+        """None: where it has values."""
         self.token = 0
         self.admits: list[Update] = []
         self.on_admit: Callable[[Update], None] = lambda update: None
@@ -242,6 +244,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             open=[ps_pb2.AppliedUpdate(update=_to_proto(u), num_servers=n) for u, n in self.open.items()],
             step=self.step,
             initialized=self.initialized,
+            complete=self.initialized if self.complete is None else self.complete,
         )
 
     async def DescribeUnits(self, request: Any, context: Any) -> Any:

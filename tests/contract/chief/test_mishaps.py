@@ -20,8 +20,8 @@ from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
-from stratagem.errors import PeerUnavailableError
-from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, until
+from stratagem.errors import PeerUnavailableError, StaleStoreError
+from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, refused, until
 
 
 class NotYet(FakePs):
@@ -394,6 +394,51 @@ async def test_a_chief_that_is_started_again_leases_units_while_updates_of_the_d
             assert indices(await tasks[-1].next()) == [0]
             for task in [*tasks, worker]:
                 await task.die()
+
+
+async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_values_yet_is(tmp_path: Path) -> None:
+    """Units were leased before the first checkpoint, and what a ps lost then was not counted."""
+
+    config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
+    async with cluster(**config) as (running, [worker], servers):
+        await worker.open()
+        servers[0].initialized = True
+        error = await refused(worker.next())
+        assert isinstance(error, StaleStoreError) and "ps:1 came back without values" in str(error)
+        assert not [*tmp_path.glob("step-*")]
+        servers[1].complete = True
+        assert indices(await worker.next()) == [0]
+        assert running.job.journal.history.checkpoint
+        assert running.job.journal.history.initialized == ["ps:0"]
+        servers[0].apply(Unit(1, 0, 0), num_servers=1)
+        servers[0].close_unit(Unit(1, 0, 0))
+        await worker.next([0], wait=False)
+        assert servers[0].session is not None
+        await servers[0].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        async with ps(running.address, FakePs(0)):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert running.job.get_status().updates_lost == 1
+
+
+class WithoutValues(FakePs):
+    """Has lost its values by the time that commits are held."""
+
+    async def HoldCommits(self, request: Any, context: Any) -> Any:
+        self.complete = "hold" in self.calls
+        return await super().HoldCommits(request, context)
+
+
+async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -> None:
+    """A ps had come back without any since the chief had last looked, and was saved so."""
+
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with chief(**config) as running, ps(running.address, WithoutValues(0)) as server:
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        await until(lambda: running.job.journal.history.checkpoint)
+        assert [call for call in server.calls if call != "release"] == ["hold", "hold", "save"]
+        await worker.die()
 
 
 async def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_from_being_one_cut(

@@ -141,6 +141,35 @@ async def test_the_chief_dies_before_and_after_the_number_is_in_its_journal(tmp_
                 await task.die()
 
 
+class Empty(FakePs):
+    """No rows of any variable are on it."""
+
+    def describe(self) -> Any:
+        described = super().describe()
+        described.initialized = False
+        return described
+
+
+async def test_a_ps_that_is_to_end_is_no_newcomer_and_one_that_held_nothing_has_lost_nothing(tmp_path: Path) -> None:
+    async with cluster(**folders(tmp_path), max_ps=3) as (running, [worker], [first]):
+        job = running.job
+        await begun(running, worker, first)
+        async with ps(running.address, Empty(1)) as second:
+            await until(lambda: len(job.sessions.live("ps")) == 2)
+            await worker.next([0], wait=False)
+            assert second.session is not None
+            await second.session.die()
+            await until(lambda: len(job.sessions.servers) == 1)
+            async with ps(running.address, Empty(1)):
+                await until(lambda: len(job.sessions.live("ps")) == 2)
+                assert job.get_status().updates_lost == 0
+                await ask(worker, 1)
+                await until(lambda: job.sessions.num_ps == 1)
+                assert job.sessions.tasks["ps:1"].open and not job.sessions.newcomers
+                job.scaling.tick()
+                assert job.journal.history.wanted_ps == 1
+
+
 @pytest.mark.parametrize(
     ("config", "plan", "words"),
     [

@@ -350,7 +350,7 @@ def test_an_added_worker_that_cannot_work_does_not_end_the_job() -> None:
 def test_a_restarted_chief_knows_its_additional_workers() -> None:
     sessions = make(max_workers=3, awaited={"worker:2": 7, "worker:0": 5}, done={"worker:1": 6}, ready=True)
     assert sessions.tasks["worker:2"].state is SessionState.AWAITED
-    assert make(awaited={"worker:2": 7}).tasks.get("worker:2") is None
+    assert make(awaited={"worker:2": 7}).tasks["worker:2"].state is SessionState.AWAITED, "though it takes fewer now"
 
 
 def broken() -> Sessions:
@@ -523,3 +523,25 @@ def test_a_chief_that_is_back_knows_how_many_workers_there_are_to_be() -> None:
     sessions = make(newest_incarnation=4, awaited=live, ready=True, wanted_workers=3)
     join(sessions, "worker:2", 1, resume=4)
     assert not sessions.is_dismissed(sessions.tasks["worker:2"])
+
+
+def test_a_chief_that_is_back_fences_a_worker_that_is_wanted_no_more() -> None:
+    """It did not know the worker, and what that held went to others while it trained on."""
+    live = {"worker:0": 1, "worker:2": 4, "ps:0": 3}
+    sessions = make(newest_incarnation=4, awaited=live, ready=True, wanted_workers=1)
+    join(sessions, "ps:0", 1, resume=3)
+    join(sessions, "worker:0", 2, resume=1)
+    assert not is_settled(sessions), "it may come back and end by itself"
+    for task, stream in (("ps:0", 1), ("worker:0", 2)):
+        sessions.heartbeat(task, stream, 100.0)
+    assert Fence(Incarnation("worker:2", 4), (PS,)) in sessions.tick(100.0)
+
+
+def test_a_worker_that_came_when_it_was_wanted_no_more_is_not_waited_for() -> None:
+    sessions = ready()
+    sessions.want_workers(3)
+    sessions.want_workers(1)
+    with pytest.raises(ConfigurationError, match="worker:2 is not wanted"):
+        join(sessions, "worker:2", 4)
+    sessions.goodbye("worker:1", 2, 0, "", 1.0)
+    assert sessions.goodbye("worker:0", 1, 0, "", 1.0)[-1] == StopJob(0, "every worker has finished")
