@@ -28,7 +28,7 @@ from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
 from stratagem.cluster.units import Lease
-from stratagem.errors import LimitError, ProtocolError, StratagemError
+from stratagem.errors import LimitError, PeerUnavailableError, ProtocolError, StratagemError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class SessionStreams:
         join = await anext(requests, None)
         if not isinstance(join, Join):
             raise ProtocolError(f"expected Join as the first message of a session, got {type(join).__name__}")
+        self._check_here()
         if join.finished and (actions := self._sessions.finished(Incarnation(join.task, join.resume_incarnation))):
             logger.info("%s, which was lost, has finished", join.task)
             self.perform(actions)
@@ -142,6 +143,11 @@ class SessionStreams:
                 probe = asyncio.ensure_future(self._probe(session.incarnation, session.address))
                 self._probes.add(probe)
                 probe.add_done_callback(self._probes.discard)
+
+    def _check_here(self) -> None:
+        """What a chief hears that has left is in no journal."""
+        if self._closed and self._stop is None:
+            raise PeerUnavailableError("this chief has left; the one that follows is to hear it")
 
     async def _probe(self, incarnation: Incarnation, address: str) -> None:
         """A process that is gone has left its port: then nobody need wait for it to come back.
@@ -202,6 +208,7 @@ class SessionStreams:
     ) -> None:
         try:
             async for request in requests:
+                self._check_here()
                 if isinstance(request, Heartbeat):
                     num_bytes = len(request.progress) + len(request.measures)
                     if num_bytes > MAX_PROGRESS_BYTES:

@@ -82,6 +82,29 @@ async def test_a_chief_that_leaves_says_no_stop_and_the_next_one_goes_on(
     assert "the job goes on with the chief that is started in its place" in caplog.text
 
 
+async def test_a_goodbye_that_a_chief_hears_when_it_has_left_is_for_the_one_that_follows(tmp_path: Path) -> None:
+    """It was in no journal, and the next chief took the worker for lost."""
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 0, "state_dir": str(tmp_path)}
+    async with chief(**sizes) as first:
+        worker = Task(first.address, "worker:0")
+        await worker.ready()
+        first.job.leave(143, "the chief got SIGTERM")
+        assert await first.exit_code() == 143
+        worker.goodbye()
+        error = await until(lambda: worker.error)
+        assert "the one that follows is to hear it" in error.details()
+        late = Task(first.address, "worker:0", resume=worker.incarnation)
+        assert "the one that follows" in (await until(lambda: late.error)).details()
+        await first.kill()
+    async with chief(**sizes) as second:
+        again = Task(second.address, "worker:0", resume=worker.incarnation)
+        await again.ready()
+        again.goodbye()
+        assert await second.exit_code() == 0
+        for task in (worker, late, again):
+            await task.die()
+
+
 async def test_a_chief_leaves_also_when_the_checkpoint_fails_as_nobody_thought_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
