@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from stratagem.distributed.comm_memory import CommMemory
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.monitored import MonitoredBarriers
 from stratagem.distributed.operations import Operation, Operations
@@ -75,6 +76,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         self.communicator = communicator
         self._messages = messages
         self._barriers = MonitoredBarriers(messages, communicator.rank, communicator.size)
+        self._memory = CommMemory(lambda num_bytes: communicator.arena(num_bytes, in_place=True).source)
         self._operations = Operations(communicator.rank, communicator.size)
         self._store = store
         self._split = split
@@ -118,8 +120,17 @@ class LaneProcessGroup(dist.ProcessGroup):
     supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """No: torch's own memory is as good."""
-        return False
+        """On CPUs."""
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory in which collectives copy less: see :class:`CommMemory`. All ranks ask for the same sizes in the same
+        order, as FSDP2 does after ``module.set_allocate_memory_from_process_group_for_comm(True)``.
+
+        Args:
+            size: elements of the flat tensor.
+        """
+        return self._memory.allocate(size, dtype)
 
     def split_group(
         self,

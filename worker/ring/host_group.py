@@ -17,7 +17,8 @@ disjoint, and no source changes. Two exchanges suffice, *ready* before and *done
 - A fast rank that goes on to the next collective says *ready* and waits. It touches no memory of a slow rank before
   the slow one has said *ready* too, that is, has left the last collective. So no third exchange is needed.
 
-With ``out`` equal to ``source`` an owner writes what only it reads.
+With ``out`` equal to ``source`` an owner writes what only it reads. A reduce-scatter whose source, and an all-gather or
+a broadcast whose result lies in an arena read what they need there, between the same two exchanges.
 
 *Anything else* passes through the scratch memory in pieces (:mod:`stratagem.worker.ring.host_scratch` argues why
 one exchange a piece suffices). Round k of an all-reduce carries piece k of the sources and the sums of piece k-1.
@@ -25,7 +26,6 @@ one exchange a piece suffices). Round k of an all-reduce carries piece k of the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import socket
@@ -36,6 +36,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.host_arenas import HostArenas
 from stratagem.worker.ring.host_reduction import Reduction, empty
 from stratagem.worker.ring.host_scratch import Scratch
 from stratagem.worker.ring.host_signals import LONGEST_WAIT_S, Signals
@@ -54,18 +55,6 @@ _NUM_CACHED_PLANS = 128
 
 _Step = tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]
 """One chunk: the ranks' sources, where the reduction goes, and the other places that get a copy of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shared:
-    """What stands behind an arena."""
-
-    segments: list[torch.Tensor]
-    """Every rank's, flat uint8: the source, and from ``result_start`` on the result; 0: it is the source."""
-    address: int
-    """Where the own one is mapped."""
-    num_bytes: int
-    result_start: int
 
 
 class HostGroup:
@@ -90,7 +79,7 @@ class HostGroup:
         self.rank = rank
         self.size = size
         self._signals = Signals(rank, links, timeout_s)
-        self._arenas: list[_Shared] = []
+        self._arenas = HostArenas()
         self._reductions = functools.lru_cache(_NUM_CACHED_PLANS)(
             lambda op, dtype, max_elements: Reduction(op, dtype, size, max_elements)
         )
@@ -121,7 +110,7 @@ class HostGroup:
         with self._signals.collective(tag) as signals:
             segments = signals.share(shift + num_bytes)
         own = segments[self.rank]
-        self._arenas.append(_Shared(segments, own.data_ptr(), own.numel(), shift))
+        self._arenas.add(segments, self.rank, shift)
         with torch.inference_mode(False):
             return Arena(own[:num_bytes], own[shift : shift + num_bytes])
 
@@ -137,11 +126,24 @@ class HostGroup:
             self._reduce(source, out, op, root)
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        with self._signals.collective(tag):
+        with self._signals.collective(tag) as signals:
             part = self._part_elements(self.size, source.dtype)
             slices = [source[start:stop] for start, stop in cut(source.numel(), self.size)]
             reduction = self._reductions(op, source.dtype, part)
             is_inside = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            arena = start = 0
+            if slices[0].numel() > part and not is_inside:
+                arena, start, _ = self._arenas.place(source, source)
+            if arena:
+                if signals.exchange(True, arena, start, start):
+                    start += slices[self.rank].data_ptr() - source.data_ptr()
+                    chunk = min(part, _CHUNK_BYTES // out.itemsize)
+                    views = [view.split(chunk) for view in self._arenas.at(arena, start, out)]
+                    for into, *parts in zip(out.split(chunk), *views, strict=True):
+                        reduction(parts, into)
+                    signals.exchange(False)
+                    return
+                self._scratch.next_round()
             stages_own = self.rank >= 2 and is_inside  # a reduction may be written over its first two sources only
 
             def write(k: int) -> None:
@@ -159,8 +161,20 @@ class HostGroup:
             self._rounds(-(-slices[0].numel() // part), write, read)
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        with self._signals.collective(tag):
+        with self._signals.collective(tag) as signals:
             part = self._part_elements(1, source.dtype)
+            arena, start = self._place_of_all(outs) if min(out.numel() for out in outs) > part else (0, 0)
+            if arena:
+                if outs[self.rank].data_ptr() != source.data_ptr():
+                    outs[self.rank].copy_(source)
+                if signals.exchange(True, arena, start, start):
+                    for rank, out in enumerate(outs):
+                        if rank != self.rank:
+                            out.copy_(self._arenas.at(arena, start, out)[rank])
+                        start += out.nbytes
+                    signals.exchange(False)
+                    return
+                self._scratch.next_round()
 
             def write(k: int) -> None:
                 self._stage(0, part, source[k * part : (k + 1) * part])
@@ -175,12 +189,11 @@ class HostGroup:
         """See :meth:`Group.broadcast`. A buffer at the same place of an arena on every rank is read where it is."""
         with self._signals.collective(tag) as signals:
             part = self._part_elements(1, buffer.dtype)
-            arena, start, _ = self._place(buffer, buffer) if buffer.numel() > part else (0, 0, 0)
+            arena, start, _ = self._arenas.place(buffer, buffer) if buffer.numel() > part else (0, 0, 0)
             if arena:
                 if signals.exchange(True, arena, start, start):
                     if self.rank != root:
-                        segment = self._arenas[arena - 1].segments[root]
-                        buffer.copy_(segment[start : start + buffer.numel() * buffer.itemsize].view(buffer.dtype))
+                        buffer.copy_(self._arenas.at(arena, start, buffer)[root])
                     signals.exchange(False)
                     return
                 self._scratch.next_round()
@@ -235,7 +248,7 @@ class HostGroup:
         if num_bytes * self.size <= _SHORT_BYTES:
             self._reduce_short(source, out, op)
             return
-        arena, start, result = self._place(source, out)
+        arena, start, result = self._arenas.place(source, out)
         if arena and self._signals.exchange(True, arena, start, result):
             reduction = self._reductions(op, source.dtype, _CHUNK_BYTES // source.itemsize)
             for sources, into, copies in self._plans(arena, start, result, source.numel(), source.dtype, op, root):
@@ -268,7 +281,7 @@ class HostGroup:
             with torch.inference_mode(False):
                 return segment[offset + first : offset + last].view(dtype).split(chunk) if last > first else ()
 
-        segments = self._arenas[arena - 1].segments
+        segments = self._arenas.segments(arena)
         targets = segments if root is None else [segments[root]]
         sources = zip(*(chunks(segment, start) for segment in segments), strict=True)
         results = zip(*(chunks(segment, result) for segment in targets), strict=True)
@@ -284,6 +297,13 @@ class HostGroup:
             else:
                 steps.append((list(parts), places[own], [*places[:own], *places[own + 1 :]]))
         return steps
+
+    def _place_of_all(self, outs: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Arena and offset of tensors that lie there one behind the other."""
+        ends = [out.data_ptr() + out.nbytes for out in outs]
+        arena, start, last = self._arenas.place(outs[0], outs[-1])
+        follow = all(end == out.data_ptr() for end, out in zip(ends, outs[1:], strict=False))
+        return (arena, start) if arena and follow and last >= start else (0, 0)
 
     def _reduce_in_pieces(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp, root: int | None) -> None:
         """Round k: writes piece k of the source, and the own slice of the reduced piece k-1; reads both from peers."""
@@ -380,20 +400,3 @@ class HostGroup:
         """The same part of every rank's slot."""
         start = place * part * dtype.itemsize
         return [self._scratch.view(rank, start, num_elements, dtype) for rank in range(self.size)]
-
-    # -- places ---------------------------------------------------------------------------------------------------
-
-    def _place(self, source: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, int]:
-        """Arena (from 1; 0: in none) and offsets in bytes of source and result in its segment.
-
-        A rank without a result expects it where an arena has it: at the source's offset.
-        """
-        num_bytes = source.numel() * source.itemsize
-        pointer = source.data_ptr()
-        for number, shared in enumerate(self._arenas, 1):
-            start = pointer - shared.address
-            if 0 <= start < shared.num_bytes:
-                result = start + shared.result_start if out is None else out.data_ptr() - shared.address
-                if 0 <= result <= shared.num_bytes - num_bytes:
-                    return number, start, result
-        return 0, 0, 0

@@ -85,13 +85,15 @@ def ddp() -> None:
 
 
 def fsdp2() -> None:
-    """Every layer sharded over all ranks; also with a gradient that is reduced in bfloat16."""
-    trained = model()
-    for layer in trained:
-        fully_shard(layer)
-    fully_shard(trained)
-    train(trained, lambda step: own(step, dist.get_rank(), dist.get_world_size()))
-    same(trained)
+    """Every layer sharded over all ranks; in torch's memory and in the group's."""
+    for in_group in (False, True):
+        trained = model()
+        for layer in trained:
+            fully_shard(layer).set_allocate_memory_from_process_group_for_comm(in_group)
+        fully_shard(trained)
+        with patch("stratagem.distributed.comm_memory.MIN_BYTES", 1):
+            train(trained, lambda step: own(step, dist.get_rank(), dist.get_world_size()))
+        same(trained)
 
 
 def hsdp() -> None:

@@ -457,6 +457,32 @@ def test_a_message_of_another_length_names_both(groups: Groups) -> None:
         groups[1].recv([torch.zeros(5)], 0, 9).wait()
 
 
+def test_memory_of_the_group(groups: Groups) -> None:
+    """As FSDP2 uses it: taken, filled, gathered, let go; also where one rank holds on to what it has."""
+    length, device = 1_000_000, torch.device("cpu")
+
+    def run(group: LaneProcessGroup) -> None:
+        size, rank = group.size(), group.rank()
+        held, places = [], set()
+        for turn in range(9):
+            whole = group.allocate_tensor(size * length, dtype=torch.float32, device=device)
+            own = whole.view(size, length)[rank]
+            own.fill_(turn + rank)
+            group.all_gather_single(whole, own).wait()
+            assert torch.equal(whole, torch.arange(turn, turn + float(size)).repeat_interleave(length))
+            group.reduce_scatter_single(out := torch.empty(length), whole).wait()
+            assert bool((out == (turn + rank) * size).all())
+            places.add(whole.data_ptr())
+            if turn == 4 and rank == 0:
+                held.append(whole)
+            del whole, own
+        assert group.supports_tensor_alloc(device) and len(places) <= 5
+        assert not held or torch.equal(held[0][:length], torch.full((length,), 4.0))
+        assert group.allocate_tensor(3, dtype=torch.bfloat16, device=device).shape == (3,)
+
+    on_every_rank(groups, run)
+
+
 def test_inference_tensors(groups: Groups) -> None:
     def run(group: LaneProcessGroup) -> None:
         with torch.inference_mode():

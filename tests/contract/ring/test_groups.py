@@ -209,6 +209,34 @@ def test_reduce_scatter(groups: Sequence[Group], op: ReduceOp) -> None:
             assert torch.equal(out, reduced(len(groups), length, dtype, op)[start:stop]), (dtype, length)
 
 
+@pytest.mark.parametrize("elsewhere", ["nowhere", "rank 0 at another place", "the last rank outside"])
+def test_reduce_scatter_and_all_gather_in_an_arena(groups: Sequence[Group], elsewhere: str) -> None:
+    """Longer than what passes through scratch memory at once. Where a rank has its tensor somewhere else, all copy."""
+    length, gap = 1_000_003 * len(groups) + 1, 640
+
+    def work(rank: Rank) -> list[torch.Tensor]:
+        memory = rank.group.arena(4 * (length + gap), rank.tag(), in_place=True).source.view(torch.float32)
+        begin = gap if elsewhere == "rank 0 at another place" and rank.rank == 0 else 0
+        whole = memory[begin : begin + length]
+        if elsewhere == "the last rank outside" and rank.rank == rank.size - 1:
+            whole = torch.empty(length)
+        whole.copy_(values(rank.rank, length, torch.float32))
+        slices = [whole[start:stop] for start, stop in cut(length, rank.size)]
+        scattered = torch.full_like(slices[rank.rank], 77)
+        rank.group.reduce_scatter(whole, scattered, ReduceOp.SUM, rank.tag())
+        assert torch.equal(whole, values(rank.rank, length, torch.float32)), "the source was written to"
+        whole.fill_(77)
+        rank.group.all_gather(scattered, slices, rank.tag())
+        first = whole.clone()
+        slices[rank.rank].fill_(rank.rank)  # and what is gathered already at its place
+        rank.group.all_gather(slices[rank.rank], slices, rank.tag())
+        return [first, *slices]
+
+    for first, *slices in on_every_rank(groups, work):
+        assert torch.equal(first, reduced(len(groups), length, torch.float32, ReduceOp.SUM))
+        assert all(bool((part == number).all()) for number, part in enumerate(slices))
+
+
 def test_all_gather_of_differing_lengths(groups: Sequence[Group]) -> None:
     lengths_of_ranks = [[5, 0, 3000, 1], [0, 0, 0, 0], [1, 1, 1, 1], [7000, 3, 0, 2000]]
     rounds = [(dtype, lengths) for dtype in DTYPES for lengths in lengths_of_ranks]

@@ -1,0 +1,61 @@
+"""Memory of one host's ranks in which tensors are reduced where they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """What stands behind an arena."""
+
+    segments: Sequence[torch.Tensor]
+    """Every rank's, flat uint8: the source, and from ``result_start`` on the result; 0: it is the source."""
+    address: int
+    """Where the own one is mapped."""
+    num_bytes: int
+    result_start: int
+
+
+class HostArenas:
+    """The arenas of a group; the first has the number 1, and 0 means none of them."""
+
+    def __init__(self) -> None:
+        self._arenas: list[_Shared] = []
+
+    def add(self, segments: Sequence[torch.Tensor], rank: int, result_start: int) -> None:
+        """One more; ``segments`` are flat uint8, one for each rank."""
+        own = segments[rank]
+        self._arenas.append(_Shared(segments, own.data_ptr(), own.numel(), result_start))
+
+    def segments(self, arena: int) -> Sequence[torch.Tensor]:
+        """Every rank's."""
+        return self._arenas[arena - 1].segments
+
+    def place(self, source: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, int]:
+        """Arena and offsets in bytes of source and result in its segment.
+
+        A rank without a result expects it where an arena has it: at the source's offset.
+        """
+        num_bytes = source.numel() * source.itemsize
+        pointer = source.data_ptr()
+        for number, shared in enumerate(self._arenas, 1):
+            start = pointer - shared.address
+            if 0 <= start < shared.num_bytes:
+                result = start + shared.result_start if out is None else out.data_ptr() - shared.address
+                if 0 <= result <= shared.num_bytes - num_bytes:
+                    return number, start, result
+        return 0, 0, 0
+
+    def at(self, arena: int, start: int, like: torch.Tensor) -> list[torch.Tensor]:
+        """What every rank has at an offset, in the dtype and length of a flat tensor."""
+        stop = start + like.numel() * like.itemsize
+        with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
+            return [segment[start:stop].view(like.dtype) for segment in self.segments(arena)]
+
+    def clear(self) -> None:
+        """Lets go of the memory; it is unmapped when the last tensor in it goes."""
+        self._arenas.clear()
