@@ -207,6 +207,7 @@ class Supervisor:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
         elif code == EXIT_DONE or task in self._dismissed or self._had_finished(task, code):
             self._done.add(task)
+            actions = [Kill(worker) for worker in self._came_too_late()]
         elif self._goes_on_without(task, code):
             if self._may_come_back(task, code):
                 self.restarts[task] = self.restarts.get(task, 0) + 1
@@ -300,6 +301,13 @@ class Supervisor:
     def _had_finished(self, task: TaskId, code: int) -> bool:
         """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye."""
         return code == -signal.SIGKILL and task.type == "worker" and self._chief_is_done
+
+    def _came_too_late(self) -> list[TaskId]:
+        """Workers started again after they were killed on their way out: they would wait for a chief that has ended."""
+        if not self._chief_is_done:
+            return []
+        late = self.running.intersection(self.workers, self.restarts) - self._stepped
+        return [task for task in self._in_order() if task in late]
 
     def _has_successor(self, task: TaskId, code: int) -> bool:
         """Whether a chief is lost, and not started again as another will do: at the end, or with no restart left."""

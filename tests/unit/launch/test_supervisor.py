@@ -201,6 +201,15 @@ def test_a_worker_that_is_killed_after_the_chief_ended_the_job_had_finished() ->
     assert supervisor.exited(W1, -signal.SIGKILL, 1.0) == [Finish(0)]
 
 
+def test_a_worker_that_is_killed_after_its_goodbye_does_not_wait_for_a_chief_that_ended() -> None:
+    supervisor = _running()
+    assert supervisor.exited(W1, -signal.SIGKILL, 1.0) == [Start(W1)]
+    assert supervisor.exited(CHIEF, 0, 1.0)[0] == Kill(W1)
+    supervisor.exited(PS, 0, 1.0)
+    supervisor.exited(W0, 0, 1.0)
+    assert supervisor.exited(W1, -signal.SIGKILL, 1.0) == [Finish(0)]
+
+
 def test_restarts_are_counted_over_all_tasks() -> None:
     supervisor = _running()
     assert supervisor.exited(PS, -9, 1.0) == [Start(PS)]
