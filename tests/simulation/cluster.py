@@ -55,6 +55,10 @@ class Job:
     """Checkpoints that a script asks for in each epoch."""
 
 
+COLLECT_EVERY = 8
+"""Jobs whose objects are thrown away together."""
+
+
 class Cluster:
     """All processes of a job.
 
@@ -62,6 +66,8 @@ class Cluster:
         world: where it runs.
         job: what is trained.
     """
+
+    _num_closed = 0
 
     def __init__(self, world: World, job: Job) -> None:
         self.world = world
@@ -266,7 +272,11 @@ class Cluster:
         self.network.servers.clear()
         self.network.calls.clear()
         self.chief_job = None
-        gc.collect()  # what generators do at their end must happen in this world, not in the next
+        Cluster._num_closed += 1
+        if (
+            Cluster._num_closed % COLLECT_EVERY == 0
+        ):  # what generators do at their end must happen in no world that runs
+            gc.collect()
         sys.unraisablehook = hook
         worker_runtime._newest = None
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stratagem.chief.journal.lock import JournalLock
+from stratagem.measuring.process_use import ProcessUse
 from stratagem.ps import optimizers, snapshot
 from stratagem.ps.peer_client import PeerStore
-from stratagem.rpc import channels, handshake
+from stratagem.rpc import channels, handshake, host_id
 from stratagem.strategy import roles
 from tests.simulation.disk import Os
 from tests.simulation.invariants import hooks
@@ -115,6 +116,8 @@ def installed() -> Iterator[None]:
                     put(module, attribute, lambda *a, **k: _cluster().connect_aio(*a, **k))
                 elif value is explain:
                     put(module, attribute, lambda *_, **__: "")
+                elif value is host_id.own_host_id:
+                    put(module, attribute, lambda: "one host")
                 elif value is os and name in _ON_DISK:
                     put(module, attribute, Os)
     for function in _functions():
@@ -135,15 +138,18 @@ def installed() -> Iterator[None]:
     for name in ("stratagem.chief.__main__", "stratagem.ps.__main__"):
         put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
     put(snapshot, "check", _slow(snapshot.check))
+    put(ProcessUse, "values", lambda self: {})  # of the real process, and it looks for long
     for owner, name, wrap in hooks():
         put(owner, name, wrap(getattr(owner, name)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     optimizers_warm()
     gc.freeze()  # torch's objects stay: looking through them after each schedule would take most of the time
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         gc.unfreeze()
         torch.set_num_threads(threads)
         for owner, name, value in reversed(undo):

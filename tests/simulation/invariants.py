@@ -15,6 +15,7 @@ from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.leases import EpochLeases
+from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.recovery import NOBODY, Recovery
 from stratagem.data.order import epoch_order
@@ -73,6 +74,8 @@ class Invariants:
         self.num_checkpoints = 0
         self.saved_complete = True
         """Whether the last checkpoint waited for what was under way: not where nobody is left to send it."""
+        self.is_saved = True
+        """The last attempt to save at the end did not fail; else the log says that there is no last checkpoint."""
 
     def task(self) -> str:
         """Of the process that runs."""
@@ -228,7 +231,7 @@ class Invariants:
             found |= variables_of([locked.group for locked in groups])
         if len(found) == self.cluster.job.num_variables:
             return found
-        newest = checkpoints.newest(self.cluster.checkpoint_dir)
+        newest = checkpoints.newest(self.cluster.checkpoint_dir) if self.is_saved else None
         try:
             return {**consolidate(newest[0]), **found} if newest is not None else None
         except CheckpointError:
@@ -329,6 +332,14 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return save_inside
 
+    def on_save_last(real: Any) -> Any:
+        async def save_last(self: Any) -> None:
+            checks().is_saved = False
+            await real(self)
+            checks().is_saved = True
+
+        return save_last
+
     def on_job(real: Any) -> Any:
         def init(self: Any, *arguments: Any, **named: Any) -> None:
             checks().cluster.chief_job = self
@@ -366,6 +377,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield EpochLeases, "revoke", on_revoke
     yield ChiefJob, "_committed", on_committed
     yield Saving, "save_inside", on_save
+    yield Maintenance, "save_last", on_save_last
     yield ChiefJob, "__init__", on_job
     yield Store, "__init__", on_store
 

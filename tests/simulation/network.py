@@ -428,7 +428,8 @@ class Call:
         if self.server is not None and self.server.alive:
             for callback in callbacks:
                 self.server.spawn(callback, "callback")
-            self.world.after(0.0, self.server, self._requests_changed.notify_all)
+            if self._requests_changed.is_waited_for:
+                self.world.after(0.0, self.server, self._requests_changed.notify_all)
 
     def break_off(self, error: RpcError) -> None:
         """The connection is gone; each end hears of it a moment later."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import random
 import signal
@@ -277,7 +276,6 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     checks = world.checks = Invariants(world, cluster)  # type: ignore[attr-defined]
     _Faults(cluster).arrange(schedule.faults)
     before(cluster)
-    gc.disable()
     failure = ""
     try:
         cluster.run()
@@ -289,7 +287,6 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     finally:
         cluster.close()
         checks.stores.clear()
-        gc.enable()
     return Outcome(failure, world.trace, world.num_events, world.now - START, checks.num_checkpoints)
 
 

@@ -138,6 +138,11 @@ class Condition:
     def notify_all(self) -> None:
         self.notify(len(self._waiting))
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a notification would reach anybody."""
+        return bool(self._waiting)
+
 
 class Event:
     """As ``threading.Event``."""

@@ -144,7 +144,7 @@ class World:
 
     def note(self, text: str) -> None:
         """A line of the story that a failed schedule tells."""
-        text = re.sub(r"/\S*?simulation-\w+|(?<=draft-)\w+", "", text)  # names that differ each time
+        text = re.sub(r"/\S*?simulation-[\w-]+|(?<=draft-)\w+", "", text)  # names that differ each time
         self.trace.append(f"{self.now - 1000:9.4f} {text}")
 
     def jitter(self) -> float:
