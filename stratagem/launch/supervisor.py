@@ -207,7 +207,7 @@ class Supervisor:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
         elif code == EXIT_DONE or task in self._dismissed or self._had_finished(task, code):
             self._done.add(task)
-            actions = [Kill(worker) for worker in self._came_too_late()]
+            actions = [Kill(late) for late in self._came_too_late()]
         elif self._goes_on_without(task, code):
             if self._may_come_back(task, code):
                 self.restarts[task] = self.restarts.get(task, 0) + 1
@@ -303,11 +303,12 @@ class Supervisor:
         return code == -signal.SIGKILL and task.type == "worker" and self._chief_is_done
 
     def _came_too_late(self) -> list[TaskId]:
-        """Workers started again after they were killed on their way out: they would wait for a chief that has ended."""
+        """Started again when the job was as good as over: a worker, killed on its way out, would wait for a chief that
+        has ended; a chief would begin another job."""
         if not self._chief_is_done:
             return []
-        late = self.running.intersection(self.workers, self.restarts) - self._stepped
-        return [task for task in self._in_order() if task in late]
+        late = self.running.intersection(self.restarts) - self._stepped
+        return [task for task in self._in_order() if task in late and task.type != "ps"]
 
     def _has_successor(self, task: TaskId, code: int) -> bool:
         """Whether a chief is lost, and not started again as another will do: at the end, or with no restart left."""

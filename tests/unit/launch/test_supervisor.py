@@ -89,6 +89,15 @@ def test_a_chief_that_came_to_stand_by_for_a_job_that_is_over() -> None:
     assert supervisor.exited(CHIEF, -9, 100.1) == [Finish(0)]
 
 
+def test_a_chief_that_is_started_again_when_the_job_ends_begins_no_other() -> None:
+    supervisor = _two_chiefs()
+    assert supervisor.exited(CHIEF, -9, 4.0) == [Start(CHIEF)]
+    assert supervisor.exited(W0, 0, 5.0) == []
+    assert supervisor.exited(STANDBY, 0, 5.0) == [Kill(CHIEF)]
+    assert supervisor.exited(CHIEF, -9, 5.1) == []
+    assert supervisor.exited(PS, 0, 5.2) == [Finish(0)]
+
+
 def test_the_ps_are_told_to_end_when_no_chief_is_left() -> None:
     supervisor = _two_chiefs()
     assert supervisor.interrupted(signal.SIGTERM, 1.0) == [
