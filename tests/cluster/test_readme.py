@@ -69,13 +69,14 @@ def test_training_commands(command: str) -> None:
     assert done.stdout
 
 
-# The README's loop has a DataLoader that its reader has; sg.run() returns at once in a job.
+# A reader has the DataLoader of the README's loop, and the model that FSDP shards; sg.run() returns at once in a job.
 BLOCKS_OF_PYTHON = """
 import json, sys, torch
 
 data = torch.utils.data.TensorDataset(torch.randn(64, 20), torch.randint(2, (64,)))
 for page, block in json.load(sys.stdin):
-    exec(compile(block, page, "exec"), {"__name__": page, "loader": torch.utils.data.DataLoader(data, batch_size=16)})
+    of_reader = {"loader": torch.utils.data.DataLoader(data, batch_size=16), "model": torch.nn.Linear(20, 2)}
+    exec(compile(block, page, "exec"), {"__name__": page, **of_reader})
     print(page)
 """
 
