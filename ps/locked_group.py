@@ -28,6 +28,8 @@ class LockedGroup:
         self.group = group
         self.publisher = Publisher(group.spec.group)
         self.lock = threading.RLock()
+        self.is_awaited = False
+        """Somebody who can give it values has told of it: they are on their way."""
         self.apply_measure = labelled(measures.GROUP_APPLY, str(group.spec.group))
         self._store_epoch = store_epoch
         self._scratch: torch.Tensor | None = None

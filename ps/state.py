@@ -68,7 +68,7 @@ class StoreState:
         self.backup: Backup | None = None
         """Set where the job keeps copies of what a ps holds."""
         self.is_told = False
-        """A worker, or a checkpoint of as many ps, has said what is to be here; it may be nothing."""
+        """A worker that gives values, or a checkpoint of as many ps, has said what is to be here; it may be nothing."""
         self.num_duplicates = 0
         """Updates that came again and applied nothing."""
 
@@ -80,14 +80,19 @@ class StoreState:
 
     @property
     def initialized(self) -> bool:
-        """Whether there are variables, and all have values."""
-        has_some = bool(self.locked_groups) or self.origin is not None
-        return has_some and all(locked.group.initialized for locked in self.locked_groups.values())
+        """Whether there are variables, and all have values.
+
+        A model that some workers have come to before the one that gives it values is not among them yet.
+        """
+        begun = [locked for locked in self.locked_groups.values() if locked.is_awaited or locked.group.initialized]
+        return bool(begun or self.origin is not None) and all(locked.group.initialized for locked in begun)
 
     @property
     def complete(self) -> bool:
         """Whether all that is to be here has values."""
-        return self.is_told and (self.initialized or not self.locked_groups)
+        return self.is_told and not any(
+            locked.is_awaited and not locked.group.initialized for locked in self.locked_groups.values()
+        )
 
     @property
     def num_bytes(self) -> int:

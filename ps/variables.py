@@ -70,13 +70,16 @@ class Variables:
                     else:
                         check_group(spec)
                 check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
-                state.is_told = True
                 for spec in new:
                     state.locked_groups[spec.group] = LockedGroup(new_group(spec), state.store_epoch)
                 empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
                 state.changed.notify_all()
-                initialize = state.senders.take_token(sender, empty) if can_initialize else []
                 locked_groups = [state.locked_groups[spec.group] for spec in groups]
+                initialize: list[int] = []
+                if can_initialize:
+                    initialize, state.is_told = state.senders.take_token(sender, empty), True
+                    for locked in locked_groups:
+                        locked.is_awaited = True
                 for locked, spec in zip(locked_groups, groups, strict=True):
                     if spec.group in initialize:  # whose initial rows count, not those of who was here first
                         locked.group.spec = spec

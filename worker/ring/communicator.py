@@ -82,7 +82,8 @@ class Communicator:
         self._counting = threading.Lock()
         self._num_queued = 0
         self._is_own = threading.local()
-        self._thread = ThreadPoolExecutor(1, "collectives", lambda: setattr(self._is_own, "thread", True))
+        mark = functools.partial(setattr, self._is_own, "thread", True)  # a thread that knew self would keep it for ever
+        self._thread = ThreadPoolExecutor(1, "collectives", mark)
 
     @property
     def rank(self) -> int:

@@ -45,6 +45,29 @@ def unit(index: int) -> Unit:
     return Unit(1, 0, index)
 
 
+def test_a_model_that_only_a_follower_has_come_to_takes_nothing_away_from_one_with_values() -> None:
+    """The chief took the ps for one that had come back without values, and sent the lead to it without end."""
+    store = new_store()
+    lead, follower = (DirectWorker(store, f"worker:{index}", SPEC) for index in range(2))
+
+    def has() -> tuple[bool, bool]:
+        described = store.checkpoints.describe_units()
+        return described.initialized, described.complete
+
+    follower.create()
+    assert has() == (False, False)
+    lead.create(torch.zeros(10))
+    assert has() == (True, True)
+    second = make_spec([(5,)], group=2, prefix="second")
+    lead.spec = follower.spec = second
+    follower.create()
+    assert has() == (True, True)
+    store.variables.create_variables(lead.numbered(), [second], True, CALL)
+    assert has() == (False, False)
+    lead.assign(torch.zeros(5))
+    assert has() == (True, True)
+
+
 def test_only_the_token_holder_initialises() -> None:
     store = new_store()
     lead, other = DirectWorker(store, "worker:0", SPEC), DirectWorker(store, "worker:1", SPEC)
