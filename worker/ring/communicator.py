@@ -82,7 +82,7 @@ class Communicator:
         self._counting = threading.Lock()
         self._num_queued = 0
         self._is_own = threading.local()
-        mark = functools.partial(setattr, self._is_own, "thread", True)  # a thread that knew self would keep it for ever
+        mark = functools.partial(setattr, self._is_own, "thread", True)  # a thread that knew self would keep it alive
         self._thread = ThreadPoolExecutor(1, "collectives", mark)
 
     @property
