@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from stratagem.cluster.config import ChiefConfig
+from stratagem.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,14 @@ class ChiefProcess:
         command = [sys.executable, "-m", "stratagem.chief", "--config-json", config.model_dump_json(), "--until-eof"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
         logger.info("the cluster names no chief: started one at %s (pid %d)", config.bind, self._process.pid)
+
+    def failure(self) -> ConfigurationError | None:
+        """That it has ended, which it does not before the job; None: it runs."""
+        if (code := self._process.poll()) is None:
+            return None
+        return ConfigurationError(
+            f"the chief that this worker started ended with exit code {code}: see its words"
+        )
 
     def wait(self, timeout_s: float | None) -> None:
         """Waits for the chief to end by itself (None: for as long as the other workers need it), then ends it."""

@@ -117,7 +117,7 @@ class WorkerRuntime:
 
     def _join(self) -> None:
         config = self.config
-        self.session.start(config.start_timeout_s, lambda: take_end(config.checkpoint_dir, config.task))
+        self.session.start(config.start_timeout_s, self._no_chief)
         self.session.wait_ready(config.start_timeout_s)
         while True:
             self.reroute()
@@ -129,6 +129,11 @@ class WorkerRuntime:
                 continue
         self._server.set_serving(True)
         logger.info("Cluster is ready: %d workers, %d ps", self.cluster.num_workers, len(self.clients))
+
+    def _no_chief(self) -> StratagemError | None:
+        """Why there will be none; None: one may come yet."""
+        failure = None if self._chief_process is None else self._chief_process.failure()
+        return failure or take_end(self.config.checkpoint_dir, self.config.task)
 
     def reroute(self) -> None:
         """The clients are those of the ps that there are now, and not connected."""

@@ -61,8 +61,8 @@ class Rendezvous:
             prefix = key.rpartition("/")[0]
             raise ClusterTimeoutError(
                 f"{self._tasks[self._rank]} did not find {', '.join(self._missing(prefix)) or 'the store'} in time "
-                f"(waiting for {what}): {str(error).splitlines()[0]}. Did every rank call init_process_group or "
-                "new_group with the same ranks?"
+                f"(waiting for {what}): {str(error).splitlines()[0]}. Did every rank come to the same "
+                "place of the script: init_process_group, new_group with the same ranks, or a strategy?"
             ) from None
 
     def _missing(self, prefix: str) -> list[str]:

@@ -21,6 +21,7 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc.logs import configure_logging, show_until_configured
+from stratagem.strategy.torchrun import is_by_torchrun, with_addresses
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
@@ -39,6 +40,9 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
         raise SystemExit(_serve(task, cluster, resolver))
     show_until_configured(str(task))
     config = cast(WorkerConfig, _config(task, cluster, resolver))
+    if is_by_torchrun(os.environ) and cluster == _told(None)[1]:
+        cluster = with_addresses(cluster, config, os.environ)
+        config = cast(WorkerConfig, _resolved(task, cluster, "torchrun"))
     return config, cluster
 
 
@@ -82,9 +86,13 @@ def _config(
     if resolver is None:
         resolved, _ = gather(task.type, os.environ)
         return cast(ChiefConfig | PsConfig | WorkerConfig, resolved.config)
+    return _resolved(task, cluster, "cluster_resolver")
+
+
+def _resolved(task: TaskId, cluster: ClusterSpec, origin: str) -> ChiefConfig | PsConfig | WorkerConfig:
     models: dict[str, type[RoleConfig]] = {"chief": ChiefConfig, "ps": PsConfig}
     model = models.get(task.type, WorkerConfig)
-    layers = [environment_layer(model, os.environ), cluster_layer(cluster, task, "cluster_resolver")]
+    layers = [environment_layer(model, os.environ), cluster_layer(cluster, task, origin)]
     return cast(ChiefConfig | PsConfig | WorkerConfig, resolve(model, layers).config)
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from stratagem.rpc.binding import free_port
 from tests import forks
 from tests.cluster.test_exactly_once import check_counts
+from tests.cluster.test_synchronous import check_equal, one_process
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -45,6 +47,44 @@ def test_python_train_py_in_every_task(tasks: list[subprocess.Popen[str]], tmp_p
     assert [task.returncode for task in tasks] == [0] * len(tasks), "\n".join(errors)
     check_counts(out, 2)
     assert ("started one at" in errors[2]) is not with_chief
+
+
+def torchrun(script: str, *arguments: object, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Two ranks. Its agent keeps a store at MASTER_PORT, where worker 0's chief would have served."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[2]), "OMP_NUM_THREADS": "1"}
+    return forks.run([*command, str(SCRIPTS / script), *map(str, arguments)], env=environment, timeout=240)
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    out = tmp_path / "ring.pt"
+    done = torchrun("train_small.py", "--optimizer", "momentum", "--out", out)
+    assert done.returncode == 0, done.stderr
+    check_equal(one_process(tmp_path, "--optimizer", "momentum"), out)
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_its_ranks_again(tmp_path: Path) -> None:
+    """In the second life the store still has the addresses of the first."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, stratagem as sg\n"
+        "strategy = sg.strategy_from_environment()\n"
+        "assert strategy.num_replicas_in_sync == 2\n"
+        "assert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1', 'the first life'\n"
+    )
+    done = torchrun(str(script), flags=["--max-restarts", "1"])
+    assert done.returncode == 0 and "the first life" in done.stderr, done.stderr
+
+
+def test_a_chief_that_cannot_serve_is_not_waited_for(tasks: list[subprocess.Popen[str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        task = start({"worker": [f"127.0.0.1:{port}", "127.0.0.1:0"]}, "worker", 0)
+        tasks.append(task)
+        _, error = task.communicate(timeout=120)
+    assert task.returncode == 1 and "the chief that this worker started ended with exit code 2" in error
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in error
 
 
 @pytest.mark.thorough

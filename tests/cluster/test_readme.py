@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stratagem.cluster.sources import gather
 from stratagem.cluster.tf_config import parse_tf_config
 from tests import forks
 
@@ -89,6 +90,18 @@ def test_blocks_of_python(tmp_path: Path) -> None:
     done = forks.run(command, input=json.dumps(found), cwd=tmp_path, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) >= {page for page, _ in found}
+
+
+def test_cluster_files() -> None:
+    """A task finds its place in each, and every address is told to somebody."""
+    files = [yaml.safe_load(block) for page, block in blocks("yaml") if block.startswith("cluster:")]
+    assert files
+    for file in files:
+        for role, addresses in file["cluster"].items():
+            for index, address in enumerate(addresses):
+                resolved, placement = gather(role, {}, {"task": f"{role}:{index}"}, file)
+                assert placement is not None and resolved.config.bind == address
+                assert resolved.config.checkpoint_dir == file["defaults"]["checkpoint_dir"]
 
 
 def test_brief_commands_are_in_the_pages() -> None:

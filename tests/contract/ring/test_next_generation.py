@@ -24,6 +24,7 @@ from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
+from tests.unit.ps.driver import poll
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,7 @@ class Chief:
         self.membership = Membership(True, (), min_workers=min_workers, generation=1)
         self.changed = threading.Condition()
         self.callbacks: list[Callable[[Membership], None]] = []
+        self.members: list[RingMember] = []
 
     def say(self, members: Sequence[Member], generation: int) -> None:
         with self.changed:
@@ -90,7 +92,7 @@ def ring_of(size: int, transport: str, min_workers: int = 2) -> Iterator[tuple[C
     """A formed ring."""
     chief = Chief(min_workers)
     with contextlib.ExitStack() as undo:
-        members, known = [], []
+        members, known = chief.members, []
         for index in range(size):
             ring_service = RingService("127.0.0.1", lambda: chief.membership, BytesMeter())
             running = serve(
@@ -142,6 +144,18 @@ def test_who_has_finished_is_not_lost() -> None:
         chief.leave("worker:0", generation=1)
         with pytest.raises(CollectiveError, match=r"worker:0 has finished its script, and worker:[12] has not"):
             sums(ring[1:])
+
+
+def test_who_was_quicker_to_leave_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
+    """It told the chief goodbye before the others had heard its last message."""
+    with ring_of(3, "tcp", min_workers=0) as (chief, ring), futures.ThreadPoolExecutor(3) as pool:
+        leaving = [pool.submit(member.leave) for member in chief.members[:2]]
+        poll(lambda: all(one.position.what == "barrier" for one in ring[:2]))
+        chief.leave("worker:2", generation=1)
+        leaving.append(pool.submit(chief.members[2].leave))
+        for each in leaving:
+            each.result(60)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_too_few_are_an_error_and_so_is_what_nobody_was_lost_by(

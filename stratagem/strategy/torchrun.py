@@ -1,0 +1,57 @@
+"""A cluster of the ranks that torchrun has started: they tell each other their addresses in the store of its agent."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.distributed.forming import own_host
+from stratagem.distributed.store_members import Rendezvous
+from stratagem.errors import PeerUnavailableError
+from stratagem.rpc.binding import free_port
+
+
+def is_by_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether RANK, MASTER_ADDR and the others say the cluster."""
+    return "RANK" in environ and not environ.get("TF_CONFIG")
+
+
+def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[str, str]) -> ClusterSpec:
+    """The cluster that these variables say, with addresses at which its workers reach each other.
+
+    The variables say one address, MASTER_ADDR:MASTER_PORT. Where a torchrun keeps a store there
+    (TORCHELASTIC_USE_AGENT_STORE), worker 0 chooses another port for the chief, and all learn it from that store.
+    Elsewhere the chief serves at that address; each worker listens where it reaches it from.
+
+    Args:
+        cluster: as the variables say it.
+        config: of this worker, by that cluster.
+        environ: the variables.
+
+    Raises:
+        PeerUnavailableError: nobody answers at the store.
+        ClusterTimeoutError: a rank does not come within ``start_timeout_s``.
+    """
+    rank, host = int(environ["RANK"]), own_host(config, environ)
+    host = f"[{host}]" if ":" in host else host
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        others = [f"{host}:0" if index == rank else address for index, address in enumerate(cluster.worker)]
+        return ClusterSpec(worker=(cluster.worker[0], *others[1:]))
+    timeout = datetime.timedelta(seconds=config.start_timeout_s)
+    try:
+        store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise PeerUnavailableError(
+            f"torchrun's store does not answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    # A torchrun that starts its workers again keeps the store.
+    life = f"stratagem/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cluster.num_workers}"
+    tasks = [f"worker:{index}" for index in range(cluster.num_workers)]
+    meeting = Rendezvous(dist.PrefixStore(life, store), rank, tasks, config.start_timeout_s)
+    port = free_port(host.strip("[]")) if rank == 0 else 0
+    return ClusterSpec(worker=tuple(meeting.exchange("the address", f"{host}:{port}")))
