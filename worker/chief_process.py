@@ -29,9 +29,7 @@ class ChiefProcess:
         """That it has ended, which it does not before the job; None: it runs."""
         if (code := self._process.poll()) is None:
             return None
-        return ConfigurationError(
-            f"the chief that this worker started ended with exit code {code}: see its words"
-        )
+        return ConfigurationError(f"the chief that this worker started ended with exit code {code}: see its words")
 
     def wait(self, timeout_s: float | None) -> None:
         """Waits for the chief to end by itself (None: for as long as the other workers need it), then ends it."""
