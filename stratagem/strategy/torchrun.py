@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
@@ -43,7 +43,7 @@ def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[
         return ClusterSpec(worker=(cluster.worker[0], *others[1:]))
     timeout = datetime.timedelta(seconds=config.start_timeout_s)
     try:
-        store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+        store = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     except RuntimeError as error:
         raise PeerUnavailableError(
             f"torchrun's store does not answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: "
@@ -52,6 +52,6 @@ def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[
     # A torchrun that starts its workers again keeps the store.
     life = f"stratagem/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cluster.num_workers}"
     tasks = [f"worker:{index}" for index in range(cluster.num_workers)]
-    meeting = Rendezvous(dist.PrefixStore(life, store), rank, tasks, config.start_timeout_s)
+    meeting = Rendezvous(PrefixStore(life, store), rank, tasks, config.start_timeout_s)
     port = free_port(host.strip("[]")) if rank == 0 else 0
     return ClusterSpec(worker=tuple(meeting.exchange("the address", f"{host}:{port}")))
