@@ -49,9 +49,9 @@ def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[
             f"torchrun's store does not answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    # A torchrun that starts its workers again keeps the store.
-    life = f"stratagem/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cluster.num_workers}"
+    # A torchrun that starts its ranks again keeps the store, and what they had said in it.
+    prefix = f"stratagem/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cluster.num_workers}"
     tasks = [f"worker:{index}" for index in range(cluster.num_workers)]
-    meeting = Rendezvous(PrefixStore(life, store), rank, tasks, config.start_timeout_s)
+    meeting = Rendezvous(PrefixStore(prefix, store), rank, tasks, config.start_timeout_s)
     port = free_port(host.strip("[]")) if rank == 0 else 0
     return ClusterSpec(worker=tuple(meeting.exchange("the address", f"{host}:{port}")))

@@ -65,16 +65,16 @@ def test_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_torchrun_starts_its_ranks_again(tmp_path: Path) -> None:
-    """In the second life the store still has the addresses of the first."""
+    """The store still has the addresses of their first start."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, stratagem as sg\n"
         "strategy = sg.strategy_from_environment()\n"
         "assert strategy.num_replicas_in_sync == 2\n"
-        "assert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1', 'the first life'\n"
+        "assert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1', 'the first start'\n"
     )
     done = torchrun(str(script), flags=["--max-restarts", "1"])
-    assert done.returncode == 0 and "the first life" in done.stderr, done.stderr
+    assert done.returncode == 0 and "the first start" in done.stderr, done.stderr
 
 
 def test_a_chief_that_cannot_serve_is_not_waited_for(tasks: list[subprocess.Popen[str]]) -> None:

@@ -92,6 +92,29 @@ def test_blocks_of_python(tmp_path: Path) -> None:
     assert set(done.stdout.splitlines()) >= {page for page, _ in found}
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("from_ddp.md", ["--workers", "2"]),
+        *[
+            pytest.param(name, flags, marks=pytest.mark.thorough)
+            for name in ("from_ddp.md", "checkpoints.md")
+            for flags in (["--workers", "2", "--ps", "2"], ["--workers", "2", "--ps", "1", "--staleness", "0"])
+        ],
+        pytest.param("checkpoints.md", ["--workers", "2"], marks=pytest.mark.thorough),
+    ],
+)
+def test_whole_scripts(name: str, flags: list[str], tmp_path: Path) -> None:
+    """They are for jobs, and go on when they are started again."""
+    (block,) = [block for page, block in blocks("python") if page.name == name and "restore_or_initialize" in block]
+    (tmp_path / "train.py").write_text(block)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(2):
+        command = [sys.executable, "-m", "stratagem.cli", "run", *flags, "train.py"]
+        done = forks.run(command, cwd=tmp_path, env=environment, timeout=240)
+        assert done.returncode == 0, done.stderr
+
+
 def test_cluster_files() -> None:
     """A task finds its place in each, and every address is told to somebody."""
     files = [yaml.safe_load(block) for page, block in blocks("yaml") if block.startswith("cluster:")]
