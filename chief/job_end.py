@@ -8,14 +8,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.ended import write_end
-from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.events import Stop
-from stratagem.chief.journal.journal import Journal
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
-from stratagem.chief.membership.sessions import Sessions
-from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import PeerUnavailableError, StratagemError
 
 logger = logging.getLogger(__name__)
@@ -28,37 +25,19 @@ LATE_S = 20.0
 """For tasks that have not joined yet, or a ps that was lost, when the job is over already."""
 
 
-class JobEnd:
+class JobEnd(ChiefPart):
     """The end of a job, or of its chief alone.
 
     Args:
-        config: of the chief.
-        sessions: membership.
+        state: of the job.
         streams: tell the tasks.
         maintenance: takes the last checkpoint.
-        journal: the journal.
-        changed: notified at every change of the membership.
-        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        config: ChiefConfig,
-        sessions: Sessions,
-        streams: SessionStreams,
-        maintenance: Maintenance,
-        journal: Journal,
-        changed: ChangeEvent,
-        *,
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._sessions = sessions
+    def __init__(self, state: ChiefState, streams: SessionStreams, maintenance: Maintenance) -> None:
+        super().__init__(state)
         self._streams = streams
         self._maintenance = maintenance
-        self._journal = journal
-        self._changed = changed
-        self._clock = clock
 
     async def save_to_leave(self, reason: str) -> None:
         """Before the chief leaves and the job stays: perhaps all are told to end, and then the ps lose their memory."""

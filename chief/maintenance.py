@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.saving import Saving
-from stratagem.chief.journal.journal import Journal
-from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.recovery import Recovery
-from stratagem.chief.servers.ps_pool import PsPool
-from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import CheckpointError, PeerUnavailableError, StaleStoreError, StratagemError
 
@@ -24,46 +21,31 @@ RETRY_S = 0.25
 """Between two looks whether all ps are back for the first checkpoint."""
 
 
-class Maintenance:
+class Maintenance(ChiefPart):
     """The chief's own initiative.
 
     Args:
-        config: of the chief.
-        sessions: of the tasks.
-        journal: of the job.
-        ps_pool: the ps.
+        state: of the job.
         recovery: concluded first.
         saving: takes checkpoints.
-        clock: seconds, monotonic.
         spawn: runs work beside the rest.
         stop: ends the job with an exit code, for a reason.
-        admit: waits until a caller may speak.
     """
 
     def __init__(
         self,
-        config: ChiefConfig,
-        sessions: Sessions,
-        journal: Journal,
-        ps_pool: PsPool,
+        state: ChiefState,
         recovery: Recovery,
         saving: Saving,
         *,
-        clock: Callable[[], float],
         spawn: Callable[[Work], None],
         stop: Callable[[int, str], None],
-        admit: Callable[[Incarnation], Awaitable[None]],
     ) -> None:
-        self._config = config
-        self._sessions = sessions
-        self._journal = journal
-        self._ps_pool = ps_pool
+        super().__init__(state)
         self._recovery = recovery
         self._saving = saving
-        self._clock = clock
         self._spawn = spawn
         self._stop = stop
-        self._admit = admit
         self._busy = False
         self._first = asyncio.Lock()
         self._saved_step: int | None = None
@@ -80,7 +62,7 @@ class Maintenance:
         """Starts what is due, one thing at a time."""
         if self._busy or self._sessions.stopping is not None or not self._sessions.ready:
             return
-        if not self._recovery.is_open:
+        if not self._state.is_open:
             if self._sessions.all_known and not self._sessions.pending_fences:
                 self._start(self._recovery.open_books)
         elif not self._journal.history.initialized:

@@ -15,16 +15,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
 from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.journal.journal import Journal
-from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.leasing.lease_book import Positions
 from stratagem.chief.leasing.positions import minus, plus
 from stratagem.chief.membership.session import SessionState
-from stratagem.chief.membership.sessions import Sessions
-from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.backups import backup_of
 from stratagem.cluster.incarnation import Incarnation
@@ -33,55 +30,38 @@ from stratagem.errors import CheckpointError, StratagemError
 logger = logging.getLogger(__name__)
 
 
-class PsReturn:
+class PsReturn(ChiefPart):
     """Gives a ps its memory: from a checkpoint, or from another ps's copy.
 
     Args:
-        sessions: membership.
-        lease_book: the units.
-        ps_pool: the ps.
+        state: of the job.
         saving: its lock keeps a restore and a checkpoint apart.
-        journal: the journal.
-        changed: notified when units come back.
-        restoring: puts ps back to checkpoints.
         give_up: ends the job with an exit code and a reason.
-        num_copied: ps whose memory is kept by another ps too; 0: none's is.
         all_went_back: called when all ps went back to a checkpoint together.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
-        lease_book: LeaseBook,
-        ps_pool: PsPool,
+        state: ChiefState,
         saving: Saving,
-        journal: Journal,
-        changed: ChangeEvent,
         *,
-        restoring: Restoring,
         give_up: Callable[[int, str], None],
-        num_copied: int,
         all_went_back: Callable[[], None],
     ) -> None:
-        self.is_open = False
-        """See ``Recovery.is_open``."""
+        super().__init__(state)
         self.lock = asyncio.Lock()
         """Held while units change hands or a ps goes back."""
         self.origin: RestoredServers | None = None
         """The checkpoint that the job starts from."""
         self.put_back: dict[Incarnation, RestoredServers | None] = {}
         """To which checkpoint each ps was put back while it joined."""
-        self._sessions = sessions
-        self._lease_book = lease_book
-        self._ps_pool = ps_pool
         self._saving = saving
-        self._journal = journal
-        self._changed = changed
-        self._restoring = restoring
+        self._restoring = Restoring(self._ps_pool, self._config.checkpoint_dir)
         self._give_up = give_up
-        self._num_copied = num_copied
+        self._num_copied = self._config.num_ps if self._config.ps_replicas > 1 else 0
+        """ps whose memory is kept by another ps too; 0: none's is."""
         self._all_went_back = all_went_back
-        self._restarted = {Incarnation(task, number) for task, number in journal.history.put_back.items()}
+        self._restarted = {Incarnation(task, number) for task, number in self._journal.history.put_back.items()}
         self._begun: set[Incarnation] = set()
         """Those that came for another number of ps, and have begun."""
         self._fresh: dict[Incarnation, str] = {}
@@ -99,12 +79,12 @@ class PsReturn:
                 self.put_back.pop(incarnation, None)
                 if await self._has_begun(server, fresh):
                     return
-            if not self.is_open and await self._has_taken_over(server):
+            if not self._state.is_open and await self._has_taken_over(server):
                 return
-            if not self.is_open and await asyncio.to_thread(self._restoring.has_checkpoints):
+            if not self._state.is_open and await asyncio.to_thread(self._restoring.has_checkpoints):
                 await self._begin_from_checkpoint(server)
             if (
-                self.is_open
+                self._state.is_open
                 and incarnation not in self.put_back
                 and incarnation.task in self._journal.history.initialized
             ):
@@ -121,7 +101,7 @@ class PsReturn:
 
     async def _begin_from_checkpoint(self, server: Server) -> None:
         """A ps without memory, before the books are open: all go on from one checkpoint, which is chosen once."""
-        while not self.is_open and server in self._ps_pool.servers:
+        while not self._state.is_open and server in self._ps_pool.servers:
             async with self.lock:
                 if await self._is_put_back(server):
                     return

@@ -11,18 +11,14 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
-from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.checkpointing.restoring import Restoring
 from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions, encode_units
-from stratagem.chief.journal.journal import Journal
-from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.leasing.lease_book import Positions
 from stratagem.chief.leasing.positions import common, plus
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
-from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
-from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Unit, UnitBitmap
@@ -33,61 +29,29 @@ NOBODY = Incarnation("chief:0", 0)
 """Holder of units that were leased when the chief died, until it is known who has them."""
 
 
-class Recovery:
+class Recovery(ChiefPart):
     """What happens to units when a worker, a ps or the chief died.
 
     Args:
-        sessions: membership.
-        lease_book: the units.
-        ps_pool: the ps.
+        state: of the job.
         saving: its lock keeps a restore and a checkpoint apart.
-        journal: the journal.
-        changed: notified when units come back.
-        restoring: puts ps back to checkpoints.
         give_up: ends the job with an exit code and a reason.
-        num_copied: ps whose memory is kept by another ps too; 0: none's is.
         begin_anew: told that the workers start from the beginning of their script.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
-        lease_book: LeaseBook,
-        ps_pool: PsPool,
+        state: ChiefState,
         saving: Saving,
-        journal: Journal,
-        changed: ChangeEvent,
         *,
-        restoring: Restoring,
         give_up: Callable[[int, str], None],
         begin_anew: Callable[[], None],
-        num_copied: int = 0,
     ) -> None:
-        self._sessions = sessions
-        self._lease_book = lease_book
-        self._ps_pool = ps_pool
-        self._journal = journal
-        self._changed = changed
+        super().__init__(state)
         self._begin_anew = begin_anew
         self._committed: dict[Incarnation, set[CommittedSlice]] = {}
         self._opening = asyncio.Lock()
-        self._ps_return = PsReturn(
-            sessions,
-            lease_book,
-            ps_pool,
-            saving,
-            journal,
-            changed,
-            restoring=restoring,
-            give_up=give_up,
-            num_copied=num_copied,
-            all_went_back=self._committed.clear,
-        )
-
-    @property
-    def is_open(self) -> bool:
-        """Units may be leased: nothing is unknown any more about who holds what."""
-        return self._ps_return.is_open
+        self._ps_return = PsReturn(state, saving, give_up=give_up, all_went_back=self._committed.clear)
 
     # A worker is over
 
@@ -223,7 +187,7 @@ class Recovery:
         For a new job this takes over the position of the checkpoint that the ps restored, if they did.
         """
         async with self._opening:
-            if not self.is_open:
+            if not self._state.is_open:
                 await self._open_books()
 
     async def _open_books(self) -> None:
@@ -244,7 +208,7 @@ class Recovery:
                     with self._ps_return.lost_where_refused(server):
                         await self._ps_return.take_back(server)
         self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
-        self._ps_return.is_open = True
+        self._state.is_open = True
         self._changed.notify()
 
     async def _start_from_checkpoint(self, holding: list[ServerDescription]) -> None:

@@ -8,18 +8,15 @@ import logging
 import pathlib
 from collections.abc import Callable, Iterable
 
-from stratagem.chief.change_event import ChangeEvent
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.checkpointing.commit_hold import CommitHold
 from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
-from stratagem.chief.journal.journal import Journal
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.positions import minus, plus
 from stratagem.chief.membership.session import Session, SessionState
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.recovery import Recovery
-from stratagem.chief.servers.ps_pool import Connect, PsPool
 from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import (
     CheckpointError,
@@ -63,55 +60,31 @@ def refusal(sessions: Sessions, lease_book: LeaseBook, config: ChiefConfig, num_
     return ""
 
 
-class Scaling:
+class Scaling(ChiefPart):
     """What was asked for, and how it becomes so.
 
     Args:
-        config: of the chief.
-        sessions: membership.
+        state: of the job.
         streams: tell the tasks.
-        lease_book: the units.
-        journal: the journal.
-        changed: rung at every change.
-        commit_hold: holds commits.
         saving: takes the checkpoint that the ps begin from.
         recovery: prepares them.
-        ps_pool: the ps that serve.
-        connect: makes the connection to a ps that does not serve yet.
         saved: told of the step of the checkpoint that the ps have begun from.
-        clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        config: ChiefConfig,
-        sessions: Sessions,
+        state: ChiefState,
         streams: SessionStreams,
-        lease_book: LeaseBook,
-        journal: Journal,
-        changed: ChangeEvent,
         *,
-        commit_hold: CommitHold,
         saving: Saving,
         recovery: Recovery,
-        ps_pool: PsPool,
-        connect: Connect,
         saved: Callable[[int], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._config = config
-        self._sessions = sessions
+        super().__init__(state)
         self._streams = streams
-        self._lease_book = lease_book
-        self._journal = journal
-        self._changed = changed
-        self._commit_hold = commit_hold
         self._saving = saving
         self._recovery = recovery
-        self._ps_pool = ps_pool
-        self._connect = connect
         self._saved = saved
-        self._clock = clock
         self._is_moving = False
         self._move_at = 0.0
         self._failure = ""
@@ -176,7 +149,7 @@ class Scaling:
         self._let_go_idle()
         if not (sessions.ready and self._config.checkpoint_dir):
             self._let_go(sessions.leaving)  # there is nothing to save, or nowhere to save it
-        if not self._recovery.is_open:
+        if not self._state.is_open:
             return False
         self._follow()
         is_wanted = self._target != sessions.num_ps or bool(sessions.leaving)
@@ -261,7 +234,7 @@ class Scaling:
         """With commits held: so many ps go on from a checkpoint that has all they hold."""
         sessions = self._sessions
         newcomers = [session for session in sessions.newcomers if session.task.index < num_ps]
-        servers = [self._connect(session.incarnation, session.address) for session in newcomers]
+        servers = [self._state.connect(session.incarnation, session.address) for session in newcomers]
         async with self._saving.lock:
             try:
                 await self._recovery.begin_on(checkpoint, num_ps, servers)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.checkpointing.commit_hold import CommitHold, torn_updates
-from stratagem.chief.leasing.lease_book import LeaseBook, Positions
+from stratagem.chief.checkpointing.commit_hold import torn_updates
+from stratagem.chief.chief_state import ChiefPart, ChiefState
+from stratagem.chief.leasing.lease_book import Positions
 from stratagem.chief.leasing.positions import minus
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
@@ -27,36 +28,22 @@ class CommittedCheckpoint:
     step: int
 
 
-class Saving:
+class Saving(ChiefPart):
     """Takes checkpoints, one at a time.
 
     Args:
-        lease_book: the units.
-        chief_epoch: process of the chief.
-        commit_hold: holds commits.
-        keep: complete checkpoints to keep of those the chief takes by itself.
+        state: of the job.
         committed: told of every committed checkpoint, before commits are released.
     """
 
-    def __init__(
-        self,
-        lease_book: LeaseBook,
-        *,
-        chief_epoch: int,
-        commit_hold: CommitHold,
-        keep: int,
-        committed: Callable[[CommittedCheckpoint], None],
-    ) -> None:
+    def __init__(self, state: ChiefState, committed: Callable[[CommittedCheckpoint], None]) -> None:
+        super().__init__(state)
         self.lock = asyncio.Lock()
         """Held while a checkpoint is taken; whoever puts ps back to one takes it too."""
         self.writing = asyncio.Lock()
         """Held while ps write their shards: one that loses its memory meanwhile goes back to these."""
         self.totals = RunningTotals()
         """What checkpoints took."""
-        self._lease_book = lease_book
-        self._chief_epoch = chief_epoch
-        self._commit_hold = commit_hold
-        self._keep = keep
         self._committed = committed
 
     async def save(self, directory: str, *, automatic: bool, complete: bool = True) -> CommittedCheckpoint:
@@ -105,7 +92,7 @@ class Saving:
             held = {server.incarnation: each for server, each in zip(servers, described, strict=True)}
             manifest = ServersManifest(
                 step=max(each.step for each in saved),
-                chief_epoch=self._chief_epoch,
+                chief_epoch=self._state.epoch,
                 files=tuple(
                     dataclasses.replace(file, ps=server.incarnation.task)
                     for server, each in zip(servers, saved, strict=True)
@@ -125,7 +112,7 @@ class Saving:
         committed = CommittedCheckpoint(str(path), manifest.step)
         self._committed(committed)
         if automatic:
-            await asyncio.to_thread(checkpoints.prune, directory, self._keep)
+            await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)
         return committed
 
 

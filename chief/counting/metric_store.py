@@ -1,52 +1,24 @@
-"""What workers count and agree on: metric_states, decisions. One method for each verb."""
+"""What workers count and decide together. One method for each verb."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.agreements import Agreements
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
-from stratagem.chief.journal.journal import Journal
-from stratagem.chief.leasing.lease_book import LeaseBook
-from stratagem.chief.membership.sessions import Sessions
-from stratagem.chief.monitoring.waits import Waits
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 
 
-class MetricStore:
-    """The chief's part in histories and in what workers decide together.
+class MetricStore(ChiefPart):
+    """The chief's part in histories and in what workers decide together; the journal's history has what was counted."""
 
-    Args:
-        sessions: membership.
-        lease_book: units of training data.
-        journal: its history has the metric_states.
-        changed: notified at every change.
-        admit: waits until an incarnation may speak.
-        waits: what incarnations wait for, for the status page.
-        page_bytes: what fits into one reply.
-    """
-
-    def __init__(
-        self,
-        sessions: Sessions,
-        lease_book: LeaseBook,
-        journal: Journal,
-        changed: ChangeEvent,
-        *,
-        admit: Callable[[Incarnation], Awaitable[None]],
-        waits: Waits,
-        page_bytes: int,
-    ) -> None:
-        self._sessions = sessions
-        self._lease_book = lease_book
-        self._journal = journal
-        self._changed = changed
-        self._admit = admit
-        self._waits = waits
-        self._page_bytes = page_bytes
-        self._agreements = Agreements(journal.history.agreed)
+    def __init__(self, state: ChiefState) -> None:
+        super().__init__(state)
+        self._page_bytes = self._config.max_message_bytes // 4
+        """What fits into one reply."""
+        self._agreements = Agreements(self._journal.history.agreed)
 
     # Units of training data
 

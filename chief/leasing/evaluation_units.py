@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
-from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.chief_state import ChiefState
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.leasing.evaluations import Evaluations, RunningEvaluation, Versions
 from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, UnitLender
-from stratagem.chief.servers.ps_pool import PsPool
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.errors import PeerUnavailableError, ProtocolError
@@ -24,22 +22,12 @@ class EvaluationUnits(UnitLender):
     """Leases units of evaluation data: they are accepted when what was counted on them is here.
 
     Args:
-        lender: see :class:`UnitLender`; the journal's history has the evaluations, and what was counted.
-        ps_pool: the ps.
-        commit_hold: holds commits while an evaluation runs.
+        state: of the job; the journal's history has the evaluations, and what was counted.
         write: keeps what was counted.
     """
 
-    def __init__(
-        self,
-        *lender: Any,
-        ps_pool: PsPool,
-        commit_hold: CommitHold,
-        write: Callable[[MetricState], None],
-    ) -> None:
-        super().__init__(*lender)
-        self._ps_pool = ps_pool
-        self._commit_hold = commit_hold
+    def __init__(self, state: ChiefState, write: Callable[[MetricState], None]) -> None:
+        super().__init__(state)
         self._write = write
         self._pinning = asyncio.Lock()
         self.evaluations = Evaluations()

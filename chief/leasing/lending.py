@@ -6,17 +6,12 @@ import abc
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
-from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import MetricState
 from stratagem.chief.counting.metric_store import MetricStore
-from stratagem.chief.journal.journal import Journal
-from stratagem.chief.leasing.lease_book import LeaseBook, Leases
-from stratagem.chief.membership.sessions import Sessions
-from stratagem.chief.monitoring.waits import Waits
+from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.recovery import Recovery
-from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan
@@ -66,23 +61,8 @@ class LeaseRequest:
     """A unit that it does not report has to be computed again, for what is counted on it."""
 
 
-class UnitLender(abc.ABC):
-    """Leases units of one kind by the verb NextUnits; what an acceptance carries is the matter of the kind.
-
-    Args:
-        journal: where it is written what has to survive the chief.
-        changed: notified when there may be units, or the end of a pass.
-        admit: waits until a caller may speak.
-        waits: what callers wait for, for the status page.
-    """
-
-    def __init__(
-        self, journal: Journal, changed: ChangeEvent, admit: Callable[[Incarnation], Awaitable[None]], waits: Waits
-    ) -> None:
-        self._journal = journal
-        self._changed = changed
-        self._admit = admit
-        self._waits = waits
+class UnitLender(ChiefPart, abc.ABC):
+    """Leases units of one kind by the verb NextUnits; what an acceptance carries is the matter of the kind."""
 
     async def next_units(self, request: LeaseRequest) -> Leases:
         """Takes in what is reported and leases what is wanted; with ``wait`` not before there is some, or the end."""
@@ -122,32 +102,23 @@ class TrainingUnits(UnitLender):
     """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted.
 
     Args:
-        lender: see :class:`UnitLender`.
-        sessions: membership.
-        lease_book: the units.
+        state: of the job.
         recovery: knows which reports to believe, and what follows when units come back.
         first_checkpoint: waits until units may be leased: no update can be lost before there is a checkpoint.
         metric_store: keeps what was counted on units, and knows who has left a group of agreements.
-        config: of the chief.
     """
 
     def __init__(
         self,
-        *lender: Any,
-        sessions: Sessions,
-        lease_book: LeaseBook,
+        state: ChiefState,
         recovery: Recovery,
         first_checkpoint: Callable[[Incarnation], Awaitable[None]],
         metric_store: MetricStore,
-        config: ChiefConfig,
     ) -> None:
-        super().__init__(*lender)
-        self._sessions = sessions
-        self._lease_book = lease_book
+        super().__init__(state)
         self._recovery = recovery
         self._first_checkpoint = first_checkpoint
         self._metric_store = metric_store
-        self._config = config
 
     async def open_dataset(self, incarnation: Incarnation, dataset: int, plan: Plan) -> Plan:
         """Registers a plan, or checks it against the one that stands; returns that.

@@ -7,6 +7,7 @@ import enum
 
 from stratagem.chief.membership.heartbeats import Heartbeats
 from stratagem.cluster.incarnation import Incarnation
+from stratagem.cluster.membership import Member
 from stratagem.cluster.task import TaskId
 
 
@@ -64,6 +65,14 @@ class Session:
     def open(self) -> bool:
         """Whether the process takes part; its stream may have broken off a moment ago."""
         return self.state in (SessionState.JOINED, SessionState.LIVE)
+
+    @property
+    def member(self) -> Member:
+        """The task as the others see it."""
+        # A worker that has not come back to a restarted chief yet is no loss: others of its ring would break it off.
+        is_awaited = self.state is SessionState.AWAITED and self.task.type == "worker"
+        is_live = self.state is SessionState.LIVE or is_awaited
+        return Member(str(self.task), self.address, self.number, is_live, self.joining, self.waits, *self.copies)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Request, Stop, Welcome
-from stratagem.chief.journal.journal import Journal
 from stratagem.chief.membership.session import (
     Action,
     Announce,
@@ -20,10 +19,8 @@ from stratagem.chief.membership.session import (
     SessionState,
     StopJob,
 )
-from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.monitoring.job_log import JobLog
 from stratagem.chief.monitoring.recent import Recent
-from stratagem.chief.monitoring.status import member_of
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import split_address
@@ -53,51 +50,24 @@ Resume = Callable[[Incarnation, tuple[Lease, ...]], None]
 """Told what a resumed worker holds, before anybody hears that it is back."""
 
 
-class SessionStreams:
+class SessionStreams(ChiefPart):
     """Couples the state machine of the sessions to the streams.
 
     Args:
-        sessions: the state machine.
-        journal: where incarnations and losses are written before anybody hears of them.
-        changed: notified at every change.
-        clock: seconds, monotonic.
-        heartbeat_interval_s: what tasks are told, where they are not too many.
-        session_timeout_s: what tasks are told.
-        ps_replicas: what ps are told.
-        job_started: whether the job has trained before.
+        state: of the job: incarnations and losses are in its journal before anybody hears of them.
         carry: carries out the actions that concern ps and job.
         resume: takes the leases of a resumed worker into the books.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        journal: Journal,
-        changed: ChangeEvent,
-        *,
-        clock: Callable[[], float],
-        heartbeat_interval_s: float,
-        session_timeout_s: float,
-        ps_replicas: int,
-        job_started: Callable[[], bool],
-        carry: Carry,
-        resume: Resume,
-    ) -> None:
+    def __init__(self, state: ChiefState, *, carry: Carry, resume: Resume) -> None:
+        super().__init__(state)
         self.progress: dict[str, bytes] = {}
         self.waiting_steps: dict[str, int] = {}
         """Of the workers that wait for the update of a step of the job: which step."""
         self.recent = Recent()
         self.log: JobLog | None = None
         """Takes lines of the tasks' logs, where somebody shows them."""
-        self._sessions = sessions
-        self._journal = journal
-        self._changed = changed
-        self._clock = clock
-        self._ticked_at = clock()
-        self._heartbeat_interval_s = heartbeat_interval_s
-        self._session_timeout_s = session_timeout_s
-        self._ps_replicas = ps_replicas
-        self._job_started = job_started
+        self._ticked_at = self._clock()
         self._carry = carry
         self._resume = resume
         self._outboxes: dict[int, asyncio.Queue[Event | None]] = {}
@@ -180,9 +150,9 @@ class SessionStreams:
                 incarnation=session.number,
                 chief_epoch=self._journal.history.chief_epoch,
                 heartbeat_interval_s=self._interval_s(),
-                session_timeout_s=self._session_timeout_s,
-                job_started=self._job_started(),
-                ps_replicas=self._ps_replicas,
+                session_timeout_s=self._config.session_timeout_s,
+                job_started=bool(self._journal.history.initialized),
+                ps_replicas=self._config.ps_replicas,
                 wants_log=self.log is not None,
             )
         )
@@ -200,8 +170,8 @@ class SessionStreams:
 
     def _interval_s(self) -> float:
         """Between heartbeats: longer where so many tasks send them that they would keep the chief busy."""
-        shared_s = min(HEARTBEAT_S * len(self._sessions.required), self._session_timeout_s / 4)
-        return max(self._heartbeat_interval_s, shared_s)
+        shared_s = min(HEARTBEAT_S * len(self._sessions.required), self._config.session_timeout_s / 4)
+        return max(self._config.heartbeat_interval_s, shared_s)
 
     async def _read(
         self, task: str, stream: int, requests: AsyncIterator[Request], outbox: asyncio.Queue[Event | None]
@@ -250,7 +220,7 @@ class SessionStreams:
     def membership(self) -> Membership:
         """The cluster as it stands."""
         sessions = self._sessions
-        members = tuple(member_of(session) for session in sessions.known if sessions.serves(session))
+        members = tuple(session.member for session in sessions.known if sessions.serves(session))
         return Membership(
             sessions.ready,
             members,

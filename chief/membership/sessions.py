@@ -13,8 +13,9 @@ lost itself, before the units of that incarnation go to anybody else. A ps learn
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
+from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.membership.heartbeats import Heartbeats
 from stratagem.chief.membership.roster import Roster
 from stratagem.chief.membership.session import (
@@ -28,6 +29,7 @@ from stratagem.chief.membership.session import (
     SessionState,
     StopJob,
 )
+from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
@@ -42,62 +44,27 @@ class Sessions(Roster):
     """Membership of the cluster.
 
     Args:
-        num_workers: workers that the cluster waits for.
-        max_workers: workers that it takes; those beyond num_workers may come at any time, or never. Without parameter
-            servers they may where there is a min_workers: else a ring is made of num_workers.
-        wanted_workers: see :meth:`want_workers`.
-        num_ps: parameter servers that the cluster waits for. Further ones may come and wait: see :meth:`route`.
-        min_workers: workers of a ring with which the others go on when some are lost, and take others in; 0: they do
-            not.
-        session_timeout_s: seconds of silence after which a session is lost, longer for one that was often late.
-        heartbeat_interval_s: seconds between heartbeats, as they are sent.
-        session_grace_s: seconds in which a session whose connection broke off may come back as if nothing had been.
-        worker_timeout_s: seconds a lost worker or ps may stay away before the job stops.
-        start_timeout_s: seconds for the whole cluster to come up.
+        config: how many tasks there are to be, and how long one may be silent or away.
+        history: how an earlier chief left them. Those that were live then are awaited; of a ps, what a process holds
+            that is newer than the one that had been brought up to date says nothing.
         now: seconds on a monotonic clock.
-        newest_incarnation: the last one issued, by earlier incarnations of the chief.
-        awaited: incarnations that were live when an earlier chief died.
-        prepared: newest incarnation of each ps that had been brought up to date: what a later one holds says nothing.
-        done: tasks that had said goodbye.
-        fenced: newest incarnation to refuse, of each task.
-        ready: whether the cluster had been complete.
-        joining: incarnations that came to a ring that trained, and were not taken in.
-        taken_in: those that were.
+
+    Raises:
+        ConfigurationError: ``min_workers`` is for a ring, and at most as many as it has.
     """
 
-    def __init__(
-        self,
-        *,
-        num_workers: int,
-        max_workers: int = 0,
-        wanted_workers: int = 0,
-        num_ps: int,
-        min_workers: int = 0,
-        session_timeout_s: float,
-        heartbeat_interval_s: float = 0.5,
-        session_grace_s: float = 0.0,
-        worker_timeout_s: float,
-        start_timeout_s: float,
-        now: float,
-        newest_incarnation: int = 0,
-        awaited: Mapping[str, int] | None = None,
-        prepared: Mapping[str, int] | None = None,
-        done: Mapping[str, int] | None = None,
-        fenced: Mapping[str, int] | None = None,
-        ready: bool = False,
-        joining: Mapping[str, int] | None = None,
-        taken_in: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, config: ChiefConfig, history: JobHistory, now: float) -> None:
+        num_workers, num_ps, min_workers = config.num_workers, history.num_ps, config.min_workers
         names = [TaskId("worker", i) for i in range(num_workers)] + [TaskId("ps", i) for i in range(num_ps)]
         self.required = [str(task) for task in names]
         # An evaluator may join every job (TensorFlow's TF_CONFIG names it to itself alone); nobody waits for it.
         self.tasks = {str(task): Session(task) for task in (*names, TaskId("evaluator", 0))}
         for task, each in self.tasks.items():
-            each.served = (prepared or {}).get(task, 0)
-        came = [TaskId.parse(task) for task in awaited or {}]  # more than are wanted by now, perhaps
-        self._max_workers = max(
-            max_workers if num_ps or min_workers else 0, *(task.index + 1 for task in came if task.type == "worker"), 0
-        )
+            each.served = history.prepared.get(task, 0)
+        came = [TaskId.parse(task) for task in history.live]  # more than are wanted by now, perhaps
+        # Without parameter servers or a min_workers, a ring is made of num_workers.
+        most = config.max_workers if num_ps or min_workers else 0
+        self._max_workers = max(most, *(task.index + 1 for task in came if task.type == "worker"), 0)
         self.wanted_workers = 0
         self.num_ps = num_ps
         if min_workers and (num_ps or min_workers > num_workers):
@@ -106,29 +73,25 @@ class Sessions(Roster):
                 f"many, and no ps, got min_workers {min_workers} and {num_ps} ps"
             )
         self.min_workers = min_workers
-        self.ready = ready
+        self.ready = history.ready
         self.founders: frozenset[Incarnation] = frozenset()
         self.stopping: StopJob | None = None
         self.first_failure = ""
-        self.fenced = dict(fenced or {})
-        self._newest_incarnation = newest_incarnation
-        self._session_timeout_s = session_timeout_s
-        self._heartbeat_interval_s = heartbeat_interval_s
-        self._session_grace_s = session_grace_s
-        self._worker_timeout_s = worker_timeout_s
-        self._start_deadline = now + start_timeout_s
-        self._start_timeout_s = start_timeout_s
+        self.fenced = dict(history.fenced)
+        self._config = config
+        self._newest_incarnation = history.newest_incarnation
+        self._start_deadline = now + config.start_timeout_s
         self._pending: dict[Incarnation, set[Incarnation]] = {}
-        if wanted_workers:
-            self.want_workers(wanted_workers)
-        for task, incarnation in {**(awaited or {}), **(done or {})}.items():
+        if history.wanted_workers:
+            self.want_workers(history.wanted_workers)
+        for task, incarnation in {**history.live, **history.done}.items():
             if (session := self._session(task)) is not None:
-                session.state = SessionState.DONE if task in (done or {}) else SessionState.AWAITED
+                session.state = SessionState.DONE if task in history.done else SessionState.AWAITED
                 session.number, session.heard_at, session.lost_at = incarnation, now, now
-                session.joining = (joining or {}).get(task) == incarnation
-                session.taken_in = incarnation if (taken_in or {}).get(task) == incarnation else 0
+                session.joining = history.joining.get(task) == incarnation
+                session.taken_in = incarnation if history.taken_in.get(task) == incarnation else 0
         for task, session in self.tasks.items():
-            if ready and session.state is SessionState.WAITING and task in self.required:
+            if self.ready and session.state is SessionState.WAITING and task in self.required:
                 session.state, session.lost_at, session.number = SessionState.LOST, now, self.fenced.get(task, 0)
 
     # What happens
@@ -165,7 +128,7 @@ class Sessions(Roster):
                 actions += self._lose(session, now, "a new process joined in its place")
             self._newest_incarnation += 1
             session.number, session.resumed, was_open = self._newest_incarnation, False, False
-            session.heartbeats = Heartbeats(self._heartbeat_interval_s)
+            session.heartbeats = Heartbeats(self._config.heartbeat_interval_s)
             session.copies, session.leaving = (0, 0), False
             session.joining = bool(self.min_workers) and self.ready and session.task.type == "worker"
             session.waits, session.taken_in = False, 0
@@ -277,7 +240,7 @@ class Sessions(Roster):
         if session.stream != stream or not session.open:
             return []
         session.stream, session.broken_at = 0, now
-        if self._session_grace_s and (self.stopping is None or session.task.type == "ps"):
+        if self._config.session_grace_s and (self.stopping is None or session.task.type == "ps"):
             return []  # the last checkpoint needs what a ps has in memory
         return self._lose(session, now, "its session broke off without a goodbye")
 
@@ -296,16 +259,17 @@ class Sessions(Roster):
             session.lost_at += seconds
 
     def tick(self, now: float) -> list[Action]:
+        config = self._config
         actions: list[Action] = []
         for session in self.tasks.values():
             silent_s = now - session.heard_at
             is_awaited = session.state is SessionState.AWAITED
-            patience_s = self._session_timeout_s * AWAITED_TIMEOUTS
+            patience_s = config.session_timeout_s * AWAITED_TIMEOUTS
             if not is_awaited:
-                patience_s = session.heartbeats.patience_s(self._session_timeout_s)
+                patience_s = session.heartbeats.patience_s(config.session_timeout_s)
             if (session.open or is_awaited) and silent_s > patience_s:
                 actions += self._lose(session, now, f"nothing was heard from it for {silent_s:.1f} s")
-            elif session.open and not session.stream and (broken_s := now - session.broken_at) > self._session_grace_s:
+            elif session.open and not session.stream and (broken_s := now - session.broken_at) > config.session_grace_s:
                 why = f"its session broke off without a goodbye {broken_s:.1f} s ago and did not come back"
                 actions += self._lose(session, now, why)
         if self.stopping is not None:
@@ -313,15 +277,15 @@ class Sessions(Roster):
         if not self.ready and now > self._start_deadline:
             missing = ", ".join(self.waiting_for)
             actions += self.stop(
-                1, f"the cluster did not come up within {self._start_timeout_s:.0f} s; still missing: {missing}"
+                1, f"the cluster did not come up within {config.start_timeout_s:.0f} s; still missing: {missing}"
             )
         for task in self.required:
             session = self.tasks[task]
             away = self.ready and session.state is SessionState.LOST
-            if away and now - session.lost_at > self._worker_timeout_s and not self._goes_on:
+            if away and now - session.lost_at > config.worker_timeout_s and not self._goes_on:
                 actions += self._give_up(session, now)
         for task, session in self.tasks.items():
-            away = session.state is SessionState.LOST and now - session.lost_at > self._worker_timeout_s
+            away = session.state is SessionState.LOST and now - session.lost_at > config.worker_timeout_s
             if away and not session.given_up and self.was_added(task):
                 session.given_up = True
                 actions += self._end_of_work()

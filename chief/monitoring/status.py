@@ -1,16 +1,14 @@
-"""What every task is doing: the status page, put together from the state. Pure, no I/O."""
+"""What every task is doing: the status page, put together from the state."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
 
-from stratagem.chief.journal.history import JobHistory
-from stratagem.chief.leasing.lease_book import LeaseBook
-from stratagem.chief.membership.session import Session, SessionState
-from stratagem.chief.membership.sessions import Sessions
-from stratagem.chief.monitoring.recent import NOTHING, Measured, Recent
-from stratagem.cluster.incarnation import Incarnation
+from stratagem.chief.chief_state import ChiefState
+from stratagem.chief.membership.session import SessionState
+from stratagem.chief.membership.session_streams import SessionStreams
+from stratagem.chief.monitoring.recent import NOTHING, Measured
 from stratagem.cluster.membership import Member
 
 
@@ -65,65 +63,35 @@ class JobStatus:
 _SHOWN = {SessionState.AWAITED: "waiting", SessionState.JOINED: "waiting"}
 
 
-def member_of(session: Session) -> Member:
-    """A task as the others see it."""
-    # A worker that has not come back to a restarted chief yet is no loss: the others of its ring would break it off.
-    is_awaited = session.state is SessionState.AWAITED and session.task.type == "worker"
-    is_live = session.state is SessionState.LIVE or is_awaited
-    ring = session.joining, session.waits
-    return Member(str(session.task), session.address, session.number, is_live, *ring, *session.copies)
-
-
-def chief_report(address: str, chief_epoch: int, pid: int, measured: Measured) -> TaskReport:
-    """The chief's own row; its epoch stands in the place of an incarnation."""
-    member = Member("chief:0", address, chief_epoch, True)
-    return TaskReport(member, b"", 0.0, pid, 0, 0, SessionState.LIVE.value, measured=measured)
-
-
-def report(
-    sessions: Sessions,
-    lease_book: LeaseBook,
-    history: JobHistory,
-    progress: Mapping[str, bytes],
-    waiting_steps: Mapping[str, int],
-    waits: Mapping[Incarnation, tuple[str, float]],
-    recent: Recent,
-    chief: TaskReport,
-    now: float,
-    scaling: str = "",
-    standby: str = "",
-) -> JobStatus:
+def report(state: ChiefState, streams: SessionStreams, address: str, scaling: str, standby: str) -> JobStatus:
     """The status page.
 
     Args:
-        sessions: membership.
-        lease_book: units.
-        history: what the journal says.
-        progress: newest progress of each task, as it came.
-        waiting_steps: step of the job whose update a task waits for; 0: none.
-        waits: what each incarnation waits for inside the chief, and since when.
-        recent: what tasks have measured.
-        chief: what the chief says about itself.
-        now: seconds, on the clock of the heartbeats.
+        state: of the job.
+        streams: have what tasks said and measured.
+        address: where the chief serves.
         scaling: why there are not as many ps as wanted.
         standby: which chief stands by.
     """
-    tasks = [chief]
+    sessions, lease_book, history, now = state.sessions, state.lease_book, state.journal.history, state.clock()
+    # The chief's own row; its epoch stands in the place of an incarnation.
+    chief, measured = Member("chief:0", address, history.chief_epoch, True), streams.recent.of("chief:0", now)
+    tasks = [TaskReport(chief, b"", 0.0, os.getpid(), 0, 0, SessionState.LIVE.value, measured=measured)]
     for session in sessions.known:
         name = str(session.task)
-        waiting_on, since = waits.get(session.incarnation, ("", now))
-        step = waiting_steps.get(name, 0) if session.state is SessionState.LIVE else 0
+        waiting_on, since = state.waits.noted.get(session.incarnation, ("", now))
+        step = streams.waiting_steps.get(name, 0) if session.state is SessionState.LIVE else 0
         late = [
             incarnation.task
             for incarnation in lease_book.steps.unfinished(step)
-            if waiting_steps.get(incarnation.task) != step
+            if streams.waiting_steps.get(incarnation.task) != step
         ]
         if late and not waiting_on:
             waiting_on = f"{', '.join(late)} to deliver their part of step {step}"
         tasks.append(
             TaskReport(
-                member=member_of(session),
-                progress=progress.get(name, b""),
+                member=session.member,
+                progress=streams.progress.get(name, b""),
                 heartbeat_age_s=now - session.heard_at if session.number else 0.0,
                 suspicion=session.heartbeats.phi(now - session.heard_at) if session.open else 0.0,
                 pid=session.pid,
@@ -132,7 +100,7 @@ def report(
                 state=_SHOWN.get(session.state, session.state.value),
                 waiting_on=waiting_on,
                 waiting_s=now - since,
-                measured=recent.of(name, now),
+                measured=streams.recent.of(name, now),
             )
         )
     opened = [(key, leases) for key, leases in lease_book.epochs.items() if not leases.closed]

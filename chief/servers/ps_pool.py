@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from stratagem.chief.leasing.steps import StepClosing
+from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit
@@ -28,22 +29,12 @@ class PsPool:
 
     Args:
         connect: makes the connection to (incarnation, address).
-        is_open: whether an incarnation still has an open session; a call to one that has not is given up.
-        is_ready: whether it has its values too; a ps that has just come back has none.
-        num_ps: how many there are when all are there.
+        sessions: know which ps are there; a call to one whose session is over is given up.
     """
 
-    def __init__(
-        self,
-        connect: Connect,
-        is_open: Callable[[Incarnation], bool],
-        is_ready: Callable[[Incarnation], bool] = lambda incarnation: True,
-        num_ps: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, connect: Connect, sessions: Sessions) -> None:
         self._connect = connect
-        self._is_open = is_open
-        self._is_ready = is_ready
-        self._num_ps = num_ps
+        self._sessions = sessions
         self.without_memory: set[Incarnation] = set()
         """ps that came back, and to which nothing could be given: they are in no checkpoint."""
         self._servers: dict[Incarnation, Server] = {}
@@ -51,7 +42,7 @@ class PsPool:
     @property
     def num_ps(self) -> int:
         """How many there are when all are there."""
-        return self._num_ps()
+        return self._sessions.num_ps
 
     @property
     def servers(self) -> list[Server]:
@@ -60,8 +51,8 @@ class PsPool:
 
     @property
     def ready(self) -> list[Server]:
-        """Those that workers may use."""
-        ready = (server for server in self.servers if self._is_ready(server.incarnation))
+        """Those that workers may use; a ps that has just come back has no values."""
+        ready = (server for server in self.servers if self._sessions.is_live(server.incarnation))
         return [server for server in ready if server.incarnation not in self.without_memory]
 
     def add(self, incarnation: Incarnation, address: str) -> Server:
@@ -114,6 +105,9 @@ class PsPool:
         """Units that some ps with values has no update of."""
         descriptions = [each for each in (await self.describe()).values() if each.initialized]
         return [unit for unit in units if not all(each.ordinals(unit) for each in descriptions)]
+
+    def _is_open(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._sessions.servers
 
     async def close(self) -> None:
         """Drops all connections."""

@@ -228,7 +228,7 @@ async def test_a_slice_that_every_ps_has_closed_is_accepted_by_a_chief_whose_jou
                 Task(port, f"worker:{i}", resume=each.incarnation, held=leases[i] * i) for i, each in enumerate(workers)
             ]
             resumed += [Task(port, f"ps:{i}", places[i], lives[i], store_epoch=1) for i in range(2)]
-            await until(lambda: second.job.recovery.is_open)
+            await until(lambda: second.job.is_open)
             assert second.job.lease_book.epoch(1, 0).num_accepted == 1
             assert second.job.lease_book.held(Incarnation("worker:1", resumed[1].incarnation))
             assert second.job.sessions.stopping is None and not second.job.lease_book.steps.orphans()
@@ -282,7 +282,7 @@ async def test_a_chief_whose_machine_crashed_gives_no_step_a_number_that_a_ps_ma
                 Task(port, "worker:0", resume=worker.incarnation),
                 Task(port, "ps:0", place, resume=server.session.incarnation, store_epoch=1),
             ]
-            await until(lambda: second.job.recovery.is_open)
+            await until(lambda: second.job.is_open)
             [after] = (await tasks[0].next()).leases
             assert after.step > before.step and after.unit.index == 1
             for task in [*tasks, worker]:

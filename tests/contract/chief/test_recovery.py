@@ -303,7 +303,7 @@ async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: 
                     Task(port, "ps:1", holder.session.address, holder.session.incarnation),
                     Task(port, "worker:0", resume=worker.incarnation),
                 ]
-                await until(lambda: second.job.recovery.is_open and len(second.job.sessions.live("ps")) == 2)
+                await until(lambda: second.job.is_open and len(second.job.sessions.live("ps")) == 2)
                 assert reborn.taken_from == ("ps:1", of_incarnation) and not reborn.restored_from
                 assert second.job.get_status().updates_lost == 0
                 for task in tasks:
@@ -346,7 +346,7 @@ async def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(
         async with chief(bind=port, **folders, num_ps=1, num_workers=1) as second:
             resumed = Task(port, "worker:0", resume=worker.incarnation)
             again = Task(port, "ps:0", place, resume=reborn.session.incarnation, store_epoch=2)
-            await until(lambda: second.job.recovery.is_open)
+            await until(lambda: second.job.is_open)
             if plan:
                 assert second.job.lease_book.epoch(1, 0).num_accepted == 0
             else:

@@ -169,7 +169,7 @@ async def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_al
                 Task(port, "worker:1", resume=workers[1].incarnation, held=[after]),
                 Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2),
             ]
-            await until(lambda: second.job.recovery.is_open or second.job.sessions.stopping)
+            await until(lambda: second.job.is_open or second.job.sessions.stopping)
             assert second.job.sessions.stopping is None
             [again] = (await tasks[0].next()).leases
             assert (again.step, again.unit.index) == (2, 0)

@@ -16,7 +16,7 @@ def test_it_ends_with_its_chief_also_when_something_has_just_changed() -> None:
 
     async def scenario(num_turns: int) -> None:
         changed, unused = ChangeEvent(), mock.Mock()
-        end = JobEnd(unused, unused, unused, unused, unused, changed, clock=time.monotonic)
+        end = JobEnd(mock.Mock(changed=changed, clock=time.monotonic), unused, unused)
         waiting: asyncio.Task[Any] = asyncio.create_task(end._until(lambda: False, time.monotonic() + 1000))
         for _ in range(3):  # it waits
             await asyncio.sleep(0)

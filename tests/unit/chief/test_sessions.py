@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
+from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.membership.session import Action, Announce, Dismiss, Fence, Prepare, Release, SessionState, StopJob
 from stratagem.chief.membership.sessions import Sessions
+from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, FencedError
 
 
 def make(num_workers: int = 2, num_ps: int = 1, **more: Any) -> Sessions:
-    defaults: dict[str, Any] = {
-        "session_timeout_s": 6.0,
-        "worker_timeout_s": 60.0,
-        "start_timeout_s": 300.0,
-        "now": 0.0,
-    }
-    return Sessions(num_workers=num_workers, num_ps=num_ps, **{**defaults, **more})
+    timeouts = {"session_timeout_s": 6.0, "worker_timeout_s": 60.0, "start_timeout_s": 300.0, "session_grace_s": 0.0}
+    told = {name: more.pop(name) for name in [*more] if name in ChiefConfig.model_fields}
+    config = ChiefConfig(num_workers=num_workers, num_ps=num_ps, **{**timeouts, **told})
+    now, live = more.pop("now", 0.0), more.pop("awaited", {})
+    return Sessions(config, JobHistory(num_ps=num_ps, live=live, **more), now)
 
 
 def join(sessions: Sessions, task: str, stream: int, now: float = 0.0, resume: int = 0) -> list[Action]:

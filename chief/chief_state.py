@@ -1,0 +1,90 @@
+"""What the parts of the chief share: its books, the connections to the ps, and who may speak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stratagem.chief.change_event import ChangeEvent
+from stratagem.chief.checkpointing import checkpoints
+from stratagem.chief.checkpointing.commit_hold import CommitHold
+from stratagem.chief.journal.journal import Journal
+from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.leasing.steps import NUM_UNSYNCED
+from stratagem.chief.membership.sessions import Sessions
+from stratagem.chief.monitoring.waits import Waits
+from stratagem.chief.servers.ps_pool import Connect, PsPool
+from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.incarnation import Incarnation
+from stratagem.errors import JobStoppedError
+
+
+class ChiefState:
+    """The books of a job, as an earlier chief has left them.
+
+    Args:
+        config: of the chief.
+        connect: given the chief's epoch, what makes the connection to a ps: (incarnation, address).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float]) -> None:
+        self.config = config
+        self.clock = clock
+        self.journal = Journal(config.state_dir)
+        history = self.journal.history
+        self.is_new = history.is_new
+        """Whether no task had ever joined the job when this chief started."""
+        self.newest_before = history.newest_incarnation
+        """The last incarnation that an earlier chief issued."""
+        newest = checkpoints.newest(config.checkpoint_dir) if config.checkpoint_dir else None
+        self.epoch = max(history.chief_epoch, newest[1].chief_epoch if newest else 0) + 1
+        self.journal.write("chief", epoch=self.epoch, num_ps=config.num_ps)
+        self.changed = ChangeEvent()
+        """Notified at every change that somebody may wait for."""
+        self.sessions = Sessions(config, history, clock())
+        self.lease_book = LeaseBook(history.next_step, 0 if self.is_new else NUM_UNSYNCED)
+        self.lease_book.restores = int(not self.is_new)  # nobody knows what an earlier chief put back
+        for dataset, plan in history.plans.items():
+            self.lease_book.open_dataset(dataset, plan)
+        self.lease_book.know_accepted(history.accepted)
+        self.lease_book.readmit(history.steps)
+        self.connect = connect(self.epoch)
+        """Makes the connection to a ps, also to one that does not serve yet."""
+        self.ps_pool = PsPool(self.connect, self.sessions)
+        self.commit_hold = CommitHold(self.ps_pool, chief_epoch=self.epoch)
+        self.waits = Waits(clock)
+        self.is_open = False
+        """Units may be leased: nothing is unknown any more about who holds what."""
+
+    async def admit(self, incarnation: Incarnation) -> None:
+        """Waits until the cluster is complete and the books are open; everybody else may go on at once.
+
+        Raises:
+            JobStoppedError: the job is over.
+            FencedError: the caller is.
+        """
+        while True:
+            stopping = self.sessions.stopping
+            if stopping is not None:
+                raise JobStoppedError(f"the job is over: {stopping.reason}", stopping.exit_code)
+            self.sessions.check(incarnation)
+            if self.sessions.ready and self.is_open:
+                return
+            await self.changed.wait()
+
+
+class ChiefPart:
+    """Something that the chief does, with what all its parts share at hand."""
+
+    def __init__(self, state: ChiefState) -> None:
+        self._state = state
+        self._config = state.config
+        self._clock = state.clock
+        self._journal = state.journal
+        self._changed = state.changed
+        self._sessions = state.sessions
+        self._lease_book = state.lease_book
+        self._ps_pool = state.ps_pool
+        self._commit_hold = state.commit_hold
+        self._waits = state.waits
+        self._admit = state.admit
