@@ -37,7 +37,7 @@ class GrpcLane:
     """Implements :class:`stratagem.rpc.lane.Lane` on the side that opened the stream.
 
     Args:
-        channel: a channel of its own, so that payload and control messages do not share a connection.
+        channel: a channel of its own, so that payload and control messages do not share a connection. The lane owns it.
         method: full name of the streaming method.
         metadata: says who the caller is.
         peer: task id at the other end, for messages.
@@ -62,6 +62,7 @@ class GrpcLane:
         together_bytes: int = 0,
     ) -> None:
         self._peer = peer
+        self._channel = channel
         self._meter = meter.lane(peer, self.name)
         self._together_bytes = together_bytes
         self._cork: list[_Outgoing] | None = None
@@ -131,6 +132,7 @@ class GrpcLane:
         self._call.cancel()
         if threading.current_thread() is not self._reader:
             self._reader.join(5.0)
+        self._channel.close()
 
     def _outgoing(self) -> Iterator[bytes]:
         while (items := self._outbox.get()) is not None:

@@ -111,9 +111,8 @@ class PsLaneOpener:
                 ("stratagem-incarnation", str(self._sender.incarnation)),
             )
             channel = channels.connect(self._address, self._ps, self._security)
-            return OwningGrpcLane(
-                channel, self._ps, metadata, self._meter, self._max_inbox_bytes, self._on_wait, self._together_bytes
-            )
+            limits = self._max_inbox_bytes, self._on_wait, self._together_bytes
+            return GrpcLane(channel, TRANSFER_METHOD, metadata, self._ps, self._meter, *limits)
         wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
         host = self._address.rpartition(":")[0].strip("[]")
         deadline = time.monotonic() + OPEN_S
@@ -136,27 +135,6 @@ class PsLaneOpener:
         except grpc.RpcError as error:
             raise error_from_rpc(error, self._ps) from None
         return LaneTicket(reply.token, reply.port, reply.socket_name)
-
-
-class OwningGrpcLane(GrpcLane):
-    """A grpc lane with a connection of its own, so that payload and control messages do not share one."""
-
-    def __init__(
-        self,
-        channel: grpc.Channel,
-        ps: str,
-        metadata: tuple[tuple[str, str], ...],
-        meter: BytesMeter,
-        max_inbox_bytes: int,
-        on_wait: Callable[[], None],
-        together_bytes: int,
-    ) -> None:
-        super().__init__(channel, TRANSFER_METHOD, metadata, ps, meter, max_inbox_bytes, on_wait, together_bytes)
-        self._channel = channel
-
-    def close(self, reason: str) -> None:
-        super().close(reason)
-        self._channel.close()
 
 
 _WHY: dict[Kind, str] = {

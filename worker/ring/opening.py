@@ -28,8 +28,6 @@ class Opener:
     """
 
     def __init__(self, ring_service: RingService, peers: Peers, meter: BytesMeter, deadline: float) -> None:
-        self.undo = contextlib.ExitStack()
-        """Frees what was opened beyond the lanes themselves."""
         self._ring_service = ring_service
         self._peers = peers
         self._meter = meter
@@ -93,9 +91,8 @@ class Opener:
         peer = self._peers.members.ranks[rank]
         ticket = self._peers.open_lane(rank, lane, purpose)
         if lane == "grpc":
-            channel = self._peers.connect(rank)
-            self.undo.callback(channel.close)
-            return GrpcLane(channel, EXCHANGE_METHOD, (("stratagem-token-bin", ticket.token),), peer.task, self._meter)
+            shown = (("stratagem-token-bin", ticket.token),)
+            return GrpcLane(self._peers.connect(rank), EXCHANGE_METHOD, shown, peer.task, self._meter)
         sock = self._peers.connect_lane(rank, ticket, self._deadline)
         if lane == "tcp":
             return TcpSender(sock, peer.task, self._meter)

@@ -67,7 +67,6 @@ class RingMember:
         self._meter = meter
         self._take_in = take_in
         self._peers: Peers | None = None
-        self._opener: Opener | None = None
         self._device = torch.device("cpu")
         self._options = CommunicationOptions()
         self._chunk_bytes = 0
@@ -177,16 +176,15 @@ class RingMember:
 
         Where nobody is lost the one before stays until all have come: they may be in the middle of a collective.
         """
-        opener, peers = self._opener, self._peers
-        is_over = peers is not None and bool(peers.members.lost(self._session.membership))
-        if is_over:
-            _close(opener, peers)
+        before = self._peers
+        is_over = before is not None and bool(before.members.lost(self._session.membership))
+        if before is not None and is_over:
+            before.close()
         formed = self._meet_next(members)
-        if formed is not None and not is_over:
-            _close(opener, peers)
-        elif formed is None and not is_over:
-            _close(self._opener if self._opener is not opener else None, None)
-            self._opener, self._peers = opener, peers
+        if formed is None and not is_over:
+            self._peers = before
+        elif before is not None:
+            before.close()
         return formed
 
     def _meet_next(self, members: Members) -> Group | None:
@@ -250,8 +248,6 @@ class RingMember:
         """Frees lanes, threads and memory."""
         if self.ring_service.communicator is not None:
             self.ring_service.communicator.close(reason)
-        if self._opener is not None:
-            self._opener.undo.close()
         self.ring_service.close()
         if self._peers is not None:
             self._peers.close()
@@ -279,9 +275,9 @@ class RingMember:
             group, failed = self._try(plan, peers, options, device, said[0].store_address, meeting)
             try:
                 replies = peers.meet(meeting, RankInfo(me.task, failures=failed), deadline)
-            except MembersChangedError:
+            except BaseException:
                 if group is not None:
-                    group.close("a rank was lost while the ring formed")
+                    group.close("the ring did not form")
                 raise
             new: dict[str, str] = {}
             for task, lane, why in [(one.task, *failure) for one in replies for failure in one.failures.items()]:
@@ -309,9 +305,7 @@ class RingMember:
         try:
             group = build(plan, peers, opener, options, device, store_address, f"round {meeting}")
         except LaneFailedError as error:
-            opener.undo.close()
             return None, {error.lane: str(error)}
-        self._opener = opener
         return group, {}
 
     def _start(self, group: Group, plan: LanePlan) -> Communicator:
@@ -352,10 +346,3 @@ class RingMember:
         # Who is gone while this rank leaves has passed the last barrier already; if not, its lanes tell.
         if self.ring_service.diagnosis is not None and not self._is_leaving:
             self.ring_service.diagnosis.membership_changed(membership)
-
-
-def _close(opener: Opener | None, peers: Peers | None) -> None:
-    if opener is not None:
-        opener.undo.close()
-    if peers is not None:
-        peers.close()

@@ -14,6 +14,7 @@ import torch
 
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.membership import Member, Membership
+from stratagem.errors import ClusterTimeoutError
 from stratagem.rpc.lane_listener import LaneListener
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.limits import ServerLimits
@@ -21,6 +22,8 @@ from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring import ring_member
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.peers import Peers
+from stratagem.worker.ring.ring_group import RingGroup
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
@@ -101,6 +104,27 @@ def test_a_rank_that_is_late_is_named() -> None:
             second.all_reduce(torch.ones(3))
             early.result()
         assert [member.waiting() for member in members] == [None, None]
+
+
+def test_a_group_that_not_all_ranks_confirm_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    meet, close = Peers.meet, RingGroup.close
+
+    def late(self: Any, meeting: int, info: Any, deadline: float) -> Any:
+        if meeting > 1:
+            raise ClusterTimeoutError("somebody does not come any more")
+        return meet(self, meeting, info, deadline)
+
+    def closing(self: Any, reason: str) -> None:
+        closed.append(reason)
+        close(self, reason)
+
+    monkeypatch.setattr(Peers, "meet", late)
+    monkeypatch.setattr(RingGroup, "close", closing)
+    doors = [LaneListener("127.0.0.1"), LaneListener("127.0.0.1")]
+    with pytest.raises(ClusterTimeoutError), formed("127.0.0.1", doors, OVER_TCP):
+        pass
+    assert closed == ["the ring did not form"] * 2
 
 
 @pytest.mark.parametrize(
