@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from stratagem.worker.ring.group import Arena
 
 
-class Area(Protocol):
-    """Memory of one bucket. All tensors are flat, of the bucket's dtype and equal in length."""
+class Area:
+    """Memory of one bucket. All tensors are flat, of the bucket's dtype and equal in length. Of CPU parameters
+    everything happens in the arena, which belongs to the group: there is nothing to do."""
 
     source: torch.Tensor
     """Where local gradients are written, on the parameters' device."""
     result: torch.Tensor
     """Where ``p.grad`` looks at, on the parameters' device."""
+
+    def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype) -> None:
+        self.source = self._host_source = arena.source[start : start + num_bytes].view(dtype)
+        self.result = self._host_result = arena.result[start : start + num_bytes].view(dtype)
 
     def wrote(self) -> None:
         """A gradient was written into the source. Called in the thread of backward."""
@@ -27,9 +31,11 @@ class Area(Protocol):
 
     def before_reduce(self) -> torch.Tensor:
         """The complete source in host memory. Called in the communicator's thread."""
+        return self._host_source
 
     def host_result(self) -> torch.Tensor:
         """Host memory for the reduced values."""
+        return self._host_result
 
     def after_reduce(self) -> None:
         """The host result is complete. Called in the communicator's thread."""
@@ -41,41 +47,11 @@ class Area(Protocol):
         """Gives back what the area holds of the device."""
 
 
-class HostArea:
-    """A bucket of CPU parameters: everything happens in the arena."""
-
-    def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype) -> None:
-        self.source = arena.source[start : start + num_bytes].view(dtype)
-        self.result = arena.result[start : start + num_bytes].view(dtype)
-
-    def wrote(self) -> None:
-        """Nothing to do: the host has no streams."""
-
-    def seal(self) -> None:
-        """Nothing to do: the gradients are where the group reads."""
-
-    def before_reduce(self) -> torch.Tensor:
-        return self.source
-
-    def host_result(self) -> torch.Tensor:
-        return self.result
-
-    def after_reduce(self) -> None:
-        """Nothing to do: the result is where the group wrote."""
-
-    def show(self) -> None:
-        """Nothing to do: the host has no streams."""
-
-    def close(self) -> None:
-        """Nothing to do: the arena belongs to the group."""
-
-
-class CudaArea:
+class CudaArea(Area):
     """A bucket of CUDA parameters: copies to and from page-locked host memory on a side stream, ordered by events."""
 
     def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._host_source = arena.source[start : start + num_bytes].view(dtype)
-        self._host_result = arena.result[start : start + num_bytes].view(dtype)
+        super().__init__(arena, start, num_bytes, dtype)
         self.source = torch.zeros_like(self._host_source, device=device)
         self.result = torch.zeros_like(self._host_result, device=device)
         self._side = torch.cuda.Stream(device)
@@ -99,9 +75,6 @@ class CudaArea:
     def before_reduce(self) -> torch.Tensor:
         self._on_host.synchronize()
         return self._host_source
-
-    def host_result(self) -> torch.Tensor:
-        return self._host_result
 
     def after_reduce(self) -> None:
         with torch.cuda.stream(self._side):

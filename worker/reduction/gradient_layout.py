@@ -11,7 +11,7 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.buckets import ALIGNMENT, ParameterSize, cut_buckets
 from stratagem.worker.reduction.compress_interface import BucketPart
-from stratagem.worker.reduction.gradient_areas import Area, CudaArea, HostArea, page_locked
+from stratagem.worker.reduction.gradient_areas import Area, CudaArea, page_locked
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
 from stratagem.worker.ring.communicator import Communicator
 
@@ -76,7 +76,7 @@ class GradientLayout:
             if bucket.device.type == "cuda":
                 area = CudaArea(arena, start, bucket.num_bytes, bucket.dtype, bucket.device)
             else:
-                area = HostArea(arena, start, bucket.num_bytes, bucket.dtype)
+                area = Area(arena, start, bucket.num_bytes, bucket.dtype)
             start += bucket.num_bytes
             parts = []
             for slot, offset in zip(members, bucket.offsets, strict=True):

@@ -7,12 +7,20 @@ over lanes), :mod:`stratagem.worker.ring.two_level_group` (both), :mod:`stratage
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+
+REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+"""What makes one tensor of two. Of float16 and bfloat16 torch computes it in float32 and rounds once."""
 
 
 class Tag(NamedTuple):

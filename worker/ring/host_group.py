@@ -134,16 +134,14 @@ class HostGroup:
             arena = start = 0
             if slices[0].numel() > part and not is_inside:
                 arena, start, _ = self._arenas.place(source, source)
-            if arena:
-                if signals.exchange(True, arena, start, start):
-                    start += slices[self.rank].data_ptr() - source.data_ptr()
-                    chunk = min(part, _CHUNK_BYTES // out.itemsize)
-                    views = [view.split(chunk) for view in self._arenas.at(arena, start, out)]
-                    for into, *parts in zip(out.split(chunk), *views, strict=True):
-                        reduction(parts, into)
-                    signals.exchange(False)
-                    return
-                self._scratch.next_round()
+            if self._all_are_at(arena, start, start):
+                start += slices[self.rank].data_ptr() - source.data_ptr()
+                chunk = min(part, _CHUNK_BYTES // out.itemsize)
+                views = [view.split(chunk) for view in self._arenas.at(arena, start, out)]
+                for into, *parts in zip(out.split(chunk), *views, strict=True):
+                    reduction(parts, into)
+                signals.exchange(False)
+                return
             stages_own = self.rank >= 2 and is_inside  # a reduction may be written over its first two sources only
 
             def write(k: int) -> None:
@@ -164,17 +162,15 @@ class HostGroup:
         with self._signals.collective(tag) as signals:
             part = self._part_elements(1, source.dtype)
             arena, start = self._place_of_all(outs) if min(out.numel() for out in outs) > part else (0, 0)
-            if arena:
-                if outs[self.rank].data_ptr() != source.data_ptr():
-                    outs[self.rank].copy_(source)
-                if signals.exchange(True, arena, start, start):
-                    for rank, out in enumerate(outs):
-                        if rank != self.rank:
-                            out.copy_(self._arenas.at(arena, start, out)[rank])
-                        start += out.nbytes
-                    signals.exchange(False)
-                    return
-                self._scratch.next_round()
+            if arena and outs[self.rank].data_ptr() != source.data_ptr():
+                outs[self.rank].copy_(source)
+            if self._all_are_at(arena, start, start):
+                for rank, out in enumerate(outs):
+                    if rank != self.rank:
+                        out.copy_(self._arenas.at(arena, start, out)[rank])
+                    start += out.nbytes
+                signals.exchange(False)
+                return
 
             def write(k: int) -> None:
                 self._stage(0, part, source[k * part : (k + 1) * part])
@@ -190,13 +186,11 @@ class HostGroup:
         with self._signals.collective(tag) as signals:
             part = self._part_elements(1, buffer.dtype)
             arena, start, _ = self._arenas.place(buffer, buffer) if buffer.numel() > part else (0, 0, 0)
-            if arena:
-                if signals.exchange(True, arena, start, start):
-                    if self.rank != root:
-                        buffer.copy_(self._arenas.at(arena, start, buffer)[root])
-                    signals.exchange(False)
-                    return
-                self._scratch.next_round()
+            if self._all_are_at(arena, start, start):
+                if self.rank != root:
+                    buffer.copy_(self._arenas.at(arena, start, buffer)[root])
+                signals.exchange(False)
+                return
 
             def write(k: int) -> None:
                 if self.rank == root:
@@ -249,7 +243,7 @@ class HostGroup:
             self._reduce_short(source, out, op)
             return
         arena, start, result = self._arenas.place(source, out)
-        if arena and self._signals.exchange(True, arena, start, result):
+        if self._all_are_at(arena, start, result):
             reduction = self._reductions(op, source.dtype, _CHUNK_BYTES // source.itemsize)
             for sources, into, copies in self._plans(arena, start, result, source.numel(), source.dtype, op, root):
                 reduction(sources, into)
@@ -257,9 +251,16 @@ class HostGroup:
                     copy.copy_(into)
             self._signals.exchange(False)
             return
-        if arena:  # the others have their tensors elsewhere, and this was their first round
-            self._scratch.next_round()
         self._reduce_in_pieces(source, out, op, root)
+
+    def _all_are_at(self, arena: int, start: int, result: int) -> bool:
+        """Whether all ranks have their tensors at the same place of an arena, and are ready."""
+        if not arena:
+            return False
+        is_there = self._signals.exchange(True, arena, start, result)
+        if not is_there:  # the others have their tensors elsewhere, and this was their first round
+            self._scratch.next_round()
+        return is_there
 
     def _reduce_short(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp) -> None:
         """Every rank reduces everything for itself; in rank order, so that bits are equal."""

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.worker.ring.group import REDUCE
 
-_FUNCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
 _ROUNDING = (ReduceOp.SUM, ReduceOp.PRODUCT)
 
 
@@ -37,7 +32,7 @@ class Reduction:
     """
 
     def __init__(self, op: ReduceOp, dtype: torch.dtype, num_sources: int, max_elements: int) -> None:
-        self._function = _FUNCTIONS[op]
+        self._function = REDUCE[op]
         self.wide = dtype in (torch.float16, torch.bfloat16) and op in _ROUNDING and num_sources > 2
         """Whether intermediate values are kept in float32, apart from every tensor of the caller."""
         if self.wide:

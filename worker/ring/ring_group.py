@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.group import REDUCE, Arena, Tag
 from stratagem.worker.ring.neighbours import Neighbours
 from stratagem.worker.ring.schedule import (
     ChunkAction,
@@ -24,14 +24,6 @@ from stratagem.worker.ring.schedule import (
 
 SMALL_BYTES = 64 << 10
 """Where all ranks' tensors together are at most this long, everybody gets all of them: half the hops, more bytes."""
-
-_REDUCE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    # float16 and bfloat16: torch computes in float32 and rounds once.
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
-}
 
 
 class RingGroup:
@@ -189,14 +181,14 @@ class RingGroup:
             other = self._ring.receive(other, 0, tag)
             self._ring.flush(tag)  # out may be the source, which has to have left
             first, second = (source, other) if self.rank == 0 else (other, source)
-            _REDUCE[op](first, second, out=out)
+            REDUCE[op](first, second, out=out)
             return
         every = self._scratch("chunk", self.size * num_elements, source.dtype).view(self.size, num_elements)
         every[self.rank].copy_(source)
         self._pass_around(every, tag)
-        _REDUCE[op](every[0], every[1], out=out)
+        REDUCE[op](every[0], every[1], out=out)
         for other in every[2:]:
-            _REDUCE[op](out, other, out=out)
+            REDUCE[op](out, other, out=out)
 
     def _run(self, steps: Schedule, source: torch.Tensor, held: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         """Leaves partial results, then results, in ``held``.
@@ -204,7 +196,7 @@ class RingGroup:
         ``held`` may be ``source`` and may be sent from while it is written to: a chunk that comes a second time is
         reduced with what this rank sent the first time, so that has left this memory.
         """
-        reduce = _REDUCE[op]
+        reduce = REDUCE[op]
         for step in steps:
             part = held[step.start : step.stop]
             if step.action is ChunkAction.REDUCE:
@@ -228,7 +220,7 @@ class RingGroup:
         tag: Tag,
     ) -> None:
         """The same with another dtype on the wire: results in ``wire``, and as decoded from it in ``out``."""
-        reduce = _REDUCE[op]
+        reduce = REDUCE[op]
         for step in steps:
             part = wire[step.start : step.stop]
             if step.action is ChunkAction.REDUCE:
