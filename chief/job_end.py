@@ -26,13 +26,7 @@ LATE_S = 20.0
 
 
 class JobEnd(ChiefPart):
-    """The end of a job, or of its chief alone.
-
-    Args:
-        state: of the job.
-        streams: tell the tasks.
-        maintenance: takes the last checkpoint.
-    """
+    """The end of a job, or of its chief alone."""
 
     def __init__(self, state: ChiefState, streams: SessionStreams, maintenance: Maintenance) -> None:
         super().__init__(state)

@@ -15,11 +15,7 @@ SERVICE = "stratagem.Chief"
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
-    """Serves a job.
-
-    Args:
-        job: the job.
-    """
+    """Serves a job."""
 
     def __init__(self, job: ChiefJob) -> None:
         self._job = job

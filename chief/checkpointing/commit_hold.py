@@ -46,12 +46,7 @@ def torn_updates(held: Mapping[Incarnation, ServerDescription]) -> dict[Incarnat
 
 
 class CommitHold:
-    """One hold on the commits of all ps, shared by everybody who needs it at the time.
-
-    Args:
-        ps_pool: the ps.
-        chief_epoch: process of the chief.
-    """
+    """One hold on the commits of all ps, shared by everybody who needs it at the time."""
 
     def __init__(self, ps_pool: PsPool, *, chief_epoch: int) -> None:
         self._ps_pool = ps_pool

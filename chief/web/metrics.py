@@ -21,11 +21,7 @@ class _Found:
 
 
 def metrics_routes(look: Callable[[], Awaitable[Iterable[Metric]]]) -> list[web.RouteDef]:
-    """The one route.
-
-    Args:
-        look: gives the metrics.
-    """
+    """The one route; ``look`` gives the metrics."""
 
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))

@@ -25,11 +25,7 @@ RETRY_MS = 1000
 
 
 class JobPage:
-    """The routes.
-
-    Args:
-        watch: looks at the job.
-    """
+    """The routes."""
 
     def __init__(self, watch: PageWatch) -> None:
         self._watch = watch

@@ -55,11 +55,7 @@ def consolidate(directory: str | pathlib.Path, slot: str = "") -> dict[str, torc
 
 
 class ServerState:
-    """What parameter servers wrote into a checkpoint; weights and slots are read when first asked for.
-
-    Args:
-        path: of the checkpoint.
-    """
+    """What parameter servers wrote into a checkpoint; weights and slots are read when first asked for."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path

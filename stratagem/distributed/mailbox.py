@@ -30,12 +30,7 @@ class PostedReceive:
 
 
 class Mailbox:
-    """Of one rank.
-
-    Args:
-        rank: this rank.
-        sources: the others.
-    """
+    """Of one rank; ``sources`` are the others."""
 
     def __init__(self, rank: int, sources: list[int]) -> None:
         self._rank = rank

@@ -15,13 +15,7 @@ _FIRST_TAG = 1 << 40
 
 
 class MonitoredBarriers:
-    """Of one rank.
-
-    Args:
-        messages: of this rank.
-        rank: this rank.
-        size: ranks in the group.
-    """
+    """Of one rank."""
 
     def __init__(self, messages: Messages, rank: int, size: int) -> None:
         self._messages = messages

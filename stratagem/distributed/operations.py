@@ -35,12 +35,7 @@ class Operation:
 
 
 class Operations:
-    """Makes operations.
-
-    Args:
-        rank: this rank.
-        size: ranks in the group.
-    """
+    """Makes the operations of one rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -64,11 +64,7 @@ class _Gate:
 
 
 class AdmissionInterceptor(WrappingInterceptor):
-    """Sync servers. Every method takes a stream here: so a call is counted before its request is read.
-
-    Args:
-        limits: of the server.
-    """
+    """Sync servers. Every method takes a stream here: so a call is counted before its request is read."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits

@@ -76,11 +76,7 @@ def _sender_of(request: Any) -> str | None:
 
 
 class AuthorizationInterceptor(WrappingInterceptor):
-    """Sync servers.
-
-    Args:
-        security: of this server.
-    """
+    """Sync servers."""
 
     def __init__(self, security: Security) -> None:
         self._security = security

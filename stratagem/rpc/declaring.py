@@ -40,11 +40,7 @@ def declaration(security: Security) -> tuple[tuple[str, str], ...]:
 
 
 class DeclaringInterceptor(_UnaryUnary, _StreamStream):
-    """Sync channels.
-
-    Args:
-        security: of the caller.
-    """
+    """Sync channels."""
 
     def __init__(self, security: Security) -> None:
         self._declaration = declaration(security)

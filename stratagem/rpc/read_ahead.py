@@ -14,11 +14,7 @@ Receive = Callable[[memoryview, bool, int, float], int]
 
 
 class ReadAhead:
-    """The bytes of a stream, headers by their form and payloads where they belong. For one thread at a time.
-
-    Args:
-        receive: reads from the socket.
-    """
+    """The bytes of a stream, headers by their form and payloads where they belong. For one thread at a time."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

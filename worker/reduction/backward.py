@@ -23,11 +23,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class BackwardWatch:
-    """Tells a meter when each ``backward()`` begins and ends. Whoever hears of gradients calls it with each.
-
-    Args:
-        meter: of the process.
-    """
+    """Tells a meter when each ``backward()`` begins and ends. Whoever hears of gradients calls it with each."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter = meter

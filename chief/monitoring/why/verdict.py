@@ -24,11 +24,7 @@ FEW_STEPS, SHORT_S = 5, 3.0
 
 
 def judge(reading: Reading) -> JobVerdict:
-    """What makes the job slow.
-
-    Args:
-        reading: what every task measured.
-    """
+    """What makes the job slow."""
     if reading.problem:
         return JobVerdict(
             Cause.CHIEF_AWAY,
