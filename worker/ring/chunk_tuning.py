@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.ring_group import RingGroup
 
 CANDIDATES = (256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 """Bytes; 64 KiB to 8 MiB were tried on several lanes, the best one always lay in here."""
@@ -21,13 +21,7 @@ SLOW_S = 0.1
 """A first trial that takes longer means a slow link: there the chunk size matters little, and trying costs."""
 
 
-class Chunked(Protocol):
-    """A group that moves tensors in chunks."""
-
-    def set_chunk_bytes(self, chunk_bytes: int) -> None: ...
-
-
-def choose_chunk_bytes(communicator: Communicator, ring: Chunked) -> int:
+def choose_chunk_bytes(communicator: Communicator, ring: RingGroup) -> int:
     """Tries and sets the best; every rank gets the same answer."""
     tensor = torch.ones(TRIAL_BYTES // 4)
     out = torch.empty_like(tensor)

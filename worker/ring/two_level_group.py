@@ -5,21 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
-from stratagem.worker.ring.group import Arena, Group, Tag
+from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.ring_group import RingGroup
-
-
-class ReducingGroup(Group, Protocol):
-    """What is needed of the group inside a host."""
-
-    def reduce(self, source: torch.Tensor, out: torch.Tensor | None, root: int, op: ReduceOp, tag: Tag) -> None:
-        """``out`` of rank ``root`` = op over ranks of ``source``; the other ranks give None."""
 
 
 class TwoLevelGroup:
@@ -38,7 +31,7 @@ class TwoLevelGroup:
 
     def __init__(
         self,
-        host: ReducingGroup,
+        host: HostGroup,
         ring: RingGroup | None,
         flat: RingGroup,
         *,
@@ -66,12 +59,6 @@ class TwoLevelGroup:
         for group in (self.host, self.ring, self.flat):
             if group is not None:
                 group.timeout_s = seconds
-
-    def set_chunk_bytes(self, chunk_bytes: int) -> None:
-        """See :meth:`RingGroup.set_chunk_bytes`; holds for both rings."""
-        for ring in (self.ring, self.flat):
-            if ring is not None:
-                ring.set_chunk_bytes(chunk_bytes)
 
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """The host's: the ranks of a host reduce in it, and its leader's ring sends from it."""
