@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from stratagem.chief.membership.session import StopJob
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.units import Lease
 
@@ -71,13 +72,5 @@ class Fenced:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Stop:
-    """The job is over."""
-
-    exit_code: int
-    reason: str
-
-
 Request = Join | Heartbeat | Goodbye
-Event = Welcome | Membership | Fenced | Stop
+Event = Welcome | Membership | Fenced | StopJob

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.ended import write_end
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.events import Stop
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
@@ -56,7 +55,7 @@ class JobEnd(ChiefPart):
             self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all, and ended, goes on with that; else the next one begins another job.
         self._journal.write("ending" if is_good else "stopped", reason=stop.reason)
-        self._streams.broadcast(Stop(stop.exit_code, stop.reason))
+        self._streams.broadcast(stop)
 
         deadline = self._clock() + (LATE_S if is_good else 0.0)
 

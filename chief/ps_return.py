@@ -133,7 +133,8 @@ class PsReturn(ChiefPart):
         return True
 
     async def begin_on(self, checkpoint: str, num_ps: int, newcomers: Sequence[Server]) -> None:
-        """See ``Recovery.begin_on``."""
+        """Newcomers begin from a checkpoint that was just made, as some of ``num_ps``; those that serve will, when they
+        are prepared next."""
         await asyncio.gather(*(server.restore_shards(checkpoint, num_ps, is_fresh=True) for server in newcomers))
         self._begun = {server.incarnation for server in newcomers}
         if self._restarted:  # what one of them lacks all will, whose ledgers are joined

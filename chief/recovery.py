@@ -51,7 +51,7 @@ class Recovery(ChiefPart):
         self._begin_anew = begin_anew
         self._committed: dict[Incarnation, set[CommittedSlice]] = {}
         self._opening = asyncio.Lock()
-        self._ps_return = PsReturn(state, saving, give_up=give_up, all_went_back=self._committed.clear)
+        self.ps_return = PsReturn(state, saving, give_up=give_up, all_went_back=self._committed.clear)
 
     # A worker is over
 
@@ -61,7 +61,7 @@ class Recovery(ChiefPart):
 
     async def release(self, incarnation: Incarnation) -> None:
         """Every live ps refuses ``incarnation``: gives its units back."""
-        async with self._ps_return.lock:
+        async with self.ps_return.lock:
             await self._release(incarnation)
 
     async def _release(self, incarnation: Incarnation) -> None:
@@ -129,7 +129,7 @@ class Recovery(ChiefPart):
             self.fenced(Incarnation(task, number), committed or ())
         self._changed.notify()
         if not self._sessions.tasks[incarnation.task].resumed:
-            await self._ps_return.bring_up_to_date(server)
+            await self.ps_return.bring_up_to_date(server)
 
     async def believe(self, incarnation: Incarnation, dataset: int, epoch: int, indices: Sequence[int]) -> list[int]:
         """Those of the reported units that are accepted indeed.
@@ -142,9 +142,9 @@ class Recovery(ChiefPart):
             return list(indices)
         if not self._lease_book.synchronous:
             units = {(dataset, epoch): UnitBitmap.of(unit.index for unit in doubtful)}
-            await self._ps_return.lost_after_restarts(units)
+            await self.ps_return.lost_after_restarts(units)
             return list(indices)
-        async with self._ps_return.lock:
+        async with self.ps_return.lock:
             missing = await self._ps_pool.missing(doubtful)
             own = [unit for unit in missing if unit in self._lease_book.held(incarnation)]
             await self.carry_out(incarnation, self._lease_book.remove(own, {}))
@@ -153,13 +153,6 @@ class Recovery(ChiefPart):
         gone = {unit.index for unit in missing}
         return [index for index in indices if index not in gone]
 
-    # There is to be another number of ps
-
-    async def begin_on(self, checkpoint: str, num_ps: int, newcomers: Sequence[Server]) -> None:
-        """Newcomers begin from a checkpoint that was just made, as some of ``num_ps``; those that serve will, when they
-        are prepared next."""
-        await self._ps_return.begin_on(checkpoint, num_ps, newcomers)
-
     async def count_lost(self) -> None:
         """Of a ps that was put back alone, what it lacks of what others have closed: after the ledgers are joined
         nobody could tell."""
@@ -167,7 +160,7 @@ class Recovery(ChiefPart):
         closed: Positions = {}
         for each in described.values():
             closed = plus(closed, each.closed)
-        await self._ps_return.lost_after_restarts(closed)
+        await self.ps_return.lost_after_restarts(closed)
 
     # The chief starts
 
@@ -205,8 +198,8 @@ class Recovery(ChiefPart):
             for server in self._ps_pool.servers:
                 session = self._sessions.tasks[server.incarnation.task]
                 if not session.resumed and server.incarnation.task in history.initialized:
-                    with self._ps_return.lost_where_refused(server):
-                        await self._ps_return.take_back(server)
+                    with self.ps_return.lost_where_refused(server):
+                        await self.ps_return.take_back(server)
         self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
         self._state.is_open = True
         self._changed.notify()
@@ -214,7 +207,7 @@ class Recovery(ChiefPart):
     async def _start_from_checkpoint(self, holding: list[ServerDescription]) -> None:
         """No process is older than this chief: the job starts, or starts again, from what the ps restored."""
         saved: Positions = {}
-        origin = self._ps_return.origin
+        origin = self.ps_return.origin
         if origin is not None:
             manifest = origin.manifest
             saved = plus(manifest.accepted, manifest.applied if _is_synchronous(manifest) else {})
@@ -223,7 +216,7 @@ class Recovery(ChiefPart):
                     self._lease_book.open_dataset(dataset, plan)
                     self._journal.write("plan", dataset=dataset, plan=dataclasses.asdict(plan))
             self._lease_book.steps.next_number = max(self._lease_book.steps.next_number, manifest.next_step)
-            self._journal.write("initialized", tasks=sorted({each.task for each in self._ps_return.put_back}))
+            self._journal.write("initialized", tasks=sorted({each.task for each in self.ps_return.put_back}))
             self._journal.write("restored", path=str(origin.path), undone=origin.num_undone)
             logger.info("The job goes on from step %d (%s)", manifest.step, origin.path)
         saved = plus(saved, _closed(holding))

@@ -237,7 +237,7 @@ class Scaling(ChiefPart):
         servers = [self._state.connect(session.incarnation, session.address) for session in newcomers]
         async with self._saving.lock:
             try:
-                await self._recovery.begin_on(checkpoint, num_ps, servers)
+                await self._recovery.ps_return.begin_on(checkpoint, num_ps, servers)
             finally:
                 await asyncio.gather(*(server.close() for server in servers))
             await self._commit_hold.outlive_chief()

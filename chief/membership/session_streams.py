@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Request, Stop, Welcome
+from stratagem.chief.events import Event, Fenced, Goodbye, Heartbeat, Join, Request, Welcome
 from stratagem.chief.membership.session import (
     Action,
     Announce,
@@ -73,7 +73,7 @@ class SessionStreams(ChiefPart):
         self._outboxes: dict[int, asyncio.Queue[Event | None]] = {}
         self._newest_stream = 0
         self._last_missing: list[str] = []
-        self._stop: Stop | None = None
+        self._stop: StopJob | None = None
         self._closed = False
         self._announcing: asyncio.TimerHandle | None = None
         self._announce_at = 0.0
@@ -241,7 +241,7 @@ class SessionStreams(ChiefPart):
 
     def broadcast(self, event: Event) -> None:
         """Tells every task."""
-        if isinstance(event, Stop):
+        if isinstance(event, StopJob):
             self._stop = event
         for stream, outbox in [*self._outboxes.items()]:
             if outbox.qsize() < MAX_UNREAD_EVENTS:

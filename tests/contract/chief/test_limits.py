@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.chief import wire
-from stratagem.chief.events import Stop
 from stratagem.chief.membership import session_streams
+from stratagem.chief.membership.session import StopJob
 from stratagem.chief.membership.session_streams import SessionStreams
 from stratagem.errors import ForbiddenError, LimitError
 from stratagem.rpc.errors import error_from_rpc
@@ -59,5 +59,5 @@ async def test_events_that_a_task_does_not_read_are_bounded(monkeypatch: pytest.
             told.broadcast(told.membership())
             await until(told._outboxes[other].empty)
         assert number not in told._outboxes and deaf.qsize() == 1 and deaf.get_nowait() is None
-        told.broadcast(Stop(0, "the test is over"))
+        told.broadcast(StopJob(0, "the test is over"))
         await until(lambda: any(worker.ended("stop") is not None for worker in workers))
