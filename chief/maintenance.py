@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
+from stratagem.chief.background import Work
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
@@ -16,7 +16,6 @@ from stratagem.errors import CheckpointError, PeerUnavailableError, StaleStoreEr
 
 logger = logging.getLogger(__name__)
 
-Work = Callable[[], Coroutine[Any, Any, None]]
 RETRY_S = 0.25
 """Between two looks whether all ps are back for the first checkpoint."""
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -318,9 +317,7 @@ class _Inside:
     def __enter__(self) -> None:
         self._meter._note((_now(), self._phase, self))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         meter = self._meter
         meter._note((_now(), "", self))
         if len(meter._noted) > MAX_NOTED:

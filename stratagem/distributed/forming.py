@@ -89,7 +89,8 @@ def form(
         undo.callback(server.stop, 0.2)
         words = meeting.exchange("the address", f"{server.address} {own_host_id()}")
         addresses = [word.partition(" ")[0] for word in words]
-        _check_reachable(tasks, addresses, [word.partition(" ")[2] for word in words])
+        places = [word.partition(" ")[2] for word in words]
+        _check_reachable(tasks, addresses, places)
         members.met(addresses)
         member = RingMember(ring_service, members, meter)
         undo.callback(member.close, "the process group did not form")
@@ -97,7 +98,6 @@ def form(
         diagnosis = ring_service.diagnosis
         assert diagnosis is not None  # it has formed
         undo.pop_all()
-    places = [word.partition(" ")[2] for word in words]
     messages = Messages(
         rank,
         len(ranks),
@@ -123,7 +123,7 @@ def form(
 
 def _lane_between(options: CommunicationOptions, is_same_place: bool) -> PairLane:
     if options.transport in ("grpc", "tcp"):
-        return "grpc" if options.transport == "grpc" else "tcp"
+        return options.transport
     return "shm" if is_same_place else "tcp"
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from stratagem.distributed.reductions import Run, reducing
-from stratagem.distributed.tensors import flat, movable, name_of, put, room_for, told
+from stratagem.distributed.tensors import flat, movable, put, room_for, told
 from stratagem.errors import CollectiveError, ConfigurationError
+from stratagem.worker.ring.communicator import name_of
 from stratagem.worker.ring.group import Group, Tag
 
 Step = tuple[str, Run]

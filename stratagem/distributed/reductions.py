@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.distributed.tensors import name_of
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import can_travel
+from stratagem.worker.ring.communicator import name_of
 from stratagem.worker.ring.group import Group, Tag
 
 _OPS: Mapping[str, ReduceOp] = {

@@ -9,6 +9,7 @@ import torch
 
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import can_travel
+from stratagem.worker.ring.communicator import name_of
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,11 +42,6 @@ def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None
 def movable(values: torch.Tensor) -> torch.Tensor:
     """Flat values that are only moved, never added: those of a dtype unknown to the wire travel as their bytes."""
     return values if can_travel(values.dtype) else values.view(torch.uint8)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """For example "float32"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def told(tensor: torch.Tensor, before: str = "", after: str = "") -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from types import TracebackType
 
 from stratagem.measuring.flight import FLIGHT
 
@@ -51,7 +50,5 @@ class Timed:
     def __enter__(self) -> None:
         self._start = time.perf_counter_ns()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._totals.add_span(self._name, self._start)

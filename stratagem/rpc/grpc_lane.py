@@ -92,19 +92,15 @@ class GrpcLane:
 
     @property
     def readable(self) -> bool:
-        """See :class:`stratagem.rpc.lane.Lane`."""
         return self._inbox.has_something
 
     def corked(self) -> Corked:
-        """See :class:`stratagem.rpc.lane.Lane`."""
         return Corked(self)
 
     def cork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         self._cork = []
 
     def uncork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         items, self._cork = self._cork, None
         if items:
             self._outbox.put(items)

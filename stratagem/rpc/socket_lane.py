@@ -84,7 +84,6 @@ class SocketReceiver(abc.ABC):
 
     @property
     def readable(self) -> bool:
-        """See :class:`stratagem.rpc.lane.Lane`."""
         return bool(self._early) or bool(self._ahead) or is_readable(self._sock)
 
     def close(self, reason: str) -> None:
@@ -132,16 +131,13 @@ class TwoSocketLane(abc.ABC):
         """See :class:`stratagem.rpc.lane.Corkable`."""
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
-        """See :class:`stratagem.rpc.lane.ReceivingLane`."""
         if self._cork is not None:
             self.uncork()
         return self._receiver.receive(transfer, deadline, into)
 
     @property
     def readable(self) -> bool:
-        """See :class:`stratagem.rpc.lane.Lane`."""
         return self._receiver.readable
 
     def forget(self, transfer: int) -> None:
-        """See :class:`stratagem.rpc.lane.ReceivingLane`."""
         self._receiver.forget(transfer)

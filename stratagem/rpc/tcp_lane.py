@@ -104,15 +104,12 @@ class TcpSender:
             self._queue(item, 0)
 
     def corked(self) -> Corked:
-        """See :class:`stratagem.rpc.lane.Lane`."""
         return Corked(self)
 
     def cork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         self._cork, self._corked_bytes = [], 0
 
     def uncork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         views, self._cork = self._cork, None
         if views:
             try:

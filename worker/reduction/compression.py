@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,17 +20,9 @@ from stratagem.worker.reduction.compress_topk import TopKCompression
 __all__ = ["BucketPart", "GradientCompression", "compression_named"]
 
 
-def _bf16() -> GradientCompression:
-    return CastCompression("bf16", torch.bfloat16)
-
-
-def _fp16() -> GradientCompression:
-    return CastCompression("fp16", torch.float16)
-
-
 _COMPRESSIONS: dict[str, Callable[..., GradientCompression]] = {
-    "bf16": _bf16,
-    "fp16": _fp16,
+    "bf16": functools.partial(CastCompression, "bf16", torch.bfloat16),
+    "fp16": functools.partial(CastCompression, "fp16", torch.float16),
     "int8": Int8Compression,
     "powersgd": PowerSGDCompression,
     "topk": TopKCompression,

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
         self._compression = copy.deepcopy(compression)
         self._in_place = compression is None and not keep_sources
         self._early = early
-        self._futures: list[concurrent.futures.Future[None]] = []
+        self._futures: list[concurrent.futures.Future[Any]] = []
         self.buckets: list[PlacedBucket] = []
         """In the order in which they leave."""
         self.num_early = 0
@@ -317,9 +318,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
         status = BackwardStatus(self._present(), backward.weights, group, self._num_groups, self._num_reduced, *told)
         mine = status.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)
-        self._futures.append(
-            self._communicator.submit(lambda: _discard(self._communicator.all_reduce(mine, out=total)))
-        )
+        self._futures.append(self._communicator.submit(lambda: self._communicator.all_reduce(mine, out=total)))
         return status, total
 
     def _gather(self, slot: SparseSlot, merged: MergedStatus) -> torch.Tensor | None:
@@ -354,7 +353,3 @@ class _Backward(Backward):
 
 _Exchanged = tuple[MergedStatus, dict[int, torch.Tensor | None]]
 """What all ranks know, and the gathered gradients of sparse parameters by index."""
-
-
-def _discard(_: torch.Tensor) -> None:
-    return None

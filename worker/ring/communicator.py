@@ -124,7 +124,7 @@ class Communicator:
         flat, result = _flat(tensor), _result(tensor, out)
         target = result if _is_flat(result) else torch.empty_like(flat)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        what = f"all_reduce {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
+        what = f"all_reduce {op.value} of {tensor.numel():,} {name_of(tensor.dtype)}"
         if self.healing is not None and flat.data_ptr() == target.data_ptr():
             flat = flat.clone()  # it may have to be reduced again
 
@@ -148,7 +148,7 @@ class Communicator:
         """This rank's slice of the flattened reduction: contiguous, the first ranks have one element more."""
         op, flat = ReduceOp(op), _flat(tensor)
         group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        what = f"reduce_scatter {op.value} of {tensor.numel():,} {_name(tensor.dtype)}"
+        what = f"reduce_scatter {op.value} of {tensor.numel():,} {name_of(tensor.dtype)}"
 
         def scatter() -> torch.Tensor:
             start, stop = cut(flat.numel(), self.size)[self.rank]
@@ -163,7 +163,7 @@ class Communicator:
         flat = _flat(tensor)
         mine = torch.tensor([tensor.shape[0] if tensor.dim() else 1], dtype=torch.int64)
         rest = tensor.shape[1:]
-        what = f"all_gather of {_name(tensor.dtype)} rows of {list(rest)}"
+        what = f"all_gather of {name_of(tensor.dtype)} rows of {list(rest)}"
 
         def gather() -> list[torch.Tensor]:
             rows = [torch.empty_like(mine) for _ in range(self.size)]
@@ -183,7 +183,7 @@ class Communicator:
         """Gives every rank the values of ``root``'s tensor, in place."""
         flat = _flat(tensor)
         buffer = flat if flat.data_ptr() != tensor.data_ptr() or tensor.requires_grad else tensor.view(-1)
-        what = f"broadcast of {tensor.numel():,} {_name(tensor.dtype)} from rank {root}"
+        what = f"broadcast of {tensor.numel():,} {name_of(tensor.dtype)} from rank {root}"
         sender = "" if self.healing is None else self.healing.members[root]
 
         def send() -> None:
@@ -208,7 +208,7 @@ class Communicator:
         sources = [_flat(tensor) for tensor in tensors]
         counts = torch.tensor([tensor.shape[0] for tensor in tensors], dtype=torch.int64)
         every = [torch.empty_like(counts) for _ in range(self.size)]
-        what = f"all_to_all of {_name(dtype)} rows of {list(rest)}"
+        what = f"all_to_all of {name_of(dtype)} rows of {list(rest)}"
         self.collective(f"lengths for {what}", lambda tag: self.group.all_gather(counts, every, tag))
         lengths = [int(row[self.rank]) for row in every]
         outs = [torch.empty(count * math.prod(rest), dtype=dtype) for count in lengths]
@@ -357,5 +357,6 @@ def _is_flat(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """For example "float32"."""
     return str(dtype).removeprefix("torch.")

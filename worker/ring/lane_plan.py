@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions, Transport
+from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.errors import ConfigurationError
 
 PairLane = Literal["grpc", "tcp", "shm"]
@@ -87,7 +87,7 @@ def plan_lanes(
     if options.transport in failures:
         raise ConfigurationError(f"--transport {options.transport} cannot be had: {failures[options.transport]}")
     if options.transport in ("grpc", "tcp"):
-        return LanePlan(singles, _ring_lane(options.transport), False, f"{options.transport} was asked for")
+        return LanePlan(singles, options.transport, False, f"{options.transport} was asked for")
     hosts = singles if "shm" in failures else _hosts(members)
     if options.transport == "shm" and len(hosts) > 1:
         strangers = ", ".join(members[host[0]].task for host in hosts)
@@ -108,10 +108,6 @@ def plan_lanes(
 def _wants_nccl(members: Sequence[RankInfo], options: CommunicationOptions) -> bool:
     auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
     return auto and all(member.cuda for member in members)
-
-
-def _ring_lane(transport: Transport) -> RingLane:
-    return "grpc" if transport == "grpc" else "tcp"
 
 
 def _hosts(members: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.communicator import Communicator, name_of
 
 CHUNK_BYTES = 4 << 20
 """Bytes that one collective moves. A rank that does not want them needs no more memory than this."""
@@ -35,7 +35,7 @@ def broadcast_tensors(
         wants: whether this rank is to have them; else the result is empty.
     """
     is_root = communicator.rank == root
-    shapes = [[key, str(each.dtype).removeprefix("torch."), list(each.shape)] for key, each in tensors.items()]
+    shapes = [[key, name_of(each.dtype), list(each.shape)] for key, each in tensors.items()]
     entries = broadcast_json(communicator, shapes if is_root else None, root)
     if is_root:
         held = dict(tensors)
