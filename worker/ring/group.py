@@ -6,13 +6,16 @@ over lanes), :mod:`stratagem.worker.ring.two_level_group` (both), :mod:`stratage
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.errors import CollectiveError
 
 REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -46,6 +49,32 @@ class Arena:
         """One of memory that ``make`` gives: once, or twice to keep sources apart from results."""
         source = make()
         return cls(source, source if in_place else make())
+
+
+class Breakable(abc.ABC):
+    """What an error ends for good. The first one counts."""
+
+    def __init__(self) -> None:
+        self._error: CollectiveError | None = None
+        self._breaking = threading.Lock()
+
+    def check(self) -> None:
+        """Raises the error that broke it, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def break_off(self, error: CollectiveError) -> CollectiveError:
+        """Breaks it; returns the first error of all, which everything raises from now on."""
+        with self._breaking:
+            if self._error is not None:
+                return self._error
+            self._error = error
+        self._end(error)
+        return error
+
+    @abc.abstractmethod
+    def _end(self, error: CollectiveError) -> None:
+        """Closes what it stands on: whoever waits there wakes."""
 
 
 class Group(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import torch
@@ -10,10 +9,10 @@ import torch
 from stratagem.errors import CollectiveError, StratagemError
 from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.group import Tag
+from stratagem.worker.ring.group import Breakable, Tag
 
 
-class Neighbours:
+class Neighbours(Breakable):
     """Moves pieces of collectives. A message that is not exactly the expected one, a neighbour that is gone or one that
     stands still breaks both lanes for good, so that the others notice too.
 
@@ -28,6 +27,7 @@ class Neighbours:
     def __init__(
         self, rank: int, size: int, right: SendingLane | None, left: ReceivingLane | None, timeout_s: float
     ) -> None:
+        super().__init__()
         self.right = (rank + 1) % size
         self.left = (rank - 1) % size
         self.waiting_on: int | None = None
@@ -35,13 +35,6 @@ class Neighbours:
         self._right_lane = right
         self._left_lane = left
         self.timeout_s = timeout_s
-        self._error: CollectiveError | None = None
-        self._breaking = threading.Lock()
-
-    def check(self) -> None:
-        """Raises the error that broke the ring, if one did."""
-        if self._error is not None:
-            raise self._error
 
     def send(self, part: torch.Tensor, offset: int, tag: Tag) -> None:
         """Queues ``part``, whose first element is the ``offset``-th; its memory has to stay until :meth:`flush`."""
@@ -105,16 +98,10 @@ class Neighbours:
         finally:
             self.waiting_on = None
 
-    def break_off(self, error: CollectiveError) -> CollectiveError:
-        """Closes both lanes; returns the first error of all, which everything raises from now on."""
-        with self._breaking:
-            if self._error is not None:
-                return self._error
-            self._error = error
+    def _end(self, error: CollectiveError) -> None:
         for lane in (self._right_lane, self._left_lane):
             if lane is not None:
                 lane.close(str(error))
-        return error
 
     def _blame(self, rank: int, tag: Tag, error: StratagemError) -> CollectiveError:
         return self.break_off(CollectiveError(f"collective {tag.ordinal} failed at rank {rank}: {error}", rank))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.rpc.binding import listening
-from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.group import Arena, Breakable, Tag
 from stratagem.worker.ring.schedule import cut
 
 _OPS: dict[ReduceOp, Any] = {
@@ -37,7 +36,7 @@ def free_store_address(host: str) -> str:
         return f"{host}:{listener.getsockname()[1]}"
 
 
-class TorchGroup:
+class TorchGroup(Breakable):
     """Implements :class:`stratagem.worker.ring.group.Group` by a process group of its own.
 
     NCCL is what this class is for. With gloo it runs on a CPU, so that it can be tested without a GPU; lanes of our
@@ -72,17 +71,16 @@ class TorchGroup:
         timeout_s: float,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.name: str = backend
         self.rank = rank
         self.size = size
         self._device = device
         self.timeout_s = timeout_s
-        self._error: CollectiveError | None = None
-        self._breaking = threading.Lock()
         self._store: TCPStore | None = None
         self._group: Any = None
         if failure := self._connect(store_address):
-            raise self._break(CollectiveError(f"the ranks did not find each other: {backend}: {failure}"))
+            raise self.break_off(CollectiveError(f"the ranks did not find each other: {backend}: {failure}"))
 
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory on the group's device."""
@@ -90,14 +88,14 @@ class TorchGroup:
         return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=self._device), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        self._check()
+        self.check()
         total = self._own(out) if source.data_ptr() == out.data_ptr() else self._own(out).copy_(source)
         self._reduce(total, op, tag)
         _fill(out, total)
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         """An all-reduce of which every rank keeps its slice: slices differ in length, which NCCL cannot scatter."""
-        self._check()
+        self.check()
         total = source.to(self._device, copy=True)
         self._reduce(total, op, tag)
         start, stop = cut(source.numel(), self.size)[self.rank]
@@ -105,7 +103,7 @@ class TorchGroup:
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         """Shorter tensors are padded on their way: NCCL gathers equal lengths."""
-        self._check()
+        self.check()
         longest = max(out.numel() for out in outs)
         if not longest:
             return
@@ -117,7 +115,7 @@ class TorchGroup:
             out.copy_(row[: out.numel()])
 
     def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
-        self._check()
+        self.check()
         if not buffer.numel():
             return
         options = dist.BroadcastOptions()
@@ -128,7 +126,7 @@ class TorchGroup:
         _fill(buffer, moved)
 
     def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        self._check()
+        self.check()
         sent = torch.cat([source.to(self._device) for source in sources])
         out_lengths, lengths = [out.numel() for out in outs], [source.numel() for source in sources]
         received = torch.empty(sum(out_lengths), dtype=sent.dtype, device=self._device)
@@ -145,11 +143,11 @@ class TorchGroup:
         return None
 
     def close(self, reason: str) -> None:
-        self._break(CollectiveError(reason))
+        self.break_off(CollectiveError(reason))
 
     def _compare(self, tag: Tag) -> None:
         """Every rank's tag to every rank."""
-        self._check()
+        self.check()
         mine = torch.tensor([tag.ordinal, tag.fingerprint], dtype=torch.int64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         self.all_gather(mine, every, tag)
@@ -158,7 +156,7 @@ class TorchGroup:
                 ordinal, fingerprint = theirs.tolist()
                 expected = f"in collective {tag.ordinal} (fingerprint {tag.fingerprint:08x})"
                 got = f"in {ordinal} (fingerprint {fingerprint:08x})"
-                raise self._break(CollectiveError(f"expected rank {rank} {expected}, it is {got}", rank))
+                raise self.break_off(CollectiveError(f"expected rank {rank} {expected}, it is {got}", rank))
 
     def _reduce(self, total: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         if not total.numel():
@@ -174,7 +172,7 @@ class TorchGroup:
     def _run(self, start: Callable[[Any], Any], tag: Tag) -> None:
         """Starts a collective and waits until its outputs are complete."""
         if failure := self._attempt(start):
-            raise self._break(CollectiveError(f"collective {tag.ordinal} failed: {self.name}: {failure}"))
+            raise self.break_off(CollectiveError(f"collective {tag.ordinal} failed: {self.name}: {failure}"))
 
     # These two return errors as texts: the traceback of an error would keep the process group and its connections.
 
@@ -207,21 +205,12 @@ class TorchGroup:
             return _first_line(error)
         return ""
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _break(self, error: CollectiveError) -> CollectiveError:
-        """Aborts what runs, frees connections and threads; returns the first error of all."""
-        with self._breaking:
-            if self._error is not None:
-                return self._error
-            self._error = error
+    def _end(self, error: CollectiveError) -> None:
+        """Aborts what runs, frees connections and threads."""
         if self._group is not None:
             self._group.abort()
             self._group.shutdown()
         self._group = self._store = None
-        return error
 
 
 def _store(rank: int, size: int, address: str, timeout_s: float) -> TCPStore:

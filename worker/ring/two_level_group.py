@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
-from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.group import Arena, Breakable, Tag
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.ring_group import RingGroup
 
 
-class TwoLevelGroup:
+class TwoLevelGroup(Breakable):
     """Implements :class:`stratagem.worker.ring.group.Group` with two groups for all_reduce, and a third for the rest.
 
     An element crosses the network once for each host, not once for each rank. Every rank of a host gets what its
@@ -38,6 +37,7 @@ class TwoLevelGroup:
         host_ranks: Sequence[int],
         leader_ranks: Sequence[int],
     ) -> None:
+        super().__init__()
         self.name = f"{host.name} inside hosts, {flat.name} between them"
         self.rank = flat.rank
         self.size = flat.size
@@ -46,8 +46,6 @@ class TwoLevelGroup:
         self.flat = flat
         self._host_ranks = tuple(host_ranks)
         self._leader_ranks = tuple(leader_ranks)
-        self._error: CollectiveError | None = None
-        self._breaking = threading.Lock()
 
     @property
     def timeout_s(self) -> float:
@@ -103,7 +101,7 @@ class TwoLevelGroup:
         return None if mate is None else self._host_ranks[mate]
 
     def close(self, reason: str) -> None:
-        self._break(CollectiveError(reason))
+        self.break_off(CollectiveError(reason))
 
     @contextlib.contextmanager
     def _inside(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -112,21 +110,15 @@ class TwoLevelGroup:
         Args:
             ranks: global rank of each rank of the inner group.
         """
-        if self._error is not None:
-            raise self._error
+        self.check()
         try:
             yield
         except CollectiveError as error:
             rank = None if error.rank is None else ranks[error.rank]
             where = "" if len(ranks) == self.size else f" (counted from 0 among the ranks {', '.join(map(str, ranks))})"
-            raise self._break(CollectiveError(f"{error}{where}", rank)) from None
+            raise self.break_off(CollectiveError(f"{error}{where}", rank)) from None
 
-    def _break(self, error: CollectiveError) -> CollectiveError:
-        with self._breaking:
-            if self._error is not None:
-                return self._error
-            self._error = error
+    def _end(self, error: CollectiveError) -> None:
         for group in (self.flat, self.ring, self.host):
             if group is not None:
                 group.close(str(error))
-        return error
