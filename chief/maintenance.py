@@ -24,7 +24,6 @@ class Maintenance(ChiefPart):
     """The chief's own initiative.
 
     Args:
-        state: of the job.
         recovery: concluded first.
         saving: takes checkpoints.
         spawn: runs work beside the rest.

@@ -34,7 +34,6 @@ class PsReturn(ChiefPart):
     """Gives a ps its memory: from a checkpoint, or from another ps's copy.
 
     Args:
-        state: of the job.
         saving: its lock keeps a restore and a checkpoint apart.
         give_up: ends the job with an exit code and a reason.
         all_went_back: called when all ps went back to a checkpoint together.

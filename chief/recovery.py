@@ -33,7 +33,6 @@ class Recovery(ChiefPart):
     """What happens to units when a worker, a ps or the chief died.
 
     Args:
-        state: of the job.
         saving: its lock keeps a restore and a checkpoint apart.
         give_up: ends the job with an exit code and a reason.
         begin_anew: told that the workers start from the beginning of their script.

@@ -64,7 +64,6 @@ class Scaling(ChiefPart):
     """What was asked for, and how it becomes so.
 
     Args:
-        state: of the job.
         streams: tell the tasks.
         saving: takes the checkpoint that the ps begin from.
         recovery: prepares them.

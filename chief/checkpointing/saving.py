@@ -32,7 +32,6 @@ class Saving(ChiefPart):
     """Takes checkpoints, one at a time.
 
     Args:
-        state: of the job.
         committed: told of every committed checkpoint, before commits are released.
     """
 

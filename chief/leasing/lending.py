@@ -102,7 +102,6 @@ class TrainingUnits(UnitLender):
     """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted.
 
     Args:
-        state: of the job.
         recovery: knows which reports to believe, and what follows when units come back.
         first_checkpoint: waits until units may be leased: no update can be lost before there is a checkpoint.
         metric_store: keeps what was counted on units, and knows who has left a group of agreements.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import types
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
@@ -10,22 +10,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
 
-@dataclasses.dataclass
-class _Found:
-    """A registry of what was found for one request."""
-
-    metrics: Iterable[Metric]
-
-    def collect(self) -> Iterable[Metric]:
-        return self.metrics
-
-
 def metrics_routes(look: Callable[[], Awaitable[Iterable[Metric]]]) -> list[web.RouteDef]:
     """The one route; ``look`` gives the metrics."""
 
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        body = encode(_Found(await look()))
+        found = await look()
+        body = encode(types.SimpleNamespace(collect=lambda: found))  # a registry of what this request has found
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     return [web.get("/metrics", metrics)]
