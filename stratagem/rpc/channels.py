@@ -60,14 +60,11 @@ def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Cha
     Raises:
         ConfigurationError: the certificates cannot be used, or the token would travel in the clear.
     """
-    options = channel_options()
-    if security.tls is not None:
-        options.append(("grpc.ssl_target_name_override", server_name(peer)))
-        channel = grpc.secure_channel(address, channel_credentials(security.tls), options=options)
-    else:
-        if security.token is not None:
-            check_token_path(address, security.insecure)
+    options, credentials = _prepared(address, peer, security)
+    if credentials is None:
         channel = grpc.insecure_channel(address, options=options)
+    else:
+        channel = grpc.secure_channel(address, credentials, options=options)
     if security.token is not None:
         channel = grpc.intercept_channel(channel, DeclaringInterceptor(security))
     return channel
@@ -75,15 +72,20 @@ def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Cha
 
 def connect_aio(address: str, peer: str = "", security: Security = OPEN) -> grpc.aio.Channel:
     """The same for ``grpc.aio``."""
-    options = channel_options()
+    options, credentials = _prepared(address, peer, security)
     declare: list[Any] = []
     if security.token is not None:
         declare = [AioUnaryDeclaringInterceptor(security), AioStreamDeclaringInterceptor(security)]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=declare)
+    return grpc.aio.secure_channel(address, credentials, options=options, interceptors=declare)
+
+
+def _prepared(address: str, peer: str, security: Security) -> tuple[list[_Option], grpc.ChannelCredentials | None]:
+    """Options of a channel, and its credentials; None: it is in the clear."""
+    options = channel_options()
     if security.tls is not None:
-        options.append(("grpc.ssl_target_name_override", server_name(peer)))
-        return grpc.aio.secure_channel(
-            address, channel_credentials(security.tls), options=options, interceptors=declare
-        )
+        return [*options, ("grpc.ssl_target_name_override", server_name(peer))], channel_credentials(security.tls)
     if security.token is not None:
         check_token_path(address, security.insecure)
-    return grpc.aio.insecure_channel(address, options=options, interceptors=declare)
+    return options, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -35,42 +36,24 @@ UNREAD_BYTES = 1 << 30
 """Frames in shared memory that a ps may leave unread before this worker waits for it."""
 
 
+@dataclasses.dataclass(frozen=True)
 class PsLaneOpener:
-    """Opens one lane to one ps.
+    """Opens one lane to one ps."""
 
-    Args:
-        stub: the ps.
-        sender: this worker.
-        ps: task id of the ps, for messages.
-        address: host:port of the ps.
-        meter: counts bytes.
-        security: of this worker.
-        max_inbox_bytes: of a lane, see ``WorkerConfig``.
-        on_wait: called now and then while a read from the lane waits; what it raises ends the wait.
-        frame_bytes: payload bytes of a frame; no message of several is larger.
-    """
-
-    def __init__(
-        self,
-        stub: ps_pb2_grpc.ParameterServerStub,
-        sender: common_pb2.Sender,
-        ps: str,
-        address: str,
-        meter: BytesMeter,
-        security: Security = OPEN,
-        max_inbox_bytes: int = INBOX_BYTES,
-        on_wait: Callable[[], None] = nothing,
-        frame_bytes: int = TOGETHER_BYTES,
-    ) -> None:
-        self._on_wait = on_wait
-        self._together_bytes = min(TOGETHER_BYTES, frame_bytes)
-        self._stub = stub
-        self._sender = sender
-        self._ps = ps
-        self._address = address
-        self._meter = meter
-        self._security = security
-        self._max_inbox_bytes = max_inbox_bytes
+    stub: ps_pb2_grpc.ParameterServerStub
+    sender: common_pb2.Sender
+    """Of this worker."""
+    ps: str
+    """Task id, for messages."""
+    address: str
+    meter: BytesMeter
+    security: Security = OPEN
+    max_inbox_bytes: int = INBOX_BYTES
+    """Of a lane, see ``WorkerConfig``."""
+    on_wait: Callable[[], None] = nothing
+    """Called now and then while a read from the lane waits; what it raises ends the wait."""
+    frame_bytes: int = TOGETHER_BYTES
+    """Payload bytes of a frame; no message of several is larger."""
 
     def open(self, transport: Transport, place: str) -> Lane:
         """The lane asked for; ``auto`` takes the fastest that works.
@@ -84,7 +67,7 @@ class PsLaneOpener:
             PeerUnavailableError: the ps does not answer.
         """
         is_here = place == own_host_id()
-        kinds, better = _candidates(transport, is_here, self._ps), ""
+        kinds, better = _candidates(transport, is_here, self.ps), ""
         for kind in kinds:
             try:
                 lane = self._open(kind)
@@ -93,47 +76,47 @@ class PsLaneOpener:
             except StratagemError as error:
                 if kind == kinds[-1]:
                     raise
-                logger.info("%s: no %s lane: %s", self._ps, kind, error)
+                logger.info("%s: no %s lane: %s", self.ps, kind, error)
                 better = better or f"no {kind} lane: {error}"
             else:
                 why = f"{transport} was asked for" if transport != "auto" else _WHY[kind]
-                logger.info("%s over %s, because %s", self._ps, kind, why)
+                logger.info("%s over %s, because %s", self.ps, kind, why)
                 if transport != "auto" and kind != "shm" and is_here:
-                    better = f"{kind} was asked for, and {self._ps} is on this host"
-                self._meter.chose(self._ps, kind, why, better)
+                    better = f"{kind} was asked for, and {self.ps} is on this host"
+                self.meter.chose(self.ps, kind, why, better)
                 return lane
         raise AssertionError("grpc is always tried last")
 
     def _open(self, kind: Kind) -> Lane:
         if kind == "grpc":
             metadata = (
-                ("stratagem-task", self._sender.task),
-                ("stratagem-incarnation", str(self._sender.incarnation)),
+                ("stratagem-task", self.sender.task),
+                ("stratagem-incarnation", str(self.sender.incarnation)),
             )
-            channel = channels.connect(self._address, self._ps, self._security)
-            limits = self._max_inbox_bytes, self._on_wait, self._together_bytes
-            return GrpcLane(channel, TRANSFER_METHOD, metadata, self._ps, self._meter, *limits)
+            channel = channels.connect(self.address, self.ps, self.security)
+            limits = self.max_inbox_bytes, self.on_wait, min(TOGETHER_BYTES, self.frame_bytes)
+            return GrpcLane(channel, TRANSFER_METHOD, metadata, self.ps, self.meter, *limits)
         wire = lane_pb2.SHM if kind == "shm" else lane_pb2.TCP
-        host = self._address.rpartition(":")[0].strip("[]")
+        host = self.address.rpartition(":")[0].strip("[]")
         deadline = time.monotonic() + OPEN_S
         tickets = [self._ask(wire, purpose) for purpose in ("up", "down")]
         with contextlib.ExitStack() as undo:
-            outward = undo.enter_context(connect_lane(tickets[0], host, deadline, self._ps, self._security))
-            inward = undo.enter_context(connect_lane(tickets[1], host, deadline, self._ps, self._security))
+            outward = undo.enter_context(connect_lane(tickets[0], host, deadline, self.ps, self.security))
+            inward = undo.enter_context(connect_lane(tickets[1], host, deadline, self.ps, self.security))
             lane: Lane
             if kind == "shm":
-                lane = ShmLane(outward, inward, self._ps, self._meter, lambda: UNREAD_BYTES, self._on_wait)
+                lane = ShmLane(outward, inward, self.ps, self.meter, lambda: UNREAD_BYTES, self.on_wait)
             else:
-                lane = TcpLane(outward, inward, self._ps, self._meter, self._max_inbox_bytes, self._on_wait)
+                lane = TcpLane(outward, inward, self.ps, self.meter, self.max_inbox_bytes, self.on_wait)
             undo.pop_all()
         return lane
 
     def _ask(self, kind: lane_pb2.LaneKind.ValueType, purpose: str) -> LaneTicket:
-        request = lane_pb2.OpenLaneRequest(sender=self._sender, kind=kind, purpose=purpose)
+        request = lane_pb2.OpenLaneRequest(sender=self.sender, kind=kind, purpose=purpose)
         try:
-            reply: lane_pb2.OpenLaneReply = self._stub.OpenLane(request, timeout=OPEN_S)
+            reply: lane_pb2.OpenLaneReply = self.stub.OpenLane(request, timeout=OPEN_S)
         except grpc.RpcError as error:
-            raise error_from_rpc(error, self._ps) from None
+            raise error_from_rpc(error, self.ps) from None
         return LaneTicket(reply.token, reply.port, reply.socket_name)
 
 
