@@ -109,13 +109,8 @@ class ChiefClient:
         return {log.name: log.value for log in self._call(lambda stub: stub.RecordLogs, request).logs}
 
     def agree(self, group: str, ordinal: int, value: int) -> int:
-        """Says a number and waits until every worker that takes part has said one: the largest is decided, for good.
-
-        Args:
-            group: of the question.
-            ordinal: of the question.
-            value: at least 0.
-        """
+        """Says a number (at least 0) and waits until every worker that takes part has said one: the largest is decided,
+        for good."""
         topic = chief_pb2.Topic(group=group, ordinal=ordinal)
         request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value)
         return self._call(lambda stub: stub.Agree, request, patient=True).value

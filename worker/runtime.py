@@ -47,10 +47,6 @@ def active_runtime() -> WorkerRuntime | None:
 class WorkerRuntime:
     """Joins the cluster, waits until it is complete, and connects to every ps.
 
-    Args:
-        config: this worker's configuration.
-        cluster: the cluster.
-
     Raises:
         ConfigurationError: this process has joined as this task already; it would end its own session.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -272,7 +272,12 @@ class RingMember:
         while True:
             plan = plan_lanes(said, options, failures)
             meeting += 1
-            group, failed = self._try(plan, peers, options, device, said[0].store_address, meeting)
+            opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
+            group, failed = None, {}
+            try:
+                group = build(plan, peers, opener, options, device, said[0].store_address, f"round {meeting}")
+            except LaneFailedError as error:
+                failed = {error.lane: str(error)}
             try:
                 replies = peers.meet(meeting, RankInfo(me.task, failures=failed), deadline)
             except BaseException:
@@ -291,22 +296,6 @@ class RingMember:
             failures |= new
         self._meter.chose("ring", group.name, plan.reason, better(plan, options, said, failures))
         return group, plan
-
-    def _try(
-        self,
-        plan: LanePlan,
-        peers: Peers,
-        options: CommunicationOptions,
-        device: torch.device,
-        store_address: str,
-        meeting: int,
-    ) -> tuple[Group | None, Mapping[str, str]]:
-        opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
-        try:
-            group = build(plan, peers, opener, options, device, store_address, f"round {meeting}")
-        except LaneFailedError as error:
-            return None, {error.lane: str(error)}
-        return group, {}
 
     def _start(self, group: Group, plan: LanePlan) -> Communicator:
         assert self._peers is not None
