@@ -39,12 +39,7 @@ class Recovery(ChiefPart):
     """
 
     def __init__(
-        self,
-        state: ChiefState,
-        saving: Saving,
-        *,
-        give_up: Callable[[int, str], None],
-        begin_anew: Callable[[], None],
+        self, state: ChiefState, saving: Saving, *, give_up: Callable[[int, str], None], begin_anew: Callable[[], None]
     ) -> None:
         super().__init__(state)
         self._begin_anew = begin_anew

@@ -17,6 +17,8 @@ _AS_THEY_ARE = (
     *("checkpoint", "restored", "updates_undone", "ending", "stopped"),
 )
 """Fields of the history that are JSON."""
+_AS_THEY_ARE_SINCE = ("earlier_incarnations", "put_back", "is_rerouted", "joining", "taken_in")
+"""Further ones, which a summary of an older journal lacks."""
 
 
 @dataclasses.dataclass
@@ -99,12 +101,7 @@ class JobHistory:
         """One record that says what all records so far said."""
         return {
             "kind": "summary",
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
-            "earlier_incarnations": self.earlier_incarnations,
-            "put_back": self.put_back,
-            "is_rerouted": self.is_rerouted,
-            "joining": self.joining,
-            "taken_in": self.taken_in,
+            **{name: getattr(self, name) for name in (*_AS_THEY_ARE, *_AS_THEY_ARE_SINCE)},
             "wanted": [self.wanted_workers, self.wanted_ps],
             "num_ps": [self.num_ps, self.told_ps],
             "plans": [[dataset, dataclasses.asdict(plan)] for dataset, plan in self.plans.items()],
@@ -117,12 +114,8 @@ class JobHistory:
         }
 
     def _on_summary(self, record: Mapping[str, Any]) -> None:
-        for name in _AS_THEY_ARE:
+        for name in (*_AS_THEY_ARE, *(name for name in _AS_THEY_ARE_SINCE if name in record)):
             setattr(self, name, copy.copy(record[name]))
-        self.earlier_incarnations = record.get("earlier_incarnations", 0)
-        self.put_back = dict(record.get("put_back", {}))
-        self.is_rerouted = record.get("is_rerouted", False)
-        self.joining, self.taken_in = dict(record.get("joining", {})), dict(record.get("taken_in", {}))
         self.wanted_workers, self.wanted_ps = record.get("wanted", (0, 0))
         self.num_ps, self.told_ps = record.get("num_ps", (0, 0))
         self.plans = {dataset: Plan(**plan) for dataset, plan in record["plans"]}

@@ -89,14 +89,7 @@ class Evaluations:
         return iter(list(self._all.items()))
 
     def restore(self, name: Topic, pin: Pin, counted: Iterable[Unit], is_over: bool) -> None:
-        """An earlier incarnation of the chief had begun it.
-
-        Args:
-            name: its name.
-            pin: what it has to be of.
-            counted: units that were counted.
-            is_over: it is over.
-        """
+        """An earlier incarnation of the chief had begun it, and these units were counted."""
         indices = range(pin.plan.num_units) if is_over else [unit.index for unit in counted]
         leases = EpochLeases(pin.plan, UnitBitmap.of(indices))
         self._all[name] = RunningEvaluation(pin.plan, leases, pin.attempt, pin.versions, is_proven=is_over)

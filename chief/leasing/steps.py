@@ -87,14 +87,11 @@ class Removal:
 
 
 class JobSteps:
-    """The steps in progress, in the order of their numbers.
-
-    Args:
-        next_number: number of the step composed next.
-    """
+    """The steps in progress, in the order of their numbers."""
 
     def __init__(self, next_number: int = 1) -> None:
         self.next_number = next_number
+        """Of the step that is composed next."""
         self.open: dict[int, JobStep] = {}
         self._of_unit: dict[Unit, JobStep] = {}
         self._members: frozenset[Incarnation] | None = None
