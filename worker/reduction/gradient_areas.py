@@ -18,10 +18,12 @@ class Area:
     """Where local gradients are written, on the parameters' device."""
     result: torch.Tensor
     """Where ``p.grad`` looks at, on the parameters' device."""
+    host_result: torch.Tensor
+    """Where reduced values go in host memory."""
 
     def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype) -> None:
         self.source = self._host_source = arena.source[start : start + num_bytes].view(dtype)
-        self.result = self._host_result = arena.result[start : start + num_bytes].view(dtype)
+        self.result = self.host_result = arena.result[start : start + num_bytes].view(dtype)
 
     def wrote(self) -> None:
         """A gradient was written into the source. Called in the thread of backward."""
@@ -32,10 +34,6 @@ class Area:
     def before_reduce(self) -> torch.Tensor:
         """The complete source in host memory. Called in the communicator's thread."""
         return self._host_source
-
-    def host_result(self) -> torch.Tensor:
-        """Host memory for the reduced values."""
-        return self._host_result
 
     def after_reduce(self) -> None:
         """The host result is complete. Called in the communicator's thread."""
@@ -53,7 +51,7 @@ class CudaArea(Area):
     def __init__(self, arena: Arena, start: int, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(arena, start, num_bytes, dtype)
         self.source = torch.zeros_like(self._host_source, device=device)
-        self.result = torch.zeros_like(self._host_result, device=device)
+        self.result = torch.zeros_like(self.host_result, device=device)
         self._side = torch.cuda.Stream(device)
         self._writers: set[torch.cuda.Stream] = set()
         self._on_host = torch.cuda.Event()
@@ -78,7 +76,7 @@ class CudaArea(Area):
 
     def after_reduce(self) -> None:
         with torch.cuda.stream(self._side):
-            self.result.copy_(self._host_result, non_blocking=True)
+            self.result.copy_(self.host_result, non_blocking=True)
             self._on_device.record(self._side)
 
     def show(self) -> None:

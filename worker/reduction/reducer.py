@@ -230,7 +230,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
 
     def _reduce(self, bucket: PlacedBucket, again: bool) -> None:
         """Runs in the communicator's thread."""
-        source, result = bucket.area.before_reduce(), bucket.area.host_result()
+        source, result = bucket.area.before_reduce(), bucket.area.host_result
         if self._compression is not None and source.dtype == torch.float32:
             full = FullBucket(bucket.index, bucket.parts, source, result, again)
             self._compression.reduce(full, self._communicator)

@@ -93,7 +93,6 @@ class HostGroup:
 
     @property
     def timeout_s(self) -> float:
-        """See :class:`Group`."""
         return self._signals.timeout_s
 
     @timeout_s.setter

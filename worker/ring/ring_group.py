@@ -67,7 +67,6 @@ class RingGroup:
 
     @property
     def timeout_s(self) -> float:
-        """See :class:`Group`."""
         return self._ring.timeout_s
 
     @timeout_s.setter

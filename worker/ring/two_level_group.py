@@ -49,7 +49,6 @@ class TwoLevelGroup(Breakable):
 
     @property
     def timeout_s(self) -> float:
-        """See :class:`Group`."""
         return self.flat.timeout_s
 
     @timeout_s.setter
