@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib.util
 import logging
@@ -20,10 +21,8 @@ from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal.journal import exit_code_of
 from stratagem.chief.journal.lock import JournalLock
 from stratagem.chief.servers.ps_clients import ChiefPsClient
-from stratagem.chief.servers.ps_pool import Connect
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
-from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.chief_address import write_chief_address
 from stratagem.rpc.generated import chief_pb2_grpc
@@ -95,7 +94,8 @@ async def _wait(lock: JournalLock, standby: bool) -> bool | None:
 async def _coordinate(
     config: ChiefConfig, security: Security, print_address: bool, until_eof: bool, owns_process: bool
 ) -> int:
-    job = ChiefJob(config, lambda chief_epoch: _connector(config, chief_epoch, security))
+    connect = functools.partial(ChiefPsClient, chief=config.task, security=security)
+    job = ChiefJob(config, lambda chief_epoch: functools.partial(connect, chief_epoch=chief_epoch))
     freezing = asyncio.create_task(_freeze(job)) if owns_process else None
     try:
         return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
@@ -164,13 +164,6 @@ def _on_input(job: ChiefJob) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         job.stop(1, "the process that started the chief is gone")
-
-
-def _connector(config: ChiefConfig, chief_epoch: int, security: Security) -> Connect:
-    def connect(incarnation: Incarnation, address: str) -> ChiefPsClient:
-        return ChiefPsClient(incarnation, address, chief=config.task, chief_epoch=chief_epoch, security=security)
-
-    return connect
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import Saving
@@ -19,7 +20,7 @@ from stratagem.chief.leasing.lease_book import Positions
 from stratagem.chief.leasing.positions import common, plus
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
-from stratagem.chief.servers.servers import CommittedSlice, Server, ServerDescription
+from stratagem.chief.servers.servers import CommittedSlice, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Unit, UnitBitmap
 
@@ -55,21 +56,18 @@ class Recovery(ChiefPart):
 
     async def release(self, incarnation: Incarnation) -> None:
         """Every live ps refuses ``incarnation``: gives its units back."""
+        lease_book = self._lease_book
         async with self.ps_return.lock:
-            await self._release(incarnation)
-
-    async def _release(self, incarnation: Incarnation) -> None:
-        slices = self._committed.pop(incarnation, set())
-        units = self._lease_book.held(incarnation)
-        if units and self._lease_book.is_done_where_closed(incarnation):
-            units = await self._accept_closed(units)
-        committed = await self._committed_ordinals(units, slices) if self._lease_book.synchronous and units else {}
-        removal = self._lease_book.remove(units, committed)
-        back = await self.carry_out(incarnation, removal)
-        self._lease_book.forget(incarnation)
-        if back:
-            logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
-        self._changed.notify()
+            slices = self._committed.pop(incarnation, set())
+            units = lease_book.held(incarnation)
+            if units and lease_book.is_done_where_closed(incarnation):
+                units = await self._accept_closed(units)
+            committed = await self._committed_ordinals(units, slices) if lease_book.synchronous and units else {}
+            back = await self.carry_out(incarnation, lease_book.remove(units, committed))
+            lease_book.forget(incarnation)
+            if back:
+                logger.warning("%d units of %s go back: %s", len(back), incarnation, _listed(back))
+            self._changed.notify()
 
     async def _accept_closed(self, units: Sequence[Unit]) -> list[Unit]:
         """Accepts units that their worker did not live to report, though every ps has closed them; returns the rest."""
@@ -119,8 +117,9 @@ class Recovery(ChiefPart):
         """Brings a ps up to date and announces nothing itself."""
         server = self._ps_pool.add(incarnation, address)
         for task, number in list(self._sessions.fenced.items()):
-            committed = await self._ps_pool.insist(server, _fence(Incarnation(task, number)))
-            self.fenced(Incarnation(task, number), committed or ())
+            over = Incarnation(task, number)
+            committed = await self._ps_pool.insist(server, operator.methodcaller("fence", over))
+            self.fenced(over, committed or ())
         self._changed.notify()
         if not self._sessions.tasks[incarnation.task].resumed:
             await self.ps_return.bring_up_to_date(server)
@@ -238,10 +237,6 @@ class Recovery(ChiefPart):
             lease_book.give_back(NOBODY, [unit])
             lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, incarnation, lease_book.restores)
         await self.carry_out(NOBODY, lease_book.remove(steps.orphans(), {}))
-
-
-def _fence(incarnation: Incarnation) -> Callable[[Server], Awaitable[list[CommittedSlice]]]:
-    return lambda server: server.fence(incarnation)
 
 
 def _closed(descriptions: Sequence[ServerDescription]) -> Positions:

@@ -28,25 +28,21 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
             yield self._told[1]
 
     async def OpenDataset(self, request: chief_pb2.OpenDatasetRequest, context: Any) -> chief_pb2.OpenDatasetReply:
-        """Registers a dataset."""
         plan = wire.plan_from_proto(request, self._job.config.seed)
         known = await self._job.training.open_dataset(incarnation_from_proto(request.sender), request.dataset, plan)
         return chief_pb2.OpenDatasetReply(seed=known.seed)
 
     async def NextUnits(self, request: chief_pb2.NextUnitsRequest, context: Any) -> chief_pb2.NextUnitsReply:
-        """Leases units."""
         lender = self._job.evaluation if request.HasField("evaluation") else self._job.training
         return wire.leases_to_proto(await lender.next_units(wire.lease_request_from_proto(request)))
 
     async def StartStep(self, request: chief_pb2.StartStepRequest, context: Any) -> chief_pb2.StartStepReply:
-        """Waits for the staleness bound."""
         clock, limit = await self._job.training.start_step(wire.step_report_from_proto(request), request.clock)
         return chief_pb2.StartStepReply(clock=clock, limit=limit)
 
     async def GetMetricStates(
         self, request: chief_pb2.GetMetricStatesRequest, context: Any
     ) -> chief_pb2.GetMetricStatesReply:
-        """What was counted."""
         name = wire.topic_from_proto(request.topic)
         incarnation = incarnation_from_proto(request.sender)
         return wire.page_to_proto(
@@ -54,13 +50,11 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         )
 
     async def RecordLogs(self, request: chief_pb2.RecordLogsRequest, context: Any) -> chief_pb2.RecordLogsReply:
-        """What came of it."""
         name, logs = wire.topic_from_proto(request.topic), wire.logs_from_proto(request.logs)
         stands = await self._job.metric_store.record_logs(incarnation_from_proto(request.sender), name, logs)
         return chief_pb2.RecordLogsReply(logs=wire.logs_to_proto(stands))
 
     async def Agree(self, request: chief_pb2.AgreeRequest, context: Any) -> chief_pb2.AgreeReply:
-        """A decision of all workers."""
         incarnation, topic = incarnation_from_proto(request.sender), wire.topic_from_proto(request.topic)
         if request.leave:
             await self._job.leave_group(incarnation, topic.group)
@@ -68,25 +62,21 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         return chief_pb2.AgreeReply(value=await self._job.metric_store.agree(incarnation, topic, request.value))
 
     async def TakeIn(self, request: chief_pb2.TakeInRequest, context: Any) -> chief_pb2.TakeInReply:
-        """A ring takes newcomers in."""
         newcomers = [incarnation_from_proto(one) for one in request.newcomers]
         await self._job.take_in(incarnation_from_proto(request.sender), newcomers)
         return chief_pb2.TakeInReply()
 
     async def Scale(self, request: chief_pb2.ScaleRequest, context: Any) -> chief_pb2.ScaleReply:
-        """How many there are to be."""
         self._job.scaling.scale(request.num_workers, request.num_ps)
         return chief_pb2.ScaleReply()
 
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any
     ) -> chief_pb2.SaveCheckpointReply:
-        """Takes a checkpoint."""
         saved = await self._job.save_checkpoint(incarnation_from_proto(request.sender), request.directory)
         return chief_pb2.SaveCheckpointReply(path=saved.path, step=saved.step)
 
     async def GetStatus(self, request: chief_pb2.GetStatusRequest, context: Any) -> chief_pb2.GetStatusReply:
-        """The status page."""
         return wire.status_to_proto(self._job.get_status(), request.measures)
 
 

@@ -12,7 +12,7 @@ from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, Traini
 from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
 from stratagem.chief.servers.servers import ServerDescription
-from stratagem.cluster.membership import Member, Membership
+from stratagem.cluster.membership import Membership
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Plan, Unit
 from stratagem.errors import LimitError, ProtocolError
@@ -173,15 +173,11 @@ def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
     if isinstance(event, events.Welcome):
         return chief_pb2.SessionEvent(welcome=to_message(chief_pb2.Welcome, event))
     if isinstance(event, Membership):
-        tasks = [_member_to_proto(member) for member in event.members]
+        tasks = [to_message(common_pb2.TaskInfo, member) for member in event.members]
         return chief_pb2.SessionEvent(membership=to_message(chief_pb2.Membership, event, tasks=tasks))
     if isinstance(event, events.Fenced):
         return chief_pb2.SessionEvent(fenced=chief_pb2.Fenced(reason=event.reason))
     return chief_pb2.SessionEvent(stop=chief_pb2.Stop(exit_code=event.exit_code, reason=event.reason))
-
-
-def _member_to_proto(member: Member) -> common_pb2.TaskInfo:
-    return to_message(common_pb2.TaskInfo, member)
 
 
 def measures_to_proto(measured: Measures) -> chief_pb2.Measures:
@@ -198,7 +194,8 @@ def status_to_proto(status: JobStatus, with_measures: bool = False) -> chief_pb2
         progress = chief_pb2.Progress.FromString(task.progress)
         if task.waiting_on:
             progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s or progress.waiting_s
-        shown = to_message(chief_pb2.TaskStatus, task, info=_member_to_proto(task.member), progress=progress)
+        info = to_message(common_pb2.TaskInfo, task.member)
+        shown = to_message(chief_pb2.TaskStatus, task, info=info, progress=progress)
         if with_measures:
             shown.measures.CopyFrom(measures_to_proto(task.measured.newest))
             shown.earlier.CopyFrom(measures_to_proto(task.measured.earlier))

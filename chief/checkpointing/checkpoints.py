@@ -41,7 +41,10 @@ class ServersManifest(Manifest):
         """The content of ``manifest.json``."""
         return super().content() | {
             "next_step": self.next_step,
-            "plans": [{"dataset": dataset, **_plan_to_json(plan)} for dataset, plan in sorted(self.plans.items())],
+            "plans": [  # staleness as a string: JSON knows no infinity
+                {"dataset": dataset, **dataclasses.asdict(plan), "staleness": str(plan.staleness)}
+                for dataset, plan in sorted(self.plans.items())
+            ],
             "accepted": encode_positions(self.accepted),
             "applied": encode_positions(self.applied),
         }
@@ -61,11 +64,6 @@ class ServersManifest(Manifest):
             applied=decode_positions(content["applied"]),
             next_step=content["next_step"],
         )
-
-
-def _plan_to_json(plan: Plan) -> dict[str, Any]:
-    """``staleness`` is written as a string, because JSON knows no infinity."""
-    return {**dataclasses.asdict(plan), "staleness": str(plan.staleness)}
 
 
 def begin(directory: str) -> CheckpointDraft:

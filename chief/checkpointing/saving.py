@@ -59,14 +59,10 @@ class Saving(ChiefPart):
             PeerUnavailableError: a ps is away, or updates under way did not arrive.
         """
         async with self.lock:
-            return await self.save_inside(directory, automatic=automatic, complete=complete)
-
-    async def save_inside(self, directory: str, *, automatic: bool, complete: bool = True) -> CommittedCheckpoint:
-        """As :meth:`save`, by who has the lock."""
-        with self.totals.timed(measures.CHECKPOINT):
-            async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
-                servers = self._commit_hold.check_all("a checkpoint")
-                return await self._write(servers, token, directory, automatic, complete)
+            with self.totals.timed(measures.CHECKPOINT):
+                async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
+                    servers = self._commit_hold.check_all("a checkpoint")
+                    return await self._write(servers, token, directory, automatic, complete)
 
     async def _write(
         self, servers: list[Server], token: int, directory: str, automatic: bool, complete: bool

@@ -81,7 +81,6 @@ class EvaluationUnits(UnitLender):
             await self._prove(name, evaluation)
 
     def what_for(self, request: LeaseRequest) -> str:
-        """Of whoever holds units."""
         return f"to finish their part of {_evaluated(request).name}"
 
     async def _pin(self, name: Topic, evaluation: RunningEvaluation) -> None:

@@ -185,7 +185,6 @@ class TrainingUnits(UnitLender):
         return leases
 
     def what_for(self, request: LeaseRequest) -> str:
-        """Of whoever holds units."""
         return "to finish their units"
 
     async def start_step(self, request: LeaseRequest, clock: int) -> tuple[int, int]:

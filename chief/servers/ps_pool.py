@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -99,7 +100,7 @@ class PsPool:
     async def close_steps(self, closings: Iterable[StepClosing]) -> None:
         """Closes steps on every ps."""
         for closing in closings:
-            await self.insist_all(_close_step(closing))
+            await self.insist_all(operator.methodcaller("close_step", closing))
 
     async def missing(self, units: Iterable[Unit]) -> list[Unit]:
         """Units that some ps with values has no update of."""
@@ -114,11 +115,3 @@ class PsPool:
         for server in self._servers.values():
             await server.close()
         self._servers.clear()
-
-
-def _close_step(closing: StepClosing) -> Callable[[Server], Awaitable[bool]]:
-    async def call(server: Server) -> bool:
-        await server.close_step(closing)
-        return True
-
-    return call

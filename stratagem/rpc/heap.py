@@ -31,18 +31,18 @@ _M_ARENA_MAX = -8
 def share_one_heap() -> bool:
     """Has all threads allocate from one heap: what one has freed, another uses again. For a process whose threads hold
     large parts of its memory in turns; called before they start. False without glibc."""
-    try:
-        return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
-    except (OSError, AttributeError):
-        return False
+    return _mallopt(_M_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> bool:
     """The same for a running process, unless its environment says something else. False without glibc."""
     if any(name in os.environ for name in ENVIRONMENT if name.startswith("MALLOC_")):
         return True
+    return _mallopt(_M_MMAP_THRESHOLD, 32 << 20) and _mallopt(_M_TRIM_THRESHOLD, (2 << 30) - 1)
+
+
+def _mallopt(parameter: int, value: int) -> bool:
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        return bool(ctypes.CDLL(None).mallopt(parameter, value))
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, 32 << 20) and mallopt(_M_TRIM_THRESHOLD, (2 << 30) - 1))

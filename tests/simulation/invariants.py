@@ -326,11 +326,11 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return committed
 
     def on_save(real: Any) -> Any:
-        async def save_inside(self: Any, *arguments: Any, complete: bool = True, **named: Any) -> Any:
-            checks().saved_complete = complete
-            return await real(self, *arguments, complete=complete, **named)
+        async def write(self: Any, *arguments: Any) -> Any:
+            *_, checks().saved_complete = arguments
+            return await real(self, *arguments)
 
-        return save_inside
+        return write
 
     def on_save_last(real: Any) -> Any:
         async def save_last(self: Any) -> None:
@@ -376,7 +376,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield EpochLeases, "mark_accepted", on_accept
     yield EpochLeases, "revoke", on_revoke
     yield ChiefJob, "_committed", on_committed
-    yield Saving, "save_inside", on_save
+    yield Saving, "_write", on_save
     yield Maintenance, "save_last", on_save_last
     yield ChiefJob, "__init__", on_job
     yield Store, "__init__", on_store
