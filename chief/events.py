@@ -28,7 +28,7 @@ class Join:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """A sign of incarnation."""
+    """A sign of life."""
 
     progress: bytes = b""
     """What the task says about itself, as it came: the chief only shows it."""

@@ -40,13 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChiefJob(ChiefState):
-    """The chief: its books, and what it does with them.
-
-    Args:
-        config: of the chief.
-        connect: given the chief's epoch, what makes the connection to a ps: (incarnation, address).
-        clock: seconds, monotonic.
-    """
+    """The chief: its books, and what it does with them. Arguments as there."""
 
     def __init__(
         self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float] = time.monotonic
@@ -118,7 +112,7 @@ class ChiefJob(ChiefState):
         standby = standing_by(self.config.state_dir)
         return status.report(self, self.streams, self.address, self.scaling.words, standby)
 
-    # Incarnation of the job
+    # From start to end
 
     async def run(self) -> int:
         """Keeps time until the job is over, or this chief is not its chief any more; returns the exit code."""

@@ -86,7 +86,7 @@ class MetricStates:
         return sorted(self._open.get(name, ()))
 
     def page(self, name: Topic, first: int, max_bytes: int) -> Page:
-        """Deltas in the order of their units, from the ``first`` on, or what came of them.
+        """States in the order of their units, from the ``first`` on, or what came of them.
 
         Args:
             name: of the topic.

@@ -34,7 +34,7 @@ class MetricStore(ChiefPart):
             if state.unit.index in accepted and not metric_states.counts(state.topic.group, state.unit):
                 self.write(MetricState(metric_states.place(state.topic), state.unit, state.data))
 
-    # MetricStates
+    # What was counted, and what came of it
 
     async def get_metric_states(self, incarnation: Incarnation, name: Topic, first: int, only_logs: bool) -> Page:
         """Part of what was counted, or what came of it."""

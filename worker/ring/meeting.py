@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class MeetingRoom(Generic[T]):
-    """Maintenance of meetings. A call may be repeated: what a rank said last counts until the round is complete."""
+    """Rounds of meetings. A call may be repeated: what a rank said last counts until the round is complete."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
