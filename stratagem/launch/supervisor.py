@@ -22,6 +22,8 @@ from stratagem.cluster.task import TaskId
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42, 143
 _NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
+LATE_S = 3.0
+"""What a worker that was started again may take to end, once the chief has: with goodbye said, it is about to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Supervisor:
         self._ending_signal: int = signal.SIGTERM
         self._chief_comes_last = False
         self._deadline: float | None = None
+        self._late_at: float | None = None
+        """When a worker that was started again too late is ended."""
 
     @property
     def num_restarts(self) -> int:
@@ -207,7 +211,7 @@ class Supervisor:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
         elif code == EXIT_DONE or task in self._dismissed or self._had_finished(task, code):
             self._done.add(task)
-            actions = [Kill(late) for late in self._came_too_late()]
+            actions = self._end_late(now)
         elif self._goes_on_without(task, code):
             if self._may_come_back(task, code):
                 self.restarts[task] = self.restarts.get(task, 0) + 1
@@ -250,6 +254,9 @@ class Supervisor:
 
     def ticked(self, now: float) -> list[Action]:
         """Time has passed."""
+        if self._late_at is not None and now >= self._late_at:
+            self._late_at = None
+            return [Kill(task) for task in self._late()]
         if self._deadline is None or now < self._deadline:
             return []
         if self.phase is Phase.STARTING:
@@ -272,7 +279,7 @@ class Supervisor:
 
     def deadline(self) -> float | None:
         """When :meth:`ticked` will have something to do."""
-        return self._deadline
+        return min((at for at in (self._deadline, self._late_at) if at is not None), default=None)
 
     def _start(self, task: TaskId) -> Start:
         self.running.add(task)
@@ -302,11 +309,16 @@ class Supervisor:
         """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye."""
         return code == -signal.SIGKILL and task.type == "worker" and self._chief_is_done
 
-    def _came_too_late(self) -> list[TaskId]:
-        """Started again when the job was as good as over: a worker, killed on its way out, would wait for a chief that
-        has ended; a chief would begin another job."""
+    def _end_late(self, now: float) -> list[Action]:
+        """Ends who was started again when the job was as good as over. A chief would begin another job; a worker would
+        wait for a chief that has ended, unless it has said goodbye to that and is about to end by itself."""
         if not self._chief_is_done:
             return []
+        late = self._late()
+        self._late_at = now + LATE_S if any(task.type == "worker" for task in late) else None
+        return [Kill(task) for task in late if task.type == "chief"]
+
+    def _late(self) -> list[TaskId]:
         late = self.running.intersection(self.restarts) - self._stepped
         return [task for task in self._in_order() if task in late and task.type != "ps"]
 
