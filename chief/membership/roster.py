@@ -109,6 +109,11 @@ class Roster:
         return session.incarnation == incarnation and session.open and not session.stream
 
     @property
+    def anybody_waits(self) -> bool:
+        """Whether a task takes part. Scripts of ``torch.distributed`` never do, and others not at once."""
+        return any(session.open for session in self.tasks.values())
+
+    @property
     def all_known(self) -> bool:
         """Nobody is awaited any more, and every ps that is here has been prepared (after a restart of the chief)."""
         is_awaited = any(s.state is SessionState.AWAITED for s in self.tasks.values())

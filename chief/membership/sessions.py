@@ -132,6 +132,8 @@ class Sessions(Roster):
             session.copies, session.leaving = (0, 0), False
             session.joining = bool(self.min_workers) and self.ready and session.task.type == "worker"
             session.waits, session.taken_in = False, 0
+        if now > self._start_deadline and not self.anybody_waits:  # the first that is there
+            self._start_deadline = now + self._config.start_timeout_s
         session.address, session.pid, session.stream, session.heard_at = address, pid, stream, now
         session.given_up = False
         if not was_open:
@@ -274,7 +276,7 @@ class Sessions(Roster):
                 actions += self._lose(session, now, why)
         if self.stopping is not None:
             return actions
-        if not self.ready and now > self._start_deadline:
+        if not self.ready and now > self._start_deadline and self.anybody_waits:
             missing = ", ".join(self.waiting_for)
             actions += self.stop(
                 1, f"the cluster did not come up within {config.start_timeout_s:.0f} s; still missing: {missing}"

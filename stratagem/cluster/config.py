@@ -39,7 +39,7 @@ class RoleConfig(pydantic.BaseModel):
     peer_timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Seconds to wait for a peer that restarts before giving up with its name."""
     start_timeout_s: float = pydantic.Field(default=300.0, gt=0)
-    """Seconds to wait for the whole cluster to come up."""
+    """Seconds to wait for the whole cluster to come up, once a task of it is there."""
     checkpoint_dir: str = ""
     """Where the chief commits checkpoints and every ps reads and writes its part; a task that comes too late finds the
     end of the job there. Empty: only requests that name a directory."""

@@ -244,6 +244,26 @@ def test_a_cluster_that_does_not_come_up_names_who_is_missing() -> None:
     assert isinstance(stop, StopJob) and stop.reason.endswith("still missing: worker:1, ps:0")
 
 
+def test_a_cluster_nobody_of_which_is_there_is_not_given_up() -> None:
+    """Scripts of torch.distributed join to say goodbye, when they have trained; others when they have read their data."""
+    sessions = make(2, 0, start_timeout_s=10.0)
+    assert sessions.tick(1000.0) == []
+    join(sessions, "worker:0", 1, 1000.0)
+    sessions.goodbye("worker:0", 1, 0, "", 1000.0)
+    assert sessions.tick(2000.0) == []
+    join(sessions, "worker:1", 2, 2000.0)
+    assert sessions.ready
+
+
+def test_the_first_task_of_a_cluster_has_its_time_to_wait_for_the_others() -> None:
+    sessions = make(2, 0, start_timeout_s=10.0)
+    join(sessions, "worker:0", 1, 1000.0)
+    sessions.heartbeat("worker:0", 1, 1010.0)
+    assert sessions.tick(1010.0) == []
+    [stop] = sessions.tick(1010.1)
+    assert isinstance(stop, StopJob) and stop.reason.endswith("still missing: worker:1")
+
+
 def test_a_restarted_chief_waits_for_the_sessions_that_were_live() -> None:
     sessions = make(
         newest_incarnation=3,
