@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from stratagem.distributed.comm_memory import CommMemory
 from stratagem.distributed.messages import Messages
@@ -334,6 +336,18 @@ class LaneProcessGroup(dist.ProcessGroup):
         for what, step in operation.steps:
             self.communicator.collective(what, functools.partial(step, group))
         operation.finish()
+
+
+def _keep_dynamo_out() -> None:
+    """``torch.compile`` around a model of DDP looks into every Python function that runs meanwhile, these too, which
+    C++ calls. ``torch.compiler.disable`` would do, but loads all of the compiler, and costs every call some time."""
+    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for function in vars(LaneProcessGroup).values():
+        if isinstance(function, types.FunctionType):
+            set_code_exec_strategy(function.__code__, skipped)
+
+
+_keep_dynamo_out()
 
 
 def _limit(operation: Operation, timeout_s: float) -> None:

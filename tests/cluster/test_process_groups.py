@@ -33,6 +33,7 @@ def test_what_trains_over_torch_distributed_ends_as_in_one_process(launcher: lis
         "tensor_parallel",
         "pipeline",
         "checkpoint",
+        "compiled",
         "objects_and_batches",
         "loaders",
         "groups_by_other_names",

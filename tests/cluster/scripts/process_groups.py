@@ -6,12 +6,14 @@ Alone it is the four ranks itself, forked when all is imported; under torchrun i
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -197,6 +199,25 @@ def objects_and_batches() -> None:
     dist.barrier()
 
 
+def compiled() -> None:
+    """``torch.compile`` around DDP and inside it, and of collectives."""
+    compiles: Any = functools.partial(torch.compile, backend="aot_eager")
+    outside, inside = model(), model()
+    for trained in (compiles(DistributedDataParallel(outside)), DistributedDataParallel(compiles(inside))):
+        train(trained, lambda step: own(step, dist.get_rank(), dist.get_world_size()))
+    same(outside)
+    same(inside)
+
+    def sums(values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values)
+        work = dist.all_reduce(values, async_op=True)
+        assert work is not None
+        work.wait()
+        return values + 1
+
+    assert compiles(sums)(torch.ones(2)).tolist() == [dist.get_world_size() ** 2 + 1] * 2
+
+
 class Forked(torch.utils.data.Dataset[str]):
     """What a DataLoader's worker is told when it uses the group of the process it was forked from."""
 
@@ -252,6 +273,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     tensor_parallel,
     pipeline,
     checkpoint,
+    compiled,
     objects_and_batches,
     loaders,
     groups_by_other_names,
