@@ -124,10 +124,11 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
     ) -> torch.Tensor:
         """One row a bag, ``(bags, embedding_dim)``; arguments as of ``torch.nn.EmbeddingBag``."""
         rows, place, padding, found = self.batch_rows(input)
+        sparse = has_sparse_gradient(place, self.scale_grad_by_freq)
         if not len(rows):  # no bag, or empty ones: torch wants a table of one row at least
-            rows = rows.new_zeros(1, self.embedding_dim)
+            rows, sparse = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)]), False
         is_plain = offsets is None and per_sample_weights is None and padding is None and place.dim() == 2
-        if is_plain and place.numel() and has_sparse_gradient(place, self.scale_grad_by_freq):
+        if is_plain and place.numel() and sparse:
             return pooled(rows, place, self.mode, found)
         return functional.embedding_bag(
             place,
@@ -135,7 +136,7 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
             offsets,
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
-            sparse=has_sparse_gradient(place, self.scale_grad_by_freq),
+            sparse=sparse,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
             padding_idx=padding,

@@ -144,8 +144,9 @@ class RemoteRows(nn.Module):
             IndexError: an id that the table does not have.
         """
         table = self.remote_table
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise ConfigurationError(f"expected ids of int32 or int64, got {ids.dtype}")
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            came = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise ConfigurationError(f"expected a tensor of ids, int32 or int64, got {came}")
         array = ids.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
         numbers, found = found_in(array)
         if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < self.num_embeddings):

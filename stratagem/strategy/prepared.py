@@ -68,7 +68,8 @@ class Prepared:
             if parameter is None or id(parameter) in self._parameters:
                 continue
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._check_gradient)
+                with torch._C.DisableTorchFunctionSubclass():  # the handle of a table has no hooks for others
+                    parameter.register_post_accumulate_grad_hook(self._check_gradient)
             else:
                 waiting.append((reference, name))
         self._created = waiting

@@ -19,8 +19,6 @@ _ABOUT = frozenset(
             "empty_like",
             "zeros_like",
             "full_like",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
             "is_same_size",
         ),
     )
@@ -98,6 +96,11 @@ class TableHandle(WithoutValues, torch.nn.Parameter):
         handle = named.pop("tensor") if "tensor" in named else args[0]
         if name == "data" and len(args) == 1:
             return handle
+        if name in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise ConfigurationError(
+                f"{name} of the weight of a table on parameter servers: its gradient is made of rows, and no hook "
+                "would be called. Register it on what the layer returns, whose gradient comes by here"
+            )
         if not isinstance(handle, TableHandle) or name not in _FILLS:
             cls.refuse(name)
         distribution, keys, numbers = _FILLS[name]

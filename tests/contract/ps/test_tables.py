@@ -265,8 +265,33 @@ def test_the_layers_give_what_torch_gives(start: Callable[..., Job]) -> None:
     for wrong in (torch.tensor([ROWS]), torch.tensor([-1])):
         with pytest.raises(IndexError, match=f"from 0 to {ROWS - 1}"):
             remote.table(wrong)
-    with pytest.raises(ConfigurationError, match="int32 or int64"):
-        remote.table(torch.tensor([1.0]))
+    for no_ids, came in ((torch.tensor([1.0]), r"torch\.float32"), ([1, 2], "list")):
+        with pytest.raises(ConfigurationError, match=f"int32 or int64, got {came}"):
+            remote.table(no_ids)
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", "SparseAdam"])
+def test_a_batch_of_empty_bags_is_an_update_of_the_table(start: Callable[..., Job], optimizer: str) -> None:
+    """torch's optimizers count it: later rates are others."""
+
+    def train(strategy: Strategy, job: Job | None = None) -> torch.Tensor:
+        with strategy.scope():
+            layer = sg.nn.EmbeddingBag(ROWS, WIDTH, seed=2)
+        lazy = OPTIMIZERS[optimizer](layer.parameters())
+        lazy.param_groups[0].update({"lr_decay": 0.5} if optimizer == "Adagrad" else {})
+        if job is not None:
+            job.prepare(layer, lazy)
+        for num_ids in (4, 0, 3):
+            lazy.zero_grad()
+            layer(torch.arange(num_ids) * 2, torch.zeros(5, dtype=torch.int64)).square().sum().backward()
+            if job is None:
+                with torch.sparse.check_sparse_tensor_invariants(False):
+                    lazy.step()
+            else:
+                job.step()
+        return layer.whole_weight()
+
+    torch.testing.assert_close(train(Remote(), start("tcp")), train(DefaultStrategy()), rtol=2e-6, atol=2e-6)
 
 
 def test_zero_grad_eval_and_frozen_tables_send_nothing(start: Callable[..., Job]) -> None:
