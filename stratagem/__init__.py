@@ -20,6 +20,12 @@ show_until_configured()
 __version__ = "0.1.0"
 
 _TENSORFLOW_ROOMS = ("distribute", "experimental", "cluster_resolver", "partitioners")
+_NOT_HERE = {
+    "coordinator": "there is no ClusterCoordinator: every worker runs the script itself, and takes its batches from "
+    "strategy.distribute_dataset",
+    "Server": "a ps serves inside the constructor of the strategy, and then ends: start the same script in every task",
+    "InputOptions": "its name is DistributeOptions",
+}
 _get, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
@@ -27,5 +33,6 @@ def __getattr__(name: str) -> Any:
     """A name of the public API; ``tf.distribute.experimental.partitioners.…`` and ``experimental_…`` are understood."""
     name = name.removeprefix("experimental_")
     if name not in (*_TENSORFLOW_ROOMS, *__all__):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f": {_NOT_HERE[name]}" if name in _NOT_HERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return sys.modules[__name__] if name in _TENSORFLOW_ROOMS else _get(name)

@@ -38,7 +38,8 @@ class ClusterSpec:
     """Addresses of every task, by role, in the order of their indices.
 
     Port 0 means "a free one": the task takes one and registers it with the chief. The chief's own
-    address cannot have port 0, because everyone else must find it.
+    address cannot have port 0, because everyone else must find it. As in TensorFlow, a mapping of roles may be given
+    alone, ``ClusterSpec({"worker": [...]})``; see :meth:`from_mapping`.
     """
 
     chief: tuple[str, ...] = ()
@@ -49,6 +50,8 @@ class ClusterSpec:
     """At most one, outside the training cluster."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.chief, Mapping):
+            self.__dict__.update(ClusterSpec.from_mapping(self.chief).__dict__)
         for role in TASK_TYPES:
             for address in getattr(self, role):
                 split_address(address)

@@ -31,6 +31,7 @@ _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("stra
 _NOT_HERE = {
     "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
     "experimental_run_v2": "its name is run",
+    "extended": "strategy.local_devices and parameter_device say where replicas compute and variables are",
 }
 
 

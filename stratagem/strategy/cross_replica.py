@@ -13,6 +13,8 @@ from stratagem.data.nested import map_values, outline, values_in
 from stratagem.data.values import PerReplica, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.replica_threads import current_replica
+from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -57,11 +59,17 @@ class CrossReplica:
 
     def _structured(self, value: Any, one: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Any:
         """Applies ``one`` to every place in the structure of the replicas' values."""
+        if self._num_local > 1 and current_replica() is not None:
+            raise ConfigurationError(
+                "strategy.reduce, reduce_mean and gather inside strategy.run: they make one of the values of all "
+                "replicas, and this is the step of one. Return the value and reduce what run returns, or use "
+                "all_reduce and all_gather of sg.get_replica_context()"
+            )
         parts = local_values(value)
         if any(outline(part) != outline(parts[0]) for part in parts):
             texts = ", ".join(dict.fromkeys(map(outline, parts)))
             raise ConfigurationError(f"expected values of one structure from all replicas, got {texts}")
-        columns = zip(*(map(torch.as_tensor, values_in(part)) for part in parts), strict=True)
+        columns = zip(*(map(as_tensor, values_in(part)) for part in parts), strict=True)
         results = [one(column) for column in columns]
         following = iter(results)
         return map_values(parts[0], lambda _: next(following))
@@ -69,6 +77,8 @@ class CrossReplica:
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if op is ReduceOp.MEAN:
             parts = [part if _is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
+        elif op is ReduceOp.SUM:  # of booleans their number, as torch.sum; a sum of booleans would be one
+            parts = [part.to(torch.int64) if part.dtype is torch.bool else part for part in parts]
         total = self._local(ReduceOp.SUM if op is ReduceOp.MEAN else op, parts)
         if self._workers is not None:
             total = self._workers.all_reduce(total, op)
@@ -80,11 +90,14 @@ class CrossReplica:
                 raise ConfigurationError("reduce(axis=0) expects values with a batch dimension, got a number")
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ConfigurationError(f"reduce(axis=0) takes SUM and MEAN, got {op.name}")
-        total = self._local(ReduceOp.SUM, [part.sum(0) for part in parts])
+        dtype = parts[0].dtype
+        is_short = dtype.is_floating_point and dtype.itemsize < 4  # 65,505 ones are too many for a float16
+        total = self._local(ReduceOp.SUM, [part.sum(0, dtype=torch.float32 if is_short else None) for part in parts])
         count = torch.tensor(sum(part.shape[0] for part in parts), dtype=torch.float64)
         if self._workers is not None:
             total, count = self._workers.all_reduce(total), self._workers.all_reduce(count)
-        return total / count.to(total.device, total.dtype) if op is ReduceOp.MEAN else total
+        result = total / count.to(total.device, total.dtype) if op is ReduceOp.MEAN else total
+        return result.to(dtype) if is_short else result
 
     def _weighted_mean(self, shares: Sequence[float], parts: Sequence[torch.Tensor]) -> torch.Tensor:
         pairs = [(part.detach(), share) for part, share in zip(parts, shares, strict=True)]
@@ -109,6 +122,7 @@ class CrossReplica:
                 raise ConfigurationError(
                     f"gather along axis {axis} expects tensors that have it, got shape {list(part.shape)}"
                 )
+        check_gatherable(parts, axis)
         local = torch.cat([part.detach().to(parts[0].device) for part in parts], axis)
         if self._workers is None:
             return local
@@ -118,6 +132,42 @@ class CrossReplica:
         if len(parts) == 1 or self._ops is None:
             return parts[0]
         return self._ops.all_reduce(op, [part.detach() for part in parts])[0]
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A tensor or a number that a replica brings, as a tensor.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if isinstance(value, TensorOperators):
+        return value.value()
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"expected tensors and numbers of replicas, got {type(value).__name__}: strategy.local_results gives "
+            "anything as it is"
+        ) from None
+
+
+def check_gatherable(column: Sequence[torch.Tensor], axis: int) -> None:
+    """Refuses to concatenate one tensor of each replica.
+
+    Raises:
+        ConfigurationError: dtypes or other axes differ.
+    """
+    axis %= column[0].dim()
+    for replica, tensor in enumerate(column):
+        same = tensor.dtype == column[0].dtype and tensor.dim() == column[0].dim()
+        if not same or any(
+            a != b for at, (a, b) in enumerate(zip(tensor.shape, column[0].shape, strict=True)) if at != axis
+        ):
+            raise ConfigurationError(
+                f"gathering along axis {axis} expects tensors of one dtype that differ along that axis alone, but "
+                f"replica 0 has {list(column[0].shape)} {column[0].dtype} and replica {replica} has "
+                f"{list(tensor.shape)} {tensor.dtype}"
+            )
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ from stratagem.data.nested import map_values, outline, values_in
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy
+from stratagem.strategy.cross_replica import as_tensor, check_gatherable
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
-from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.worker.ring.communicator import Communicator
 
 
@@ -128,7 +128,7 @@ class ReplicaContext:
             ConfigurationError: values that cannot be reduced, or of different shapes.
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        op, value = ReduceOp(op), map_values(value, _as_tensor)
+        op, value = ReduceOp(op), map_values(value, as_tensor)
         if self._is_alone:
             return value
         what = f"all_reduce {op.value} of {outline(value)}"
@@ -148,7 +148,7 @@ class ReplicaContext:
             ConfigurationError: a number or a tensor without that axis, or shapes that differ elsewhere.
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        value = map_values(value, _as_tensor)
+        value = map_values(value, as_tensor)
         for leaf in values_in(value):
             if not -leaf.dim() <= axis < leaf.dim():
                 raise ConfigurationError(f"all_gather along axis {axis} expects tensors that have it, got {leaf.shape}")
@@ -241,7 +241,7 @@ class ReplicaContext:
         def decide(values: list[Sequence[torch.Tensor]]) -> list[Any]:
             columns = list(zip(*values, strict=True))
             for column in columns:
-                _check_gatherable(column, axis)
+                check_gatherable(column, axis)
             wholes = [self._concatenated(column, axis) for column in columns]
             results = []
             for replica, own in enumerate(values):
@@ -342,23 +342,5 @@ class _Entered:
             self._scope.__exit__(*error)
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
-    return value.value() if isinstance(value, TensorOperators) else torch.as_tensor(value)
-
-
 def _is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _check_gatherable(column: Sequence[torch.Tensor], axis: int) -> None:
-    axis %= column[0].dim()
-    for replica, tensor in enumerate(column):
-        same = tensor.dtype == column[0].dtype and tensor.dim() == column[0].dim()
-        if not same or any(
-            a != b for at, (a, b) in enumerate(zip(tensor.shape, column[0].shape, strict=True)) if at != axis
-        ):
-            raise ConfigurationError(
-                f"all_gather along axis {axis} expects tensors of one dtype that differ along that axis alone, but "
-                f"replica 0 has {list(column[0].shape)} {column[0].dtype} and replica {replica} has "
-                f"{list(tensor.shape)} {tensor.dtype}"
-            )

@@ -245,7 +245,7 @@ def test_a_cluster_that_does_not_come_up_names_who_is_missing() -> None:
 
 
 def test_a_cluster_nobody_of_which_is_there_is_not_given_up() -> None:
-    """Scripts of torch.distributed join to say goodbye, when they have trained; others when they have read their data."""
+    """Scripts of torch.distributed join only to say goodbye, others perhaps when they have read their data."""
     sessions = make(2, 0, start_timeout_s=10.0)
     assert sessions.tick(1000.0) == []
     join(sessions, "worker:0", 1, 1000.0)

@@ -25,6 +25,14 @@ def test_full_cluster_round_trips() -> None:
     assert ClusterSpec.from_mapping(cluster.as_dict()) == cluster
 
 
+def test_roles_may_be_given_as_tensorflow_s_class_takes_them() -> None:
+    roles = {"worker": ["a:1", "b:2"], "ps": ["c:3"]}
+    spec = ClusterSpec(roles)  # type: ignore[arg-type]
+    assert spec == ClusterSpec.from_mapping(roles) and spec.as_dict() == roles
+    with pytest.raises(ClusterSpecError, match="did you mean 'worker'"):
+        ClusterSpec({"workers": ["a:1"]})  # type: ignore[arg-type]
+
+
 def test_without_a_chief_it_owns_the_address_of_worker_0() -> None:
     cluster = ClusterSpec(worker=("a:7", "b:7"), ps=("p:7",))
     assert cluster.chief_address == "a:7"

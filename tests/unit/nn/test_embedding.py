@@ -111,7 +111,8 @@ def test_what_a_remote_table_cannot_do_says_what_can_be_done(remote: Strategy) -
         _ = layer.weight[1]
     with pytest.raises(ConfigurationError, match=r"strategy\.prepare"):
         layer(torch.tensor([1]))
-    for register in (layer.weight.register_hook, layer.weight.register_post_accumulate_grad_hook):
+    registers: list[Any] = [layer.weight.register_hook, layer.weight.register_post_accumulate_grad_hook]
+    for register in registers:
         with pytest.raises(ConfigurationError, match=r"no hook would be called\. .* on what the layer"):
             register(lambda gradient: None)
     with pytest.raises(ConfigurationError, match=r"dtype=torch\.float64"):

@@ -71,6 +71,8 @@ def test_names_that_begin_with_experimental() -> None:
     assert module.distribute.experimental.partitioners.MinSizePartitioner is sg.MinSizePartitioner
     with pytest.raises(AttributeError, match="module 'stratagem' has no attribute 'nothing'"):
         _ = module.experimental.nothing
+    with pytest.raises(AttributeError, match=r"no attribute 'coordinator': there is no ClusterCoordinator: "):
+        _ = module.distribute.coordinator
 
 
 @pytest.mark.parametrize("given", [sg.HierarchicalCopyAllReduce, sg.HierarchicalCopyAllReduce()])
