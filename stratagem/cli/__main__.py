@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -86,6 +88,8 @@ def main() -> None:
         width = 100 if sys.stderr.isatty() else 10_000
         click.echo(textwrap.fill(f"stratagem: {error}", width, break_long_words=False), err=True)
         sys.exit(exit_code_of(error))
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever still runs, a traceback of it says nothing
     sys.exit(code if isinstance(code, int) else EXIT_DONE)
 
 

@@ -8,7 +8,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MEANING: dict[int, int] = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+"""Of a signal: which of the two it comes to. A terminal that goes away ends the job as SIGTERM does."""
 
 
 class SignalPipe:
@@ -18,9 +19,9 @@ class SignalPipe:
         self.fd = fd
 
     def read(self) -> list[int]:
-        """SIGINT and SIGTERM that have come since the last call (SIGCHLD only wakes)."""
+        """SIGINT and SIGTERM that have come since the last call, SIGHUP as SIGTERM (SIGCHLD only wakes)."""
         try:
-            return [signum for signum in os.read(self.fd, 256) if signum in ENDING_SIGNALS]
+            return [_MEANING[signum] for signum in os.read(self.fd, 256) if signum in _MEANING]
         except BlockingIOError:
             return []
 
@@ -31,9 +32,12 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def signal_pipe() -> Iterator[SignalPipe]:
-    """Routes SIGINT, SIGTERM and SIGCHLD of this process into a pipe; main thread only."""
+    """Routes SIGINT, SIGTERM, SIGCHLD, and SIGHUP where nohup has not set it aside, of this process into a pipe; main
+    thread only."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = {signum: signal.getsignal(signum) for signum in (*ENDING_SIGNALS, signal.SIGCHLD)}
+    before = {signum: signal.getsignal(signum) for signum in (*_MEANING, signal.SIGCHLD)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         for signum in before:

@@ -1,0 +1,41 @@
+"""What the launcher hears of its signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from stratagem.launch.signals import signal_pipe
+
+AT_THE_END = """
+import atexit, os, signal, sys
+from stratagem.cli.__main__ import main
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+sys.argv = ["stratagem", "version"]
+main()
+"""
+
+
+def test_a_terminal_that_goes_away_ends_a_job_as_sigterm_does() -> None:
+    with signal_pipe() as signals:
+        for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert signals.read() == [signal.SIGTERM, signal.SIGINT]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_nohup_is_heeded() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signal_pipe() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.read() == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupt_at_the_very_end_of_a_process_is_no_traceback() -> None:
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, ""), ended
