@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.cluster import LaunchFor, LocalCluster
@@ -172,9 +173,26 @@ def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -
 
 
 def _make_folders(job: LocalJob) -> RunFolders:
-    if job.state_dir is not None:
-        job.state_dir.mkdir(parents=True, exist_ok=True)
+    summaries = job.summary.parent if job.summary is not None else None
+    for option, folder in (
+        ("--state-dir", job.state_dir),
+        ("--checkpoint-dir", job.checkpoint_dir),
+        ("--log-dir", job.log_dir),
+        ("--summary", summaries),
+    ):
+        if folder is not None:
+            _make_writable(folder, option)
     folders = RunFolders(Path(tempfile.mkdtemp(prefix="stratagem-run-", dir=job.state_dir)).resolve())
     for folder in (folders.journal, job.checkpoint_dir or folders.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
     return folders
+
+
+def _make_writable(folder: Path, option: str) -> None:
+    """Makes a folder that was asked for. That nothing can be written there is said before a job, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"{option}: nothing can be written to the folder {folder}: {error.strerror}") from None

@@ -86,6 +86,11 @@ class LocalJob:
                 f"expected --workers of at least 1 and no negative counts, got --workers {self.num_workers} "
                 f"--ps {self.num_ps} --max-restarts {self.max_restarts} --threads {self.num_threads}"
             )
+        if not (self.checkpoint_every_s >= 0 and self.shutdown_timeout_s >= 0):
+            raise ConfigurationError(
+                f"expected seconds of at least 0, got --checkpoint-every-s {self.checkpoint_every_s:g} "
+                f"--shutdown-timeout {self.shutdown_timeout_s:g}"
+            )
         if self.num_chiefs not in (1, 2):
             raise ConfigurationError(
                 f"expected --chiefs 1, or 2 for one that stands by (a lost one is started again at once, so a third "

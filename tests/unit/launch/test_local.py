@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from stratagem.cluster.task import TaskId
+from stratagem.errors import ConfigurationError
 from stratagem.launch.local import run_local
 from stratagem.launch.plan import Launch, LocalJob
 
@@ -99,6 +100,22 @@ def test_a_job_that_goes_well(case: Case, tmp_path: Path) -> None:
     assert case.starts == ["chief:0", "ps:0", "worker:0", "worker:1"]
     assert case.summary["exit_code"] == 0 and case.summary["first_failure"] is None
     assert case.summary["tasks"]["worker:1"] == {"exit_codes": [0], "restarts": 0}
+
+
+@pytest.mark.parametrize("option", ["state_dir", "checkpoint_dir", "log_dir", "summary"])
+def test_where_nothing_can_be_written_is_said_before_the_job(case: Case, tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "folder"
+    flag = option.replace("_", "-")
+    with pytest.raises(ConfigurationError, match=f"--{flag}: nothing can be written to the folder {tmp_path}/file"):
+        case.run(**{option: place / "summary.json" if option == "summary" else place})
+    assert not case.starts
+
+
+@pytest.mark.parametrize("option", ["checkpoint_every_s", "shutdown_timeout_s"])
+def test_negative_seconds_are_refused(case: Case, option: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected seconds of at least 0"):
+        case.run(**{option: -1.0})
 
 
 def test_verbose_shows_every_worker(case: Case) -> None:
