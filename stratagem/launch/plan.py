@@ -91,6 +91,11 @@ class LocalJob:
                 f"expected seconds of at least 0, got --checkpoint-every-s {self.checkpoint_every_s:g} "
                 f"--shutdown-timeout {self.shutdown_timeout_s:g}"
             )
+        if self.checkpoint_every_s and not self.num_ps:
+            raise ConfigurationError(
+                "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "
+                "the script (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
+            )
         if self.num_chiefs not in (1, 2):
             raise ConfigurationError(
                 f"expected --chiefs 1, or 2 for one that stands by (a lost one is started again at once, so a third "

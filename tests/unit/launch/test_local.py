@@ -118,6 +118,11 @@ def test_negative_seconds_are_refused(case: Case, option: str) -> None:
         case.run(**{option: -1.0})
 
 
+def test_checkpoints_by_the_chief_are_refused_where_it_takes_none(case: Case) -> None:
+    with pytest.raises(ConfigurationError, match=r"for parameter servers.*sg\.CheckpointManager"):
+        case.run(num_ps=0, checkpoint_every_s=1.0)
+
+
 def test_verbose_shows_every_worker(case: Case) -> None:
     case.programs["worker:1"] += "print('from the other')"
     assert case.run(verbose=True) == 0
