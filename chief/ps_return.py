@@ -203,6 +203,8 @@ class PsReturn(ChiefPart):
         """Another ps may have all that the last process of this one acknowledged; then nobody goes back to anything."""
         task = server.incarnation.task
         last = Incarnation(task, self._sessions.tasks[task].served)
+        if last == server.incarnation:
+            return False  # there was no copy, and it serves what a checkpoint had: the copy of that is no better
         holder = self._sessions.tasks[backup_of(task, self._num_copied)]
         asked = holder.incarnation
 

@@ -278,7 +278,9 @@ def test_a_ps_that_comes_back_takes_the_copy_of_the_process_that_served_last(
         run(scenario)
 
 
-async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refusal", ["", "ps:1 has no whole copy of ps:0"])
+async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: Path, refusal: str) -> None:
+    """Where there was none it was put back, and then took the copy of itself: what it had lost was not counted."""
     config: dict[str, Any] = {"num_workers": 1, "ps_replicas": 2, "state_dir": str(tmp_path / "state")}
     config["checkpoint_dir"] = str(tmp_path)
     async with contextlib.AsyncExitStack() as stack:
@@ -288,6 +290,7 @@ async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: 
             holder = await stack.enter_async_context(ps(port, FakePs(1)))
             worker = Task(port, "worker:0")
             await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
             await worker.open()
             await worker.next(want=2)
             applied([dead, holder], 0)
@@ -297,15 +300,16 @@ async def test_a_ps_that_died_while_no_chief_was_there_takes_the_copy(tmp_path: 
             await first.kill()
         async with chief(bind=port, **config) as second:
             reborn = FakePs(0)
-            reborn.initialized, reborn.open = False, dead.open
+            reborn.initialized, reborn.open, reborn.refusal = False, dead.open, refusal
             async with ps(port, reborn):
                 tasks = [
                     Task(port, "ps:1", holder.session.address, holder.session.incarnation),
                     Task(port, "worker:0", resume=worker.incarnation),
                 ]
                 await until(lambda: second.job.is_open and len(second.job.sessions.live("ps")) == 2)
-                assert reborn.taken_from == ("ps:1", of_incarnation) and not reborn.restored_from
-                assert second.job.get_status().updates_lost == 0
+                assert reborn.taken_from == ("ps:1", of_incarnation)
+                assert bool(reborn.restored_from) == bool(refusal)
+                assert second.job.get_status().updates_lost == (1 if refusal else 0)
                 for task in tasks:
                     await task.die()
         await worker.die()
