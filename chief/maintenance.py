@@ -47,6 +47,8 @@ class Maintenance(ChiefPart):
         self._busy = False
         self._first = asyncio.Lock()
         self._saved_step: int | None = None
+        self._has_begun = False
+        """A ps had values, though it may be gone with them: units wait until all have values and a checkpoint."""
         self._is_blank = False
         """All ps are here, and initial values are yet to come."""
         self._is_trained = False
@@ -148,10 +150,10 @@ class Maintenance(ChiefPart):
         is_all_here = len(described) == self._ps_pool.num_ps
         holding = sorted(one.task for one, each in described.items() if each.holds_rows)
         lacking = sorted(one.task for one, each in described.items() if not each.complete)
-        has_begun = bool(holding or history.initialized)
-        self._is_blank = is_all_here and not has_begun
-        self._lacking = lacking if has_begun else []
-        is_complete = is_all_here and has_begun and not lacking
+        self._has_begun = self._has_begun or bool(holding or history.initialized)
+        self._is_blank = is_all_here and not self._has_begun
+        self._lacking = lacking if self._has_begun else []
+        is_complete = is_all_here and self._has_begun and not lacking
         self._is_trained = is_complete and any(each.step for each in described.values())
         if is_complete and (history.is_rerouted or not history.initialized):
             self._journal.write("initialized", tasks=holding)

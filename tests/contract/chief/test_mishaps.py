@@ -421,6 +421,19 @@ async def test_a_ps_that_holds_no_variables_is_not_waited_for_and_one_without_va
             assert running.job.get_status().updates_lost == 1
 
 
+async def test_no_unit_is_leased_where_values_were_and_are_gone(tmp_path: Path) -> None:
+    """All ps were without any, and it looked as if the job had yet to begin: what was lost then was not counted."""
+
+    config: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path), "initialized": False}
+    async with cluster(**config) as (_, [worker], servers):
+        await worker.open()
+        servers[0].initialized = True
+        assert isinstance(await refused(worker.next()), StaleStoreError)
+        servers[0].initialized = False
+        error = await refused(worker.next())
+        assert isinstance(error, StaleStoreError) and "ps:0, ps:1 came back without values" in str(error)
+
+
 class WithoutValues(FakePs):
     """Has lost its values by the time that commits are held."""
 
