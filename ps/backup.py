@@ -174,17 +174,31 @@ class Backup:
                 self._changed.notify_all()
 
     def look(self, membership: Membership) -> None:
-        """The cluster has changed: a process that is over, or has dropped it, has no copy that anybody could take."""
+        """The cluster has changed: a process whose place another has, or that has dropped it, has no copy to take.
+
+        One that is not live is not over: a chief that has just started has not heard of all of them yet.
+        """
         with self._changed:
-            if self._whole is None:
+            member = membership.member(self._whole[0]) if self._whole is not None else None
+            if self._whole is None or member is None:
                 return
-            member = membership.member(self._whole[0])
-            if membership.has(self._whole) and member is not None and member.copies_dropped < self._whole_number:
-                return
-            lane = self._lane if self._number == self._whole_number else None
-            self._whole = None
-            self._end(lane)
+            has_dropped = member.incarnation == self._whole[1] and member.copies_dropped >= self._whole_number
+            if member.incarnation > self._whole[1] or has_dropped:
+                self._go_on_alone()
         self._close_ended()
+
+    def fence(self, task: str, incarnation: int) -> None:
+        """Processes of ``task`` up to ``incarnation`` are over: nobody takes a copy from them."""
+        with self._changed:
+            if self._whole is not None and self._whole[0] == task and self._whole[1] <= incarnation:
+                self._go_on_alone()
+        self._close_ended()
+
+    def _go_on_alone(self) -> None:
+        """With the lock held."""
+        lane = self._lane if self._number == self._whole_number else None
+        self._whole = None
+        self._end(lane)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Waits with the lock held. Whoever waits for a copy that is not whole yet does without it after a while."""

@@ -92,11 +92,10 @@ class Following:
     def _follow(self, member: Member) -> None:
         asker = Sender(self._session.task, self._session.incarnation)
         self._number = number = self._number + 1
-        process = member.task, member.incarnation
 
-        def goes_on() -> bool:
-            now = self._member()
-            is_same = now is not None and (now.task, now.incarnation) == process
+        def goes_on() -> bool:  # also while a chief that has just started has not heard of both
+            now = self._session.membership.member(member.task)
+            is_same = now is not None and now.incarnation == member.incarnation
             return not self._closed and self._session.stopped is None and is_same and self._dropped < number
 
         where, meter = (member.task, member.address), self._store.state.lanes

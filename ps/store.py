@@ -130,6 +130,8 @@ class Store:
         state = self.state
         with state.changed:
             state.senders.fence(task, incarnation)
+            if state.backup is not None:
+                state.backup.fence(task, incarnation)
             state.staging.drop_sender(task, incarnation)
             state.changed.notify_all()
 

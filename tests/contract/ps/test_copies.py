@@ -228,6 +228,23 @@ def test_a_ps_that_takes_over_is_the_one_that_died(start: Start, connect: Connec
     assert not left_alone.done()
 
 
+def test_a_copy_that_broke_off_is_waited_for_until_its_process_is_declared_dead(
+    start: Start, connect: Connect, follow: Follow
+) -> None:
+    primary, _, follower, worker = trained(start, connect, follow)
+    follower.close()
+    backup = primary.store.state.backup
+    poll(lambda: backup is not None and backup.words == "ps:1 broke off")
+    request = worker.commit_request(6, worker.stage(6, torch.ones(SIZE)), 2)
+    request.groups[0].hyper_parameters[0].update({"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8})
+    request.groups[0].hyper_parameters[0].update({"weight_decay": 0.0, "amsgrad": False, "maximize": False})
+    left_alone = worker.stub.CommitUpdate.future(request)
+    poll(lambda: primary.store.state.step == 3)
+    assert not left_alone.done()
+    worker.stub.Fence(ps_pb2.FenceRequest(sender=CHIEF, task="ps:1", incarnation=7), timeout=TIMEOUT_S)
+    assert left_alone.result(timeout=TIMEOUT_S).applied
+
+
 @pytest.mark.parametrize("why", ["not whole", "of an earlier process", "none"])
 def test_a_copy_that_may_lack_something_is_given_to_nobody(
     start: Start, connect: Connect, follow: Follow, why: str

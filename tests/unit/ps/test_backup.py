@@ -78,8 +78,8 @@ def begin(backup: Backup, asker: Sender = FIRST, number: int = 1) -> tuple[Lane,
     return lane, numbers[0]
 
 
-def membership(backup: Sender, copies_dropped: int = 0) -> Membership:
-    member = Member(backup.task, "host:1", backup.incarnation, live=True, copies_dropped=copies_dropped)
+def membership(backup: Sender, copies_dropped: int = 0, live: bool = True) -> Membership:
+    member = Member(backup.task, "host:1", backup.incarnation, live=live, copies_dropped=copies_dropped)
     return Membership(ready=True, members=(member,))
 
 
@@ -117,7 +117,7 @@ def test_from_then_on_a_change_is_acknowledged_when_the_backup_has_it(backup: Ba
     assert backup.words == "ps:1"
 
 
-@pytest.mark.parametrize("end", ["lets go", "dies", "another process"])
+@pytest.mark.parametrize("end", ["lets go", "dies", "is fenced", "another process"])
 def test_a_copy_that_broke_off_holds_everybody_up_until_nobody_can_take_it(backup: Backup, end: str) -> None:
     lane, _ = whole(backup)
     tell(backup)
@@ -131,10 +131,28 @@ def test_a_copy_that_broke_off_holds_everybody_up_until_nobody_can_take_it(backu
         begin(backup)
     elif end == "dies":
         backup.look(membership(SECOND))
+    elif end == "is fenced":
+        backup.fence("ps:2", FIRST.incarnation)
+        backup.fence(FIRST.task, FIRST.incarnation - 1)
+        assert waiting.waits
+        backup.fence(FIRST.task, FIRST.incarnation)
     else:
         begin(backup, SECOND)
     waiting.returns()
     later.returns()
+
+
+def test_a_chief_that_has_just_started_ends_no_copy(backup: Backup) -> None:
+    """It had not heard of the backup yet, which had its copy, could be asked for it, and was told nothing any more."""
+    lane, _ = whole(backup)
+    backup.look(membership(FIRST, live=False))
+    backup.look(Membership())
+    assert (backup.words, lane.closed) == ("ps:1", None)
+    tell(backup)
+    waiting = Waiting(backup.settle)
+    assert waiting.waits
+    backup.confirm(FIRST, 2)
+    waiting.returns()
 
 
 def test_a_change_that_is_not_told_ends_the_copy_before_it_is_acknowledged(backup: Backup) -> None:
