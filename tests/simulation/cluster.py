@@ -165,7 +165,14 @@ class Cluster:
         self.world.after(0.0, process, loop.enter, begin)
 
     def _ps_config(self, name: str) -> PsConfig:
-        return PsConfig(task=name, bind="10.0.0.2:0", chief=CHIEF, insecure=True, checkpoint_dir=self.checkpoint_dir)
+        return PsConfig(
+            task=name,
+            bind="10.0.0.2:0",
+            chief=CHIEF,
+            insecure=True,
+            transport="grpc",
+            checkpoint_dir=self.checkpoint_dir,
+        )
 
     def join_as(self, resolver: Any) -> tuple[WorkerConfig, ClusterSpec]:
         """In the place of ``stratagem.strategy.roles.join_as``: who the worker is that asks."""

@@ -22,8 +22,8 @@ from stratagem.ps import optimizers, snapshot
 from stratagem.ps.peer_client import PeerStore
 from stratagem.rpc import channels, handshake, host_id
 from stratagem.strategy import roles
+from tests.simulation import copies, invariants
 from tests.simulation.disk import Os
-from tests.simulation.invariants import hooks
 from tests.simulation.threads import Queue, Threading, Time, here
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def installed() -> Iterator[None]:
         put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
     put(snapshot, "check", _slow(snapshot.check))
     put(ProcessUse, "values", lambda self: {})  # of the real process, and it looks for long
-    for owner, name, wrap in hooks():
+    for owner, name, wrap in (*invariants.hooks(), *copies.hooks()):
         put(owner, name, wrap(getattr(owner, name)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -14,7 +14,9 @@ from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.membership.session import Release
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
+from stratagem.ps.backup import Backup
 from stratagem.ps.commit_gate import CommitGate
+from stratagem.ps.copies import StoreCopy
 from stratagem.ps.senders import Senders
 from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.units import UnitLedger
@@ -103,6 +105,35 @@ def _forgotten_fences() -> Iterator[_Change]:
     yield history, "_RECORDS", {**history._RECORDS, "over": _nothing}
 
 
+def _early_reply() -> Iterator[_Change]:
+    """A ps acknowledges what its backup has not confirmed."""
+    yield Backup, "settle", _nothing
+
+
+def _copy_left_behind() -> Iterator[_Change]:
+    """A ps goes on without a backup that broke off, whose copy is still there to be taken."""
+    real = Backup.lost
+
+    def lost(self: Any, lane: object) -> None:
+        real(self, lane)
+        if self._lane is None:
+            self._whole = None
+
+    yield Backup, "lost", lost
+
+
+def _forgetful_copy() -> Iterator[_Change]:
+    """A copy does not note which updates are in it."""
+    real = StoreCopy.commit
+
+    def commit(self: Any, request: Any, gradient: Any) -> None:
+        real(self, request, gradient)
+        for unit in request.update.units:
+            self.state.units._open.pop(unit, None)
+
+    yield StoreCopy, "commit", commit
+
+
 MUTATIONS = {
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
@@ -116,6 +147,9 @@ MUTATIONS = {
     "deaf release": _deaf_release,
     "left draft": _left_draft,
     "forgotten fences": _forgotten_fences,
+    "early reply": _early_reply,
+    "copy left behind": _copy_left_behind,
+    "forgetful copy": _forgetful_copy,
 }
 """By name."""
 

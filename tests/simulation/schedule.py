@@ -9,8 +9,10 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from stratagem.cluster.backups import backup_of
 from stratagem.errors import ConfigurationError, JobStoppedError
 from tests.simulation.cluster import CHIEF, Cluster, Job
+from tests.simulation.copies import Copies
 from tests.simulation.invariants import Invariants
 from tests.simulation.network import Conditions
 from tests.simulation.world import SimulationError, World
@@ -102,6 +104,8 @@ def plan(seed: int) -> Schedule:
     if changes := [*_changes(random.Random(-seed - 1), job)]:
         faults += changes
         job = dataclasses.replace(job, epochs=job.epochs + 2)
+    if job.staleness and job.num_ps > 1 and (copied := random.Random(-5 * seed - 1)).random() < 0.5:
+        job, faults = _copied(copied, job, faults)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 
@@ -120,6 +124,27 @@ def _ends(rng: random.Random, job: Job) -> Iterator[Fault]:
         yield Fault(0.2 + 1.5 * rng.random(), "end", f"ps:{rng.randrange(job.num_ps)}", for_s=GRACE_S)
     if rng.random() < 0.1:
         yield Fault(0.2 + 1.0 * rng.random(), "come", f"ps:{job.num_ps}")
+
+
+def _copied(rng: random.Random, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
+    """The job with a copy of what each ps holds: ps die when all copies are whole, and nothing else goes wrong; or
+    anything does, and a ps dies that has just been cut off from its copy."""
+    num_ps = rng.choice((2, 2, 3))
+    num_variables = job.num_variables if job.num_variables == 1 else num_ps
+    job = dataclasses.replace(job, ps_replicas=2, num_ps=num_ps, num_variables=num_variables, max_ps=0)
+    if rng.random() < 0.5:
+        times = [0.2 + 3 * rng.random() for _ in range(rng.choice((1, 2, 3)))]
+        faults = [Fault(at_s, "kill copied", f"ps:{rng.randrange(num_ps)}") for at_s in times]
+        return dataclasses.replace(job, epochs=job.epochs + 2), faults
+    faults = [fault for fault in faults if fault.kind != "come" and (fault.kind, fault.task) != ("scale", "ps")]
+    if rng.random() < 0.5:
+        at_s, ps = 0.5 + 2 * rng.random(), f"ps:{rng.randrange(num_ps)}"
+        for_s = 3 * rng.random()
+        faults += [
+            Fault(at_s, rng.choice(("reset", "cut", "cut one way")), ps, backup_of(ps, num_ps), for_s),
+            Fault(at_s + 0.3 * rng.random(), "kill", ps),
+        ]
+    return job, faults
 
 
 KINDS = (
@@ -174,6 +199,7 @@ class _Faults:
         self._world.note(f"* {fault}")
         kinds: dict[str, Callable[[Fault], None]] = {
             "kill": lambda fault: self._kill(fault.task),
+            "kill copied": self._kill_copied,
             "crash": self._crash,
             "pause": self._pause,
             "cut": lambda fault: self._cut(fault, both=True),
@@ -192,6 +218,13 @@ class _Faults:
     def _kill(self, task: str) -> None:
         if task in self._cluster.tasks:
             self._cluster.tasks[task].kill()
+
+    def _kill_copied(self, fault: Fault) -> None:
+        """Once another ps has all of what this one holds, and so for every ps."""
+        if self._world.copies.are_whole():  # type: ignore[attr-defined]
+            self._kill(fault.task)
+        elif self._cluster.finished is None:
+            self._world.after(0.05, None, self._kill_copied, fault)
 
     def _crash(self, fault: Fault) -> None:
         self._kill(fault.task)
@@ -257,6 +290,13 @@ class _Faults:
             self._cluster.disk.flip(self._world.random.choice(files))
 
 
+def _check_copies(schedule: Schedule, cluster: Cluster) -> None:
+    """Ps that die one at a time, when another one has all of what they hold, cost no update."""
+    is_copied = all(fault.kind == "kill copied" for fault in schedule.faults)
+    if cluster.job.ps_replicas > 1 and is_copied and (num_lost := cluster.chief_job.journal.history.updates_lost):
+        cluster.world.fail(f"{num_lost} updates are lost, though there were copies")
+
+
 def _check_ends(schedule: Schedule, cluster: Cluster) -> None:
     """A ps that is told to end once, and nothing else goes wrong, costs no update."""
     ended = [fault.task for fault in schedule.faults if fault.kind == "end"]
@@ -274,6 +314,7 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     cluster.network.conditions = schedule.conditions
     cluster.disk.slow = schedule.slow_disk_s
     checks = world.checks = Invariants(world, cluster)  # type: ignore[attr-defined]
+    world.copies = Copies(checks)  # type: ignore[attr-defined]
     _Faults(cluster).arrange(schedule.faults)
     before(cluster)
     failure = ""
@@ -281,6 +322,7 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
         cluster.run()
         checks.ended()
         _check_ends(schedule, cluster)
+        _check_copies(schedule, cluster)
         failure = world.failures[0] if world.failures else ""
     except SimulationError as error:
         failure = str(error)

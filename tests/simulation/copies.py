@@ -1,0 +1,206 @@
+"""What must hold where ps keep copies of one another: whatever one has acknowledged is in the copy that is taken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from stratagem.cluster.backups import backup_of
+from stratagem.cluster.units import Update
+from stratagem.ps.applying import Applying
+from stratagem.ps.backup import SILENCE_S
+from stratagem.ps.commits import Commits
+from stratagem.ps.copies import StoreCopies, StoreCopy, StoreImage
+from stratagem.ps.requests import CommitResult, CommitUpdate
+from stratagem.ps.state import StoreState
+from stratagem.ps.store import Store
+from stratagem.ps.units import UnitLedger
+from tests.simulation.invariants import Invariants, variables_of
+from tests.simulation.threads import here
+
+_Process = tuple[str, int]
+"""Task and incarnation."""
+
+
+def applied_of(ledger: UnitLedger) -> set[tuple[int, int]]:
+    """(epoch, unit) that a ledger knows to be applied, or to be done without."""
+    described = ledger.describe()
+    closed = {(epoch, index) for (_, epoch), bitmap in described.closed.items() for index in bitmap}
+    return closed | {(unit.epoch, unit.index) for update, _ in described.open for unit in update.units}
+
+
+class Copies:
+    """Of one world.
+
+    Args:
+        checks: the other invariants.
+    """
+
+    def __init__(self, checks: Invariants) -> None:
+        self._checks = checks
+        self._world = checks.world
+        self.acknowledged: defaultdict[_Process, set[Update]] = defaultdict(set)
+        """What each process of a ps has answered to workers that it is applied."""
+        self.stores: dict[_Process, Store] = {}
+        self.owners: dict[StoreState, Store] = {}
+        self.sources: dict[StoreState, _Process] = {}
+        """The process that a copy is of."""
+        self.contents: dict[tuple[_Process, int, int, int], bytes] = {}
+        """What a group holds after so many updates, by its process, number, store epoch and version."""
+        self.num_taken = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether this job has copies."""
+        return self._checks.cluster.job.ps_replicas > 1
+
+    def begin(self, image: StoreImage, state: StoreState) -> None:
+        """A copy is made: what happens in it has happened on its ps."""
+        self.sources[state] = image.source.key
+        self._checks.copied |= {state, state.units}
+
+    def acknowledge(self, state: StoreState, update: Update) -> None:
+        """A worker is told that an update is applied."""
+        store = self.owners[state]
+        self.stores[store.task, store.incarnation] = store
+        self.acknowledged[store.task, store.incarnation].add(update)
+
+    def applied(self, state: StoreState, groups: Any) -> None:
+        """An update changes the copy of a group as it changes the group, bit for bit."""
+        source = self.sources.get(state)
+        if source is None:
+            source = self.owners[state].task, self.owners[state].incarnation
+        for number in [commit.group for commit in groups]:
+            group = state.locked_groups[number].group
+            key = (source, number, state.store_epoch, group.counter)
+            data = group.weights.numpy().tobytes()
+            if self.contents.setdefault(key, data) != data:
+                self._world.fail(f"{self._checks.task()}: the copy of {key} is another one than the original")
+
+    def given(self, copy: StoreCopy) -> None:
+        """A copy is taken: it has what the ps had, if that has nothing under way."""
+        store = self.stores.get(copy.source.key)
+        if store is None or store.state.backup is None or store.state.backup._lane is None:
+            return
+        is_quiet = not store.state.gate.num_inside and not store.state.lock.locked()  # type: ignore[attr-defined]
+        if is_quiet and store.state.backup._told == copy.number:  # type: ignore[attr-defined]
+            theirs, mine = applied_of(store.state.units), applied_of(copy.state.units)
+            if theirs != mine:
+                self._world.fail(f"the copy of {copy.source} differs in {sorted(theirs ^ mine)}")
+
+    def taken(self, heir: str, image: StoreImage) -> None:
+        """Nothing that the ps acknowledged is lacking; weights and ledger of the copy say the same."""
+        self.num_taken += 1
+        checks, ledger, source = self._checks, image.content.units, image.source
+        lacking = [
+            update
+            for update in self.acknowledged[source.key]
+            if not all(ledger.is_applied(unit, update.ordinal) for unit in update.units)
+        ]
+        if lacking:
+            self._world.fail(f"{heir} takes a copy of {source} that lacks what was acknowledged: {sorted(lacking)}")
+        if checks.cluster.chief_job is not None:
+            known = applied_of(ledger)
+            for name, weights in variables_of(image.content.groups).items():
+                what = f"{name} in the copy of {source}"
+                units = checks.units_of(checks.cluster.chief_job, weights, checks.cluster.job.epochs, what)
+                lost = {(epoch, unit) for task, epoch, unit in checks.lost_units if task == source.task}
+                if units - known or known - units - lost:
+                    self._world.fail(f"{what} has {sorted(units)}, its ledger {sorted(known)}")
+
+    def go_on(self, store: Store, source: _Process) -> None:
+        """A process has taken a copy: it answers for what the last one acknowledged."""
+        self.stores[store.task, store.incarnation] = store
+        self.acknowledged[store.task, store.incarnation] |= self.acknowledged[source]
+        for task, epoch, unit in [*self._checks.recorded]:
+            if task == store.task and (epoch, unit) in applied_of(store.state.units):
+                self._checks.recorded[task, epoch, unit] = store.state.units
+
+    def are_whole(self) -> bool:
+        """Whether every ps that holds something is copied, to the last update, by another one that is there."""
+        stores = {task: store for task, store in self._checks.stores.items() if store.state.locked_groups}
+        return bool(stores) and all(self._is_whole(store) for store in stores.values())
+
+    def _is_whole(self, store: Store) -> bool:
+        cluster, backup = self._checks.cluster, store.state.backup
+        holder = backup_of(store.task, cluster.job.num_ps)
+        if backup is None or backup._lane is None or backup._whole is None or backup._whole != backup._asker:
+            return False
+        if backup._waiting and self._world.now - backup._silent_since > SILENCE_S / 2:
+            return False  # it may be told to drop what it has
+        copy = self._checks.stores[holder].copies.kept.get(store.task)
+        is_there = all(cluster.tasks[task].alive for task in (store.task, holder))
+        return is_there and copy is not None and copy.is_whole and copy.source.key == (store.task, store.incarnation)
+
+
+def hooks() -> Iterator[tuple[Any, str, Any]]:
+    """As :func:`tests.simulation.invariants.hooks`."""
+
+    def on_commit(real: Any) -> Any:
+        def commit_update(self: Commits, request: CommitUpdate, call: Any) -> CommitResult:
+            result: CommitResult = real(self, request, call)
+            if self._state.backup is not None:
+                copies().acknowledge(self._state, request.update)
+            return result
+
+        return commit_update
+
+    def on_apply(real: Any) -> Any:
+        def apply(self: Applying, groups: Any, *arguments: Any, **named: Any) -> None:
+            real(self, groups, *arguments, **named)
+            if copies().is_kept:
+                copies().applied(self._state, groups)
+
+        return apply
+
+    def on_copy(real: Any) -> Any:
+        def init(self: Any, image: StoreImage, state: StoreState) -> None:
+            real(self, image, state)
+            self.number = image.number
+            copies().begin(image, state)
+
+        return init
+
+    def on_change(real: Any) -> Any:
+        def commit(self: Any, *arguments: Any) -> None:
+            real(self, *arguments)
+            self.number += 1
+
+        return commit
+
+    def on_give(real: Any) -> Any:
+        def give(self: StoreCopy, *arguments: Any) -> None:
+            real(self, *arguments)
+            copies().given(self)
+
+        return give
+
+    def on_take(real: Any) -> Any:
+        def take(self: StoreCopies, image: StoreImage) -> None:
+            copies().taken(self._task, image)
+            real(self, image)
+            copies().go_on(copies().owners[self._state], image.source.key)
+
+        return take
+
+    def on_store(real: Any) -> Any:
+        def init(self: Store, *arguments: Any, **named: Any) -> None:
+            real(self, *arguments, **named)
+            copies().owners[self.state] = self
+
+        return init
+
+    yield Commits, "commit_update", on_commit
+    yield Applying, "apply", on_apply
+    yield StoreCopy, "__init__", on_copy
+    yield StoreCopy, "commit", on_change
+    yield StoreCopy, "give", on_give
+    yield StoreCopies, "take", on_take
+    yield Store, "__init__", on_store
+
+
+def copies() -> Copies:
+    """Of the world that runs."""
+    found: Copies = here().copies  # type: ignore[attr-defined]
+    return found
