@@ -55,6 +55,8 @@ class CommitHold:
         self._lock = asyncio.Lock()
         self._num_tokens = 0
         self._num_inside = 0
+        self._is_complete = False
+        """Every update is on all of its ps, in the hold that is on."""
         self._prolonging: asyncio.Task[None] | None = None
 
     @property
@@ -72,21 +74,28 @@ class CommitHold:
             await self.leave()
 
     async def enter(self, what: str, *, complete: bool = True) -> int:
-        """Holds commits, unless they are; returns the token. Ends with :meth:`leave`.
+        """Holds commits, unless they are; returns the token. Ends with :meth:`leave`. Whoever needs every update on all
+        of its ps does not share the hold of somebody who does not.
 
         Args:
             what: needs it, for messages.
             complete: wait for updates that only some of their ps have; False when nobody is left to send them.
 
         Raises:
-            PeerUnavailableError: a ps is away, or updates under way did not arrive.
+            PeerUnavailableError: a ps is away, updates under way did not arrive, or the hold is another one's that does
+                without them.
         """
         async with self._lock:
-            if self._num_inside:
-                self.check_all(what)
-            else:
+            if not self._num_inside:
                 await self._begin(what, complete)
+                self._is_complete = complete
                 self._prolonging = asyncio.create_task(self._prolong())
+            elif complete and not self._is_complete:
+                raise PeerUnavailableError(
+                    f"{what} needs every update on all of its ps, and commits are held as they came. It is repeated"
+                )
+            else:
+                self.check_all(what)
             self._num_inside += 1
             return self.token
 

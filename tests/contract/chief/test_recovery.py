@@ -75,6 +75,25 @@ async def test_an_update_whose_worker_is_gone_makes_the_chief_release_and_try_ag
         assert servers[1].calls == ["hold", "admit", "release", "hold", "admit", "save", "release"]
 
 
+async def test_who_needs_one_cut_does_not_share_the_hold_of_one_who_does_not(tmp_path: Path) -> None:
+    """A ps was told to end as the chief left: its checkpoint had a part of an update, under the hold of the chief's."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, _, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        servers[0].apply(Unit(1, 0, 0))
+        servers[1].on_admit = lambda update: servers[1].apply(update.units[0])
+        hold = running.job.commit_hold
+        await hold.enter("a checkpoint", complete=False)
+        with pytest.raises(PeerUnavailableError, match="It is repeated"):
+            await hold.enter("a checkpoint")
+        await hold.enter("a checkpoint", complete=False)
+        await hold.leave()
+        await hold.leave()
+        assert not servers[1].admits
+        await hold.enter("a checkpoint")
+        assert servers[1].admits == [Update((Unit(1, 0, 0),), 0)]
+        await hold.leave()
+
+
 async def test_an_update_of_fewer_ps_is_not_taken_for_torn(tmp_path: Path) -> None:
     async with cluster() as (_, workers, servers):
         servers[0].apply(Unit(1, 0, 0), num_servers=1)
