@@ -131,6 +131,8 @@ class Variables:
             versions = tuple(locked.send_slot(lane, request.reply_transfer, request.slot) for locked in locked_groups)
         else:
             versions = send_weights(state, request.sender, request.groups, request.reply_transfer, call)
+        if state.backup is not None:
+            state.backup.settle()  # else the process that takes the copy has another content of this version
         if not locked_groups:
             return PullResult(versions)
         with locked_groups[0].lock:

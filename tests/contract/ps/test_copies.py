@@ -241,8 +241,13 @@ def test_a_copy_that_broke_off_is_waited_for_until_its_process_is_declared_dead(
     left_alone = worker.stub.CommitUpdate.future(request)
     poll(lambda: primary.store.state.step == 3)
     assert not left_alone.done()
+    want = ps_pb2.PullWeightsRequest.Want(group=1)
+    pull = ps_pb2.PullWeightsRequest(sender=worker.sender(0), groups=[want], reply_transfer=98)
+    pulled = worker.stub.PullWeights.future(pull)
+    with pytest.raises(grpc.FutureTimeoutError):  # nobody sees what the process that takes the copy may not have
+        pulled.result(timeout=0.3)
     worker.stub.Fence(ps_pb2.FenceRequest(sender=CHIEF, task="ps:1", incarnation=7), timeout=TIMEOUT_S)
-    assert left_alone.result(timeout=TIMEOUT_S).applied
+    assert left_alone.result(timeout=TIMEOUT_S).applied and pulled.result(timeout=TIMEOUT_S).versions
 
 
 @pytest.mark.parametrize("why", ["not whole", "of an earlier process", "none"])
