@@ -137,12 +137,12 @@ def _copied(rng: random.Random, job: Job, faults: list[Fault]) -> tuple[Job, lis
         faults = [Fault(at_s, "kill copied", f"ps:{rng.randrange(num_ps)}") for at_s in times]
         return dataclasses.replace(job, epochs=job.epochs + 2), faults
     faults = [fault for fault in faults if fault.kind != "come" and (fault.kind, fault.task) != ("scale", "ps")]
-    if rng.random() < 0.5:
+    if rng.random() < 0.8:
         at_s, ps = 0.5 + 2 * rng.random(), f"ps:{rng.randrange(num_ps)}"
-        for_s = 3 * rng.random()
+        kind, for_s = rng.choice(("reset", "cut", "cut one way")), 3 * rng.random()
         faults += [
-            Fault(at_s, rng.choice(("reset", "cut", "cut one way")), ps, backup_of(ps, num_ps), for_s),
-            Fault(at_s + 0.3 * rng.random(), "kill", ps),
+            Fault(at_s, kind, ps, backup_of(ps, num_ps), for_s),
+            Fault(at_s + (0.1 if kind == "reset" else 0.5) * rng.random(), "kill", ps),
         ]
     return job, faults
 
