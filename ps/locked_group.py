@@ -77,6 +77,11 @@ class LockedGroup:
                 frames = num_frames(spec.num_elements, spec.dtype)
             return GroupVersion(spec.group, version, frames, group.num_updates)
 
+    def forget_published(self) -> None:
+        """Nobody reads a version that was shared."""
+        with self.lock:
+            self.publisher.outdate()
+
     def make_rows(self) -> None:
         """Gives the rows of a table their initial values, unless they have values."""
         with self.lock:

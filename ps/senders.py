@@ -128,6 +128,11 @@ class Senders:
         """The lane of an incarnation."""
         return self._lanes.get(sender.key)
 
+    @property
+    def num_lanes(self) -> int:
+        """How many are open; asked without the lock."""
+        return len(self._lanes)
+
     def lanes(self) -> list[ReplyLane]:
         """All open lanes."""
         return list(self._lanes.values())

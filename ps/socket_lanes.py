@@ -22,10 +22,11 @@ from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
-from stratagem.rpc import shm_lane, tcp_lane
+from stratagem.rpc import heap, shm_lane, tcp_lane
 from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces, ReceivingLane
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
+from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
 from stratagem.rpc.slots import ShmBlock, SlotPool
@@ -114,6 +115,15 @@ class TcpReplies(_SocketReplies[TcpSender]):
 class ShmReplies(_SocketReplies[ShmSender]):
     """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read held copies where they lie."""
 
+    def __init__(self, sender: ShmSender, receiver: ReceivingLane, memory: FrameMemory) -> None:
+        super().__init__(sender, receiver)
+        self._memory = memory
+        memory.watch(sender.collect)
+
+    def close(self, error: StratagemError) -> None:
+        super().close(error)
+        self._memory.watch_no_more(self._sender.collect)
+
     def room(self, group: int, offset: int, num_elements: int, dtype: torch.dtype) -> HeldFrame:
         if num_elements * dtype.itemsize > shm_lane.INLINE_BYTES:
             with contextlib.suppress(StratagemError):  # the lane is closed; others may still want the version
@@ -169,6 +179,8 @@ class SocketLanes:
         self._max_lanes_per_peer = max_lanes_per_peer
         self._listener = LaneListener(host, security, max_lanes_per_peer)
         self._pool: SlotPool | None = None
+        self._num_open = 0
+        """Lanes that use it, or memory of the store."""
         self._guard = threading.Lock()
         self._threads: set[threading.Thread] = set()
 
@@ -214,7 +226,6 @@ class SocketLanes:
 
     def _serve(self, sender: Sender, family: Family) -> None:
         deadline = time.monotonic() + CONNECT_S
-        store, meter = self._store, self._store.state.lanes
         try:
             up = self._listener.wait((*sender.key, "up"), deadline)
             try:
@@ -227,6 +238,16 @@ class SocketLanes:
             THROTTLE.log(logger, logging.INFO, "no show", text, sender, family, error)
             return
 
+        with self._guard:
+            self._num_open += 1
+        try:
+            self._serve_over(up, down, sender, family)
+        finally:
+            self._ended()
+
+    def _serve_over(self, up: socket.socket, down: socket.socket, sender: Sender, family: Family) -> None:
+        store, meter = self._store, self._store.state.lanes
+
         def unread_bytes() -> int:
             return store.state.peer_bytes
 
@@ -236,9 +257,12 @@ class SocketLanes:
             receiver = TcpReceiver(up, sender.task, meter, memory=store.state.memory)
             replies = TcpReplies(TcpSender(down, sender.task, meter), receiver, unread_bytes, store.state.memory)
         else:
-            receiver = ShmReceiver(up, sender.task, meter)
-            outward = ShmSender(down, sender.task, meter, unread_bytes, self._shared(), patient=False)
-            replies = ShmReplies(outward, receiver)
+            pool = self._shared()
+            lender = Lender(pool, store.state.keeps_slots, unread_bytes)
+            receiver = ShmReceiver(up, sender.task, meter, lender=lender)
+            shown = functools.partial(store.state.memory.note, kept_bytes=0)
+            outward = ShmSender(down, sender.task, meter, unread_bytes, pool, patient=False, on_shown=shown)
+            replies = ShmReplies(outward, receiver, store.state.memory)
         try:
             store.open_lane(sender, replies)
             requests = LaneRequests(store, sender, replies, SocketCall(up, replies))
@@ -251,3 +275,17 @@ class SocketLanes:
         finally:
             store.close_lane(sender, replies)
             replies.close(PeerUnavailableError("the lane is over"))
+
+    def _ended(self) -> None:
+        """Of what was for frames on their way nothing is kept when the last lane is gone."""
+        with self._guard:
+            self._num_open -= 1
+            if self._num_open:
+                return
+            for locked in [*self._store.state.locked_groups.values()]:
+                locked.forget_published()
+            if self._pool is not None:
+                self._pool.close()
+                self._pool = None
+            self._store.state.memory.empty()
+            heap.give_back_freed_memory()

@@ -157,6 +157,11 @@ class StoreState:
             MIN_SHARED_BYTES, sum(one.spec.num_bytes for one in self.locked_groups.values() if not one.spec.is_table)
         )
 
+    def keeps_slots(self) -> bool:
+        """Whether a worker gets the shared memory of its gradient again for the next one: those of two are as much as
+        may be in flight; at staleness 0 the slices of all are here at once."""
+        return self.senders.num_lanes <= 2 or self.steps.are_used
+
     def copy_is_outdated(self) -> None:
         """Something has changed that a backup is not told: its copy is gone when this returns, and is made again."""
         if self.backup is not None:

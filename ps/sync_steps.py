@@ -75,6 +75,11 @@ class SyncSteps:
         self._applied: dict[StepKey, frozenset[Unit]] = {}
         self._forgotten_step = 0
 
+    @property
+    def are_used(self) -> bool:
+        """Whether updates come as slices of steps."""
+        return bool(self._open or self._applied)
+
     def prepare(self, key: StepKey, contribution: Contribution) -> None:
         """Takes a slice.
 

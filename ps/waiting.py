@@ -118,10 +118,16 @@ def wait_room(state: StoreState, sender: Sender, num_bytes: int, call: Call) -> 
     workers there are; two of them never wait. A sender that has waited for :data:`ROOM_S` goes on regardless.
     """
 
-    def has_room() -> bool:
+    def fits() -> bool:
         is_due = state.num_unanswered and state.backup is None  # a backup may take long to confirm
         shared_bytes = 0 if is_due else state.shared_bytes - state.memory.awaited_bytes
         return state.staging.has_room(sender, num_bytes, shared_bytes)
+
+    def has_room() -> bool:
+        if fits():
+            return True
+        state.memory.look()
+        return fits()
 
     deadline = time.monotonic() + ROOM_S
     while not wait(state, has_room, sender, call, POLL_S):  # nobody announces it

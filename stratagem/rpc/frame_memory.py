@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
 PATIENCE_S = 1.0
+POLL_S = 0.005
 MIN_BYTES = 1 << 20
 """Smaller frames are malloc's matter."""
 
@@ -19,6 +21,7 @@ class FrameMemory:
     def __init__(self) -> None:
         self._guard = threading.Condition()  # of an RLock: the garbage collector may give a piece back at any point
         self._patient_from = 0.0
+        self._looks: tuple[Callable[[], None], ...] = ()
         self._free: dict[int, list[torch.Tensor]] = {}
         self.num_bytes = 0
         """Of all pieces, in use or not."""
@@ -53,9 +56,29 @@ class FrameMemory:
     def wait_left(self, max_bytes: int) -> None:
         """Waits until no more than that is lent: it will have to be kept when the weights change. No longer than
         :data:`PATIENCE_S`: a reader may be stopped."""
-        with self._guard:
-            if not self._guard.wait_for(lambda: self.awaited_bytes <= max_bytes, PATIENCE_S):
+        deadline = time.monotonic() + PATIENCE_S
+        while self.awaited_bytes > max_bytes:
+            self.look()
+            with self._guard:
+                if self._guard.wait_for(lambda: self.awaited_bytes <= max_bytes, POLL_S if self._looks else PATIENCE_S):
+                    return
+            if time.monotonic() >= deadline:
                 self.wait_no_more()
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """Of what is lent in shared memory nobody hears by itself that it has been read: ``look`` finds out."""
+        with self._guard:
+            self._looks = (*self._looks, look)
+
+    def watch_no_more(self, look: Callable[[], None]) -> None:
+        """The reverse of :meth:`watch`."""
+        with self._guard:
+            self._looks = tuple([one for one in self._looks if one != look])
+
+    def look(self) -> None:
+        """Finds out what has been read."""
+        for look in self._looks:
+            look()
 
     @property
     def awaited_bytes(self) -> int:
@@ -66,6 +89,12 @@ class FrameMemory:
         """A reader does not read: for a minute nobody waits for any."""
         self._patient_from = time.monotonic() + 60 * PATIENCE_S
 
+    def empty(self) -> None:
+        """Keeps no piece that is not in use."""
+        with self._guard:
+            self.num_bytes -= sum(piece.nbytes for pieces in self._free.values() for piece in pieces)
+            self._free.clear()
+
     def _give_back(self, memory: torch.Tensor) -> None:
         with self._guard:
-            self._free[memory.nbytes].append(memory)
+            self._free.setdefault(memory.nbytes, []).append(memory)

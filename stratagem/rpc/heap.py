@@ -34,6 +34,14 @@ def share_one_heap() -> bool:
     return _mallopt(_M_ARENA_MAX, 1)
 
 
+def give_back_freed_memory() -> bool:
+    """To the system, once: when what was freed will not be needed soon. False where there was none, or no glibc."""
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):
+        return False
+
+
 def keep_freed_memory() -> bool:
     """The same for a running process, unless its environment says something else. False without glibc."""
     if any(name in os.environ for name in ENVIRONMENT if name.startswith("MALLOC_")):

@@ -100,11 +100,12 @@ class Segment:
         finally:
             os.close(descriptor)
 
-    def send_to(self, link: socket.socket, message: bytes) -> None:
+    def send_to(self, link: socket.socket, message: bytes, flags: int = 0) -> None:
         """Sends ``message`` and the right to map this segment over an AF_UNIX socket."""
         if self._descriptor is None:
             raise ValueError("the segment is not shared any more")
-        socket.send_fds(link, [message], [self._descriptor])
+        right = socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(self._descriptor)
+        link.sendmsg([message], [right], flags)  # socket.send_fds drops its flags
 
     def stop_sharing(self) -> None:
         """Closes the descriptor: everybody who needs the segment has it. The mapping stays."""
@@ -125,11 +126,11 @@ def receive_descriptor(link: socket.socket, num_message_bytes: int) -> tuple[byt
     return bytes(message[:count]), descriptor
 
 
-def receive_descriptor_into(link: socket.socket, view: memoryview) -> tuple[int, int | None]:
+def receive_descriptor_into(link: socket.socket, view: memoryview, flags: int = 0) -> tuple[int, int | None]:
     """Reads bytes, and a descriptor if one came with them; how many bytes."""
     # Not socket.recv_fds: it drops its flags, and a child that this process starts would inherit the descriptor.
     room = socket.CMSG_LEN(_DESCRIPTOR.size)
-    count, ancillary, _, _ = link.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC)
+    count, ancillary, _, _ = link.recvmsg_into([view], room, socket.MSG_CMSG_CLOEXEC | flags)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= _DESCRIPTOR.size:
             return count, int(_DESCRIPTOR.unpack_from(data)[0])

@@ -1,11 +1,13 @@
 """The shm lane: frames lie in shared memory, a Unix socket carries where, and small frames themselves.
 
 The sender copies a frame once into a slot of a segment that the receiver maps; the receiver's tensor is a view on that
-slot, and when the last view of it goes the slot returns to the sender by itself.
+slot, and when the last view of it goes the slot returns to the sender by itself. Where the receiver lends slots
+(:mod:`stratagem.rpc.lent_slots`), large frames lie in these.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import os
@@ -23,16 +25,22 @@ from stratagem.rpc.codec import Frame, as_tensors, byte_view, dtype_of, frame_of
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import Corked, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed, Lender, Said
 from stratagem.rpc.segment import Segment, receive_descriptor_into
-from stratagem.rpc.slots import ShmBlock, SlotPool
+from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
 from stratagem.rpc.socket_lane import SocketReceiver, TwoSocketLane, wake_reads
 
-_FRAME, _SEGMENT, _INLINE = b"SGFR", b"SGSG", b"SGIN"
+_FRAME, _SEGMENT, _INLINE, _BORROWED, _WANT = b"SGFR", b"SGSG", b"SGIN", b"SGBR", b"SGWT"
+"""A frame in the sender's memory, that memory, a frame behind its header, one in a slot that was borrowed, and the wish
+to borrow one of so many bytes."""
 _MESSAGE = struct.Struct("<4sBB2xIQQQIQI4x")  # magic, kind, dtype, group, transfer, offset, elements, segment, at, slot
 _RELEASE = struct.Struct("<I")
+_WORDS_BYTES = 4096
 _COUNT = struct.Struct("=i")
 INLINE_BYTES = 32 << 10
 """Frames up to this size go through the socket: taking a slot, showing it and getting it back costs more."""
+MIN_BORROWED_BYTES = 1 << 20
+"""Smaller frames lie in the sender's own memory."""
 MAX_INLINE_UNREAD_BYTES = 64 << 10
 """An impatient sender must not fill the socket of a reader that is slow: beyond this, small frames take slots too."""
 
@@ -47,6 +55,9 @@ class ShmSender:
         max_bytes: most bytes that may lie unread; asked when it matters.
         pool: memory to send from, shared with other lanes; None: this lane's own.
         patient: wait for the receiver when that much lies unread; False: break the lane (``LimitError``).
+        on_shown: told by how many bytes the memory that receivers look at grows or shrinks; of a shared pool.
+        on_wait: given, large frames lie in memory that the receiver lends, and this is called now and then while it
+            does not; what it raises ends the wait.
 
     Raises:
         SegmentError: there is no shared memory here.
@@ -63,6 +74,8 @@ class ShmSender:
         max_bytes: Callable[[], int],
         pool: SlotPool | None = None,
         patient: bool = True,
+        on_shown: Callable[[int], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
         self.pool = pool or SlotPool()
         self._owns_pool = pool is None
@@ -76,6 +89,12 @@ class ShmSender:
         self._num_announced = 0
         self._cork: list[memoryview] | None = None
         self._corked_bytes = 0
+        self._on_shown = on_shown
+        self._on_wait = on_wait
+        self._collecting = threading.Lock()
+        """Of what follows, and of what the receiver says; taken inside ``_turn``."""
+        self._words = memoryview(bytearray(_WORDS_BYTES + _RELEASE.size + LENT.size))
+        self._borrowed = Borrowed()
         self._unread: dict[int, list[ShmBlock]] = {}
         self._unread_bytes = 0
         self._breaking = _Breaking(self)
@@ -141,6 +160,9 @@ class ShmSender:
             if self._corked_bytes <= INLINE_BYTES:
                 return
             num_bytes, views, self._cork, self._corked_bytes = self._corked_bytes, self._cork, [], 0
+        self._send(views, num_bytes)
+
+    def _send(self, views: Sequence[memoryview], num_bytes: int) -> None:
         num_sent = self._sock.sendmsg(views)
         if num_sent < num_bytes:  # a signal came in between
             self._sock.sendall(b"".join(views)[num_sent:])
@@ -162,8 +184,11 @@ class ShmSender:
         """A slot for so many elements (at least one), and those as a flat tensor there, to be filled."""
         num_bytes = num_elements * dtype.itemsize
         with self._turn, self._breaking:
-            self._make_room(num_bytes)
-            slot = self.pool.take(num_bytes)
+            if self._on_wait is not None and num_bytes >= MIN_BORROWED_BYTES:
+                slot = self._borrow(slot_bytes(num_bytes), self._on_wait)
+            else:
+                self._make_room(num_bytes)
+                slot = self.pool.take(num_bytes)
         return slot.memory[:num_bytes].view(dtype), slot
 
     def send_slot(
@@ -173,12 +198,18 @@ class ShmSender:
         wire = to_wire_dtype(tensor.dtype)
         place = (slot.segment, slot.at, slot.number) if slot is not None else (0, 0, 0)
         with self._turn, self._breaking:
-            if slot is not None:
+            is_borrowed = slot is not None and slot.is_borrowed
+            if slot is not None and not is_borrowed:
                 self._announce(slot.segment)
-                self._unread.setdefault(slot.number, []).append(slot)
-                self._unread_bytes += slot.size
-            message = _MESSAGE.pack(_FRAME, kind, wire, group, transfer, offset, tensor.numel(), *place)
-            self._write([memoryview(message)], _MESSAGE.size)
+                with self._collecting:
+                    self._unread.setdefault(slot.number, []).append(slot)
+                    self._unread_bytes += slot.size
+                    self._show(slot, 1)
+            magic = _BORROWED if is_borrowed else _FRAME
+            message = _MESSAGE.pack(magic, kind, wire, group, transfer, offset, tensor.numel(), *place)
+            if is_borrowed and slot is not None and self._borrowed.must_ask(slot.size):  # for the next one
+                message += _wish(slot.size)
+            self._write([memoryview(message)], len(message))
             self._meter.sent_frames += 1
             self._meter.sent_bytes += tensor.nbytes
 
@@ -190,9 +221,35 @@ class ShmSender:
         self._fail(PeerUnavailableError(reason))
         with self._turn:
             self._sock.close()
-            self._unread.clear()
+            with self._collecting:
+                for slots in self._unread.values():
+                    for slot in slots:
+                        self._show(slot, -1)
+                self._unread.clear()
+                self._borrowed.close()
             if self._owns_pool:
                 self.pool.close()
+
+    def collect(self) -> None:
+        """Takes back what the receiver has let go of; callable in any thread."""
+        with contextlib.suppress(StratagemError), self._breaking:
+            self._collect(wait=False)
+
+    def _show(self, slot: ShmBlock, num_more: int) -> None:
+        if self._on_shown is not None and (change := self.pool.show(slot, num_more)):
+            self._on_shown(change)
+
+    def _borrow(self, size: int, on_wait: Callable[[], None]) -> ShmBlock:
+        self._collect(wait=False)
+        while (slot := self._borrowed.take(size)) is None:
+            wish = [memoryview(_wish(size))] if self._borrowed.must_ask(size) else []
+            if self._cork is not None:  # what waits there, the receiver has to have
+                wish, self._cork, self._corked_bytes = [*self._cork, *wish], [], 0
+            if wish:
+                self._send(wish, sum(map(len, wish)))
+            on_wait()
+            self._collect(wait=True)
+        return slot
 
     def _make_room(self, num_bytes: int) -> None:
         self._collect(wait=False)
@@ -213,24 +270,54 @@ class ShmSender:
             self._num_announced += 1
 
     def _collect(self, wait: bool) -> None:
-        """Takes back the slots that the receiver has let go of."""
-        try:
-            released = self._sock.recv(4096, 0 if wait else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            if self._error is not None:
-                raise self._error from None
-            return
-        if not released:
-            raise ConnectionError("the peer closed it")
-        while len(released) % _RELEASE.size:
-            released += self._sock.recv(_RELEASE.size - len(released) % _RELEASE.size)
-        for (number,) in _RELEASE.iter_unpack(released):
-            slots = self._unread.get(number)
-            if not slots:
-                raise ConnectionError(f"the peer let go of slot {number}, which it did not have")
-            self._unread_bytes -= slots.pop().size
-            if not slots:
-                del self._unread[number]
+        """Takes back the slots that the receiver has let go of, and those that it lends."""
+        with self._collecting:
+            words, flags = self._words, 0 if wait else socket.MSG_DONTWAIT
+            try:
+                stop, descriptor = receive_descriptor_into(self._sock, words[:_WORDS_BYTES], flags)
+            except BlockingIOError:
+                if self._error is not None:
+                    raise self._error from None
+                return
+            if not stop:
+                raise ConnectionError("the peer closed it")
+            at = 0
+            while at < stop:
+                stop = self._complete(at + _RELEASE.size, stop)
+                (number,) = _RELEASE.unpack_from(words, at)
+                at += _RELEASE.size
+                if number in (LENT_SEGMENT, LENT_SLOT) and self._on_wait is not None:
+                    stop = self._complete(at + LENT.size, stop)
+                    segment, slot, first, size = LENT.unpack_from(words, at)
+                    at += LENT.size
+                    if number == LENT_SLOT:
+                        self._borrowed.came(segment, slot, first, size)
+                    elif descriptor is not None:
+                        self._borrowed.share(descriptor, segment, size)
+                        descriptor = None
+                else:
+                    self._let_go(number)
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _complete(self, wanted: int, stop: int) -> int:
+        """Reads on until so many bytes of what the receiver says are here; how many are."""
+        while stop < wanted:
+            count = self._sock.recv_into(self._words[stop:wanted])
+            if not count:
+                raise ConnectionError("the peer closed it")
+            stop += count
+        return stop
+
+    def _let_go(self, number: int) -> None:
+        slots = self._unread.get(number)
+        if not slots:
+            raise ConnectionError(f"the peer let go of slot {number}, which it did not have")
+        slot = slots.pop()
+        self._unread_bytes -= slot.size
+        self._show(slot, -1)
+        if not slots:
+            del self._unread[number]
 
     def _fail(self, error: StratagemError) -> StratagemError:
         if self._error is None:
@@ -263,15 +350,33 @@ class _Breaking:
             raise self._lane._fail(PeerUnavailableError(why)) from None
 
 
+def _wish(num_bytes: int) -> bytes:
+    return _MESSAGE.pack(_WANT, 0, 0, 0, 0, 0, num_bytes, 0, 0, 0)
+
+
 class ShmReceiver(SocketReceiver):
-    """Gives frames as views on the sender's memory, whatever ``into`` is; its socket is a Unix one."""
+    """Gives frames as views on the memory they were sent in, whatever ``into`` is; its socket is a Unix one.
+
+    Args:
+        sock, peer, meter, on_wait: see :class:`SocketReceiver`.
+        lender: lends the sender memory.
+    """
 
     name = "shm"
 
     def __init__(
-        self, sock: socket.socket, peer: str, meter: BytesMeter, on_wait: Callable[[], None] = nothing
+        self,
+        sock: socket.socket,
+        peer: str,
+        meter: BytesMeter,
+        on_wait: Callable[[], None] = nothing,
+        lender: Lender | None = None,
     ) -> None:
         super().__init__(sock, peer, meter, on_wait)
+        self._lender = lender
+        self._unsaid: collections.deque[Said] = collections.deque()
+        """To the sender, who does not listen at every moment: what has found no room in the socket."""
+        self._saying = threading.Lock()
         wake_reads(sock)
         self._segments: list[Segment] = []
         self._descriptor: int | None = None
@@ -282,11 +387,14 @@ class ShmReceiver(SocketReceiver):
         with self._reading:
             self._drop_descriptor()
             self._early.clear()
+            if self._lender is not None:
+                self._lender.close()
             for segment in self._segments:
                 segment.close()  # views that are still held keep their memory
             self._segments.clear()
 
     def _next(self, transfer: int, deadline: float, into: torch.Tensor | Place | None) -> Frame:
+        self._say()
         while True:
             message = self._ahead.unpack(_MESSAGE, transfer, deadline)
             magic, kind, wire, group, number, offset, num_elements, segment, at, slot = message
@@ -297,7 +405,12 @@ class ShmReceiver(SocketReceiver):
                 except SegmentError as error:
                     raise FrameError(f"{self._peer} shares memory that cannot be used: {error}") from None
                 continue
-            if magic not in (_INLINE, _FRAME) or at % 64 or (self._descriptor is not None and not self._ahead):
+            if magic == _WANT and self._lender is not None and num_elements > 0:
+                self._unsaid += self._lender.lend(num_elements)
+                self._say()
+                continue
+            is_unused = self._descriptor is not None and not self._ahead
+            if magic not in (_INLINE, _FRAME, _BORROWED) or at % 64 or is_unused:
                 raise FrameError(f"{self._peer} sent no frame: {message!r}")
             dtype = from_wire_dtype(wire)
             num_bytes = num_elements * dtype.itemsize
@@ -314,11 +427,16 @@ class ShmReceiver(SocketReceiver):
                 return Frame(kind, number, group, offset, tensor)
             if not num_elements:
                 return Frame(kind, number, group, offset, torch.empty(0, dtype=dtype))
-            if segment >= len(self._segments) or at + num_bytes > self._segments[segment].tensor.numel():
+            block: ShmBlock | None = None
+            if magic == _BORROWED and self._lender is not None:
+                block = self._lender.take_back(slot)
+                memory, at = block.memory, 0
+            else:
+                memory = self._segments[segment].tensor if segment < len(self._segments) else torch.empty(0)
+            if (magic == _BORROWED and block is None) or at + num_bytes > memory.numel():
                 raise FrameError(f"{self._peer} sent a frame that lies outside of the memory it shares")
-            memory = self._segments[segment].tensor
             array = memory[at : at + num_bytes].numpy()
-            weakref.finalize(array, _release, weakref.ref(self), slot)
+            weakref.finalize(array, _release, weakref.ref(self), block or slot)
             return Frame(kind, number, group, offset, torch.from_numpy(array).view(dtype))
 
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
@@ -350,13 +468,32 @@ class ShmReceiver(SocketReceiver):
             os.close(self._descriptor)
             self._descriptor = None
 
-    def released(self, slot: int) -> None:
-        """Nobody looks at a frame any more: its slot goes back."""
-        with contextlib.suppress(OSError):  # the lane is closed: the sender does not care any more
-            self._sock.sendall(_RELEASE.pack(slot))
+    def released(self, slot: int | ShmBlock) -> None:
+        """Nobody looks at a frame any more: its slot goes back. Callable in any thread, at any point."""
+        if not isinstance(slot, ShmBlock):
+            self._unsaid.append((_RELEASE.pack(slot), None))
+        elif self._lender is not None:
+            self._unsaid += self._lender.done(slot)
+        self._say()
+
+    def _say(self) -> None:
+        """Tells the sender, without waiting for it: it may be waiting for this end."""
+        while self._unsaid and self._saying.acquire(blocking=False):  # else whoever has it says this too
+            try:
+                while self._unsaid:
+                    message, segment = self._unsaid[0]
+                    if segment is None:
+                        self._sock.send(message, socket.MSG_DONTWAIT)
+                    else:
+                        segment.send_to(self._sock, message, socket.MSG_DONTWAIT)
+                    self._unsaid.popleft()
+            except OSError:  # no room; or the lane is closed, and the sender does not care any more
+                return
+            finally:
+                self._saying.release()
 
 
-def _release(receiver: weakref.ref[ShmReceiver], slot: int) -> None:
+def _release(receiver: weakref.ref[ShmReceiver], slot: int | ShmBlock) -> None:
     lane = receiver()
     if lane is not None:
         lane.released(slot)
@@ -374,7 +511,7 @@ class ShmLane(ShmSender, TwoSocketLane):
         max_bytes: Callable[[], int],
         on_wait: Callable[[], None] = nothing,
     ) -> None:
-        super().__init__(outward, peer, meter, max_bytes)
+        super().__init__(outward, peer, meter, max_bytes, on_wait=on_wait)
         self._receiver = ShmReceiver(inward, peer, meter, on_wait)
 
     def close(self, reason: str) -> None:

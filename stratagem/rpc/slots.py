@@ -9,7 +9,8 @@ import torch
 
 from stratagem.rpc.segment import Segment
 
-SEGMENT_BYTES = 32 << 20
+SEGMENT_BYTES = 8 << 20
+"""Or the size of a slot that is larger: so much of a pool lies idle at most."""
 MIN_SLOT_BYTES = 64 << 10
 
 
@@ -22,16 +23,27 @@ class ShmBlock:
         at: first byte in the segment.
         size: bytes.
         memory: those bytes, flat uint8.
+        num_readers: peers that were shown it and have not let go of it.
+        is_borrowed: whether the pool is the receiver's.
     """
 
-    __slots__ = ("__weakref__", "at", "memory", "number", "segment", "size")
+    __slots__ = ("__weakref__", "at", "is_borrowed", "memory", "num_readers", "number", "segment", "size")
 
-    def __init__(self, number: int, segment: int, at: int, size: int, memory: torch.Tensor) -> None:
+    def __init__(
+        self, number: int, segment: int, at: int, size: int, memory: torch.Tensor, is_borrowed: bool = False
+    ) -> None:
         self.number = number
         self.segment = segment
         self.at = at
         self.size = size
         self.memory = memory
+        self.num_readers = 0
+        self.is_borrowed = is_borrowed
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """Size of a slot for so many bytes."""
+    return max(MIN_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
 
 
 class SlotPool:
@@ -52,7 +64,7 @@ class SlotPool:
         Raises:
             SegmentError: there is no memory for another segment.
         """
-        size = max(MIN_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
+        size = slot_bytes(num_bytes)
         with self._guard:
             if not self._free.get(size):
                 self._carve(size)
@@ -61,6 +73,13 @@ class SlotPool:
             slot = ShmBlock(number, segment, at, size, self.segments[segment].tensor[at : at + size])
         weakref.finalize(slot, self._give_back, number, size).atexit = False
         return slot
+
+    def show(self, slot: ShmBlock, num_more: int) -> int:
+        """So many more peers look at a slot, or fewer. Returns by how many bytes the memory that any looks at grows."""
+        with self._guard:
+            before = slot.num_readers > 0
+            slot.num_readers += num_more
+            return ((slot.num_readers > 0) - before) * slot.size
 
     def close(self) -> None:
         """Lets go of the memory; what peers have mapped stays theirs until they let go too."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.memory import read_pss
+from stratagem.cluster.communication import Transport
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import JobStoppedError
@@ -20,14 +24,17 @@ from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
-from stratagem.rpc import frame_memory
+from stratagem.rpc import frame_memory, slots
 from stratagem.rpc.generated import frame_pb2, ps_pb2
+from stratagem.rpc.lane import nothing
 from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.units import update_to_proto
 from stratagem.worker.push.ps_client import PsClient
+from tests.unit.ps.driver import poll
 
 NUM_WORKERS, NUM_STEPS = 6, 4
 SIZE = 16 << 20  # 64 MiB, and as much momentum
@@ -35,13 +42,24 @@ FRAME = FRAME_BYTES // 4
 """Elements. Gradients come in frames as large as those that weights leave in: memory is used again by size."""
 MOST = 2 * 4 * SIZE + NUM_WORKERS * 2 * FRAME_BYTES
 """Bytes: twice the weights, and of each lane a frame that waits for room and one that is leaving."""
+MOST_SHARED = 2 * 2 * 4 * SIZE + NUM_WORKERS * (3 * FRAME_BYTES + slots.SEGMENT_BYTES) + slots.SEGMENT_BYTES
+"""Bytes: two gradients and two versions; of each lane a frame that waits for room, one on its way and one that is being
+filled; and of each pool the segment that it has begun."""
 
 
 class Pusher:
-    """A worker that pushes gradients over tcp and takes no care of what the ps can bear."""
+    """A worker that pushes gradients and takes no care of what the ps can bear.
 
-    def __init__(self, address: str, index: int) -> None:
+    Args:
+        address: of the ps.
+        index: of the worker.
+        transport: the lane it takes.
+        look: called each time that a frame has left.
+    """
+
+    def __init__(self, address: str, index: int, transport: Transport, look: Callable[[], None] = nothing) -> None:
         self.index = index
+        self._look = look
         session: Any = SimpleNamespace(
             task=f"worker:{index}",
             incarnation=1,
@@ -50,7 +68,7 @@ class Pusher:
             raise_if_stopped=lambda: None,
             wait_stopped=lambda timeout_s: None,
         )
-        self.client = PsClient(session, 0, BytesMeter(), 20.0, 4 * FRAME, "tcp")
+        self.client = PsClient(session, 0, BytesMeter(), 20.0, 4 * FRAME, transport)
         self.client.connect()
         shard = ps_pb2.ShardSpec(variable="w", shape=[SIZE], num_rows=SIZE)
         group = ps_pb2.GroupSpec(group=1, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
@@ -65,6 +83,7 @@ class Pusher:
         for first in range(0, SIZE, FRAME):
             piece = flat[first : first + FRAME]
             self.client.lane.send(kind, transfer, 1, first, functools.partial(_only, piece), FRAME)
+            self._look()
         return ps_pb2.TransferRef(transfer=transfer, num_frames=SIZE // FRAME)
 
     def push(self, gradient: torch.Tensor) -> int:
@@ -85,6 +104,19 @@ class Pusher:
             call = self.client.start("CommitUpdate", request, sequenced=True)
             num_applied += call.result(lambda frame: None).applied
         return num_applied
+
+
+@contextlib.contextmanager
+def pushed(address: str, num_workers: int, transport: Transport, look: Callable[[], None] = nothing) -> Iterator[None]:
+    """What so many workers leave behind that have all pushed at once, and are still there."""
+    pushers = [Pusher(address, index, transport, look) for index in range(num_workers)]
+    gradient = torch.ones(SIZE)
+    with ThreadPoolExecutor(num_workers) as pool:
+        applied = list(pool.map(lambda pusher: pusher.push(gradient), pushers))
+    yield
+    for pusher in pushers:
+        pusher.client.close("the test is over")
+    assert applied == [NUM_STEPS] * num_workers
 
 
 def _only(piece: torch.Tensor) -> list[torch.Tensor]:
@@ -122,12 +154,44 @@ def address(store: Store) -> Iterator[str]:
 
 @pytest.mark.thorough
 def test_six_workers_cost_a_ps_no_more_than_two(store: Store, address: str, patient: None) -> None:
-    pushers = [Pusher(address, index) for index in range(NUM_WORKERS)]
-    gradient = torch.ones(SIZE)
-    with ThreadPoolExecutor(NUM_WORKERS) as pool:
-        applied = list(pool.map(lambda pusher: pusher.push(gradient), pushers))
-    for pusher in pushers:
-        pusher.client.close("the test is over")
-    assert applied == [NUM_STEPS] * NUM_WORKERS
-    assert store.state.num_bytes == 2 * 4 * SIZE
-    assert 4 * SIZE < store.state.memory.num_bytes <= MOST
+    with pushed(address, NUM_WORKERS, "tcp"):
+        assert store.state.num_bytes == 2 * 4 * SIZE
+        assert 4 * SIZE < store.state.memory.num_bytes <= MOST
+
+
+@pytest.mark.thorough
+def test_six_workers_on_the_host_share_no_more_with_a_ps_than_two(address: str, patient: None) -> None:
+    """Of all pages in shared memory, at both ends: one that is mapped twice in a process counts once."""
+    before = _shared_bytes()
+    seen: list[int] = []
+    with pushed(address, NUM_WORKERS, "shm", lambda: seen.append(_shared_bytes())):
+        assert 2 * 4 * SIZE < max(seen) - before <= MOST_SHARED
+
+
+def test_two_workers_on_the_host_ask_once_for_the_memory_of_their_gradients(
+    address: str, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    lend = Lender.lend
+
+    def asks(lender: Lender, num_bytes: int) -> Any:
+        asked.append(num_bytes)
+        return lend(lender, num_bytes)
+
+    monkeypatch.setattr(Lender, "lend", asks)
+    with pushed(address, 2, "shm"):
+        assert sum(asked) == 2 * (4 * SIZE + FRAME_BYTES)  # of which the last is for a next frame
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_memory_of_what_is_on_its_way_is_given_back_with_the_last_lane(
+    store: Store, address: str, transport: Transport
+) -> None:
+    before = _shared_bytes()
+    with pushed(address, 2, transport):
+        assert _shared_bytes() - before + store.state.memory.num_bytes > 4 * SIZE
+    poll(lambda: _shared_bytes() <= before + slots.SEGMENT_BYTES and not store.state.memory.num_bytes)
+
+
+def _shared_bytes() -> int:
+    return read_pss(Path("/proc/self/smaps_rollup").read_text()).shared_bytes

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ import grpc
 import pytest
 import torch
 
-from stratagem.errors import FrameError, LimitError, PeerUnavailableError
+from stratagem.errors import FrameError, JobStoppedError, LimitError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
-from stratagem.rpc.lane import ReceivingLane, SendingLane
+from stratagem.rpc.lane import ReceivingLane, SendingLane, nothing
 from stratagem.rpc.lane_listener import LaneListener, connect_lane
 from stratagem.rpc.lane_meter import BytesMeter
+from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
+from stratagem.rpc.slots import ShmBlock, SlotPool
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from tests import forks
@@ -390,3 +393,99 @@ def test_forked_children_neither_hold_a_lane_open_nor_speak_on_it(kind: str) -> 
     environment = {**os.environ, "PYTHONPATH": str(script.parents[3])}
     done = forks.run([sys.executable, script, kind], env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_receiver_that_lets_go_of_many_frames_at_once_does_not_wait_for_the_sender() -> None:
+    """As a ps does with a gradient that it has applied: the sender listens again when it has another one."""
+    with shm_pair() as pair:
+        kept = []
+        for number in range(600):  # more words than a socket takes
+            send(pair, torch.full((10_000,), float(number)))
+            kept.append(pair.receiver.receive(0, soon()).tensor)
+        letting_go = threading.Thread(target=kept.clear, daemon=True)
+        letting_go.start()
+        letting_go.join(30)
+        assert not letting_go.is_alive()
+        for number in range(600):
+            send(pair, torch.full((10_000,), float(number)))
+            assert float(pair.receiver.receive(0, soon()).tensor[-1]) == number
+
+
+@contextlib.contextmanager
+def lending_pair(
+    pool: SlotPool, keeps: bool, max_bytes: int = 1 << 40, on_wait: Callable[[], None] = nothing
+) -> Iterator[Pair]:
+    """The receiver lends the memory of large frames."""
+    outward, inward = socket.socketpair()
+    sent, received = BytesMeter(), BytesMeter()
+    sender = ShmSender(outward, "b", sent, lambda: 1 << 40, on_wait=on_wait)
+    lender = Lender(pool, lambda: keeps, lambda: max_bytes)
+    yield from closing(Pair(sender, ShmReceiver(inward, "a", received, lender=lender), sent, received))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_slots_that_the_receiver_lends_are_used_again_by_whoever_sends(keeps: bool) -> None:
+    """400 MB over two lanes, of which the pool has a few slots each: looked at, on their way back, asked for ahead."""
+    pool = SlotPool()
+    with lending_pair(pool, keeps) as one, lending_pair(pool, keeps) as other, ThreadPoolExecutor(1) as thread:
+        for number in range(50):
+            for pair in (one, other):
+                sending = thread.submit(send, pair, torch.full((1 << 20,), float(number)))
+                frame = pair.receiver.receive(0, soon())
+                assert torch.equal(frame.tensor, torch.full((1 << 20,), float(number)))
+                del frame
+                sending.result()
+        thread.submit(send, one, torch.ones(3)).result()
+        assert one.receiver.receive(0, soon()).tensor.tolist() == [1.0, 1.0, 1.0]
+        assert sum(segment.tensor.numel() for segment in pool.segments) <= 2 * 6 * 4 << 20
+    pool.close()
+
+
+def test_corked_frames_leave_before_their_sender_waits_for_a_slot() -> None:
+    pool = SlotPool()
+    with lending_pair(pool, False) as pair, ThreadPoolExecutor(1) as thread:
+
+        def send_all() -> None:
+            sender: Any = pair.sender
+            with sender.corked():
+                for number in range(6):
+                    send(pair, torch.full((1 << 20 if number % 2 else 4,), float(number)))
+
+        sending = thread.submit(send_all)
+        assert [float(pair.receiver.receive(0, soon()).tensor[-1]) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+        sending.result()
+    pool.close()
+
+
+def test_a_sender_that_waits_for_a_slot_ends_with_the_lane_and_with_the_job() -> None:
+    pool = SlotPool()
+    with lending_pair(pool, False) as pair, ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send, pair, torch.ones(1 << 20))
+        pair.receiver.close("the test is over")
+        with pytest.raises(PeerUnavailableError, match="the lane to b broke"):
+            sending.result(30)
+
+    def stop() -> None:
+        raise JobStoppedError("the job has ended", 0)
+
+    with lending_pair(pool, False, on_wait=stop) as pair, pytest.raises(JobStoppedError, match="has ended"):
+        send(pair, torch.ones(1 << 20))
+    pool.close()
+
+
+def test_a_slot_that_is_not_lent_and_more_slots_than_may_be_lent_are_refused() -> None:
+    pool = SlotPool()
+    with lending_pair(pool, False) as pair:
+        block = ShmBlock(7, 0, 0, 1 << 20, torch.zeros(1 << 20, dtype=torch.uint8), is_borrowed=True)
+        sender: Any = pair.sender
+        sender.send_slot(KIND, 1, 0, 0, torch.ones(4), block)
+        with pytest.raises(FrameError, match="slot 7, which is not lent"):
+            pair.receiver.receive(0, soon())
+    with lending_pair(pool, False, max_bytes=5 << 20) as pair, ThreadPoolExecutor(1) as thread:
+        sender = pair.sender
+        for _ in range(2):
+            thread.submit(sender.room, 1 << 20, torch.float32)
+        with pytest.raises(LimitError, match="lent and not used"):
+            pair.receiver.receive(0, soon())
+        pair.receiver.close("it asks for too much")
+    pool.close()
