@@ -39,11 +39,22 @@ class Occurrences(NamedTuple):
         return cls(place, one, (one[place] != every).nonzero()[0])
 
 
-def found_in(ids: Places) -> tuple[Places, Occurrences]:
+def found_in(ids: Places, num_rows: int) -> tuple[Places, Occurrences]:
     """The numbers in ``ids``, ascending, each once, and where they occur: as ``numpy.unique``, which throws away what
-    backward has to find again."""
-    order = ids.argsort()
-    ascending = ids.take(order)
+    backward has to find again.
+
+    Args:
+        ids: from 0 to ``num_rows - 1``.
+        num_rows: see ``ids``.
+    """
+    bits = len(ids).bit_length()
+    if num_rows <= 1 << (63 - bits):  # a number and its place are one word, which is sorted in half the time
+        words = ids << bits | np.arange(len(ids))
+        words.sort()
+        ascending, order = words >> bits, words & ((1 << bits) - 1)
+    else:
+        order = ids.argsort(kind="stable")
+        ascending = ids.take(order)
     is_first = np.ones(len(ids), np.bool_)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
     place = np.empty(len(ids), np.int64)
@@ -148,11 +159,11 @@ class RemoteRows(nn.Module):
             came = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ConfigurationError(f"expected a tensor of ids, int32 or int64, got {came}")
         array = ids.detach().cpu().reshape(-1).numpy().astype(np.int64, copy=False)
-        numbers, found = found_in(array)
-        if len(numbers) and not (numbers[0] >= 0 and numbers[-1] < self.num_embeddings):
+        if len(array) and not (array.min() >= 0 and array.max() < self.num_embeddings):
             raise IndexError(
-                f"expected ids from 0 to {self.num_embeddings - 1}, got {int(numbers[0])} to {int(numbers[-1])}"
+                f"expected ids from 0 to {self.num_embeddings - 1}, got {int(array.min())} to {int(array.max())}"
             )
+        numbers, found = found_in(array, self.num_embeddings)
         rows = table.rows(numbers).to(ids.device)
         padding = None
         if self.padding_idx is not None:

@@ -66,8 +66,7 @@ class PendingRows:
         """A backward has reached the table. Takes ``values`` over."""
         if not self._is_current():
             self._parts.clear()
-            with torch._C.DisableTorchFunctionSubclass():
-                self._handle.grad = self._mark
+            self._handle.grad = self._mark
             self._version = self._mark._version
         self._parts.append(RowGradient(numbers, values.to("cpu", self._dtype).contiguous()))
 

@@ -26,10 +26,6 @@ _ABOUT = frozenset(
 """Functions that ask about a tensor, or make another of its form."""
 _VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 """Attributes that are values."""
-_Class: Any = torch.Tensor
-_GRADIENT = frozenset((_Class.grad.__get__, _Class.grad.__set__, _Class.requires_grad.__get__))
-"""What every step asks of a table's parameter, and sets."""
-
 
 _FILLS: dict[str, tuple[Distribution, tuple[str, str], tuple[float, float]]] = {
     "normal_": ("normal", ("mean", "std"), (0.0, 1.0)),
@@ -45,19 +41,32 @@ LOAD = 'strategy.load_once(lambda: layer.load_state_dict({"weight": rows}))'
 """How a script gives a table values; every worker calls it."""
 
 
+def _direct(name: str) -> Any:
+    """An attribute that every step asks for or sets, four times: through ``__torch_function__`` that takes 4 µs."""
+    own = getattr(torch.Tensor, name)
+
+    def read(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return own.__get__(tensor)
+
+    def write(tensor: torch.Tensor, value: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            own.__set__(tensor, value)
+
+    return property(read, write)
+
+
 class WithoutValues(torch.Tensor):
     """A tensor of device "meta" that refuses, with advice, whatever would need or copy its values."""
 
     harmless: ClassVar[frozenset[str]] = _ABOUT
+    grad, requires_grad = _direct("grad"), _direct("requires_grad")
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _GRADIENT:  # as several times a step
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if attribute == "is_meta":

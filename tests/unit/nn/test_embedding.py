@@ -21,6 +21,7 @@ from stratagem.nn import remote_rows
 from stratagem.nn.embedding import RemoteEmbedding
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
+from stratagem.worker.push.table_handle import TableGradient
 
 
 class Remote(DefaultStrategy):
@@ -257,3 +258,38 @@ def test_bags_of_one_size_give_the_gradients_of_torch(mode: str, shape: tuple[in
         (each * weights).sum().backward()
     assert expected.grad is not None and ours.grad is not None and not ours.grad.is_sparse
     torch.testing.assert_close(ours.grad, expected.grad)
+
+
+@pytest.mark.parametrize("num_rows", [3000, 1 << 61], ids=["one word", "too many rows for one word"])
+def test_ids_are_sorted_with_their_places(num_rows: int) -> None:
+    random = np.random.default_rng(0)
+    for size in (0, 1, 2, 2048, 4096):
+        ids = random.integers(0, 3000, size) + (num_rows - 3000)
+        numbers, found = remote_rows.found_in(ids, num_rows)
+        expected, place = np.unique(ids, return_inverse=True)
+        assert (numbers == expected).all() and (found.place == place).all()
+        assert (found.place[found.one] == np.arange(len(numbers))).all()
+        assert sorted([*found.one, *found.others]) == list(range(size))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10, 1 << 55, -(1 << 60), (1 << 63) - 1])
+def test_an_id_that_the_table_does_not_have_is_refused(remote: Strategy, wrong: int) -> None:
+    layer = sg.nn.EmbeddingBag(10, 4)
+    with pytest.raises(IndexError, match=rf"expected ids from 0 to 9, got {min(3, wrong)} to {max(3, wrong)}"):
+        layer(torch.tensor([[3, wrong]]))
+
+
+def test_what_every_step_asks_of_a_table_takes_no_way_through_python_of_torch(
+    remote: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight: Any = sg.nn.Embedding(10, 4).weight
+    optimizer = torch.optim.SGD([weight], 0.1)
+    mark = torch.empty_like(weight).as_subclass(TableGradient)
+    ways: list[Any] = []
+    monkeypatch.setattr(type(weight), "__torch_function__", lambda *call, **_: ways.append(call))
+    weight.grad = mark
+    was_there = weight.grad is mark and weight.requires_grad
+    optimizer.zero_grad()
+    weight.requires_grad = False
+    assert was_there and weight.grad is None and not weight.requires_grad
+    assert not ways
