@@ -6,6 +6,7 @@ A gradient that a newer transfer replaces is dropped: a worker never has two gra
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -46,6 +47,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], _SenderBuffers] = {}
+        self._peer_bytes = 0
+        """What one sender may have staged, as it was when it mattered last: it grows with what the ps holds."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,13 +68,14 @@ class Staging:
         spec: GroupSpec,
         offset: int,
         piece: torch.Tensor,
-        max_peer_bytes: int = 1 << 40,
+        max_peer_bytes: Callable[[], int] = lambda: 1 << 40,
     ) -> None:
         """Stages one frame; a later one for the same group and offset replaces an earlier one.
 
         Raises:
             FrameError: wrong dtype or shape, or outside of the group.
-            LimitError: more than the group can hold, too many transfers at once, or over ``max_peer_bytes``.
+            LimitError: more than the group can hold, too many transfers at once, or over ``max_peer_bytes``, which is
+                asked when it matters.
         """
         by_rows = spec.is_table and kind is FrameKind.GRADIENT
         if by_rows:
@@ -101,11 +105,13 @@ class Staging:
         if num_bytes > limit:
             raise LimitError(f"group {spec.group}: at most {limit} bytes can be staged, got {num_bytes}")
         num_more = piece.nbytes - replaced + (0 if offset in parts else FRAME_OVERHEAD_BYTES)
-        if buffers.num_bytes + num_more > max_peer_bytes:
-            raise LimitError(
-                f"{sender} has {buffers.num_bytes:,} bytes staged and sends {num_more:,} more, over max_peer_bytes of "
-                f"{max_peer_bytes:,}; commit some first, send larger frames, or raise it"
-            )
+        if buffers.num_bytes + num_more > self._peer_bytes:
+            self._peer_bytes = max_peer_bytes()
+            if buffers.num_bytes + num_more > self._peer_bytes:
+                raise LimitError(
+                    f"{sender} has {buffers.num_bytes:,} bytes staged and sends {num_more:,} more, over max_peer_bytes "
+                    f"of {self._peer_bytes:,}; commit some first, send larger frames, or raise it"
+                )
         parts[offset] = piece
         entry.group_bytes[spec.group] = num_bytes
         entry.num_frames += 1

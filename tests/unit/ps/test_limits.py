@@ -9,7 +9,7 @@ import torch
 
 from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import CheckpointError, ForbiddenError, LimitError, ProtocolError, SequenceError
-from stratagem.ps import units
+from stratagem.ps import specs, units
 from stratagem.ps.frames import kind_of
 from stratagem.ps.requests import AssignValues, Sender, TransferRef
 from stratagem.ps.senders import MAX_INCARNATIONS, Senders
@@ -58,6 +58,15 @@ def test_what_was_committed_or_replaced_counts_no_more() -> None:
         worker.send(worker.request(stage(worker, 4), [Unit(1, 0, index)]))
     assert store.state.staging.num_bytes == 0
     assert [buffers.num_bytes for buffers in store.state.staging._buffers.values()] == [0]
+
+
+def test_a_share_that_has_grown_since_it_was_used_up_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specs, "_SPARE_BYTES", 0)
+    store, worker = started()
+    with pytest.raises(LimitError, match=r"over max_peer_bytes of 16,000"):
+        stage(worker, 100)
+    DirectWorker(store, "worker:1", make_spec([(100_000,)], group=2, prefix="more")).create(torch.zeros(100_000))
+    stage(worker, 100)
 
 
 def test_the_share_grows_with_what_is_held() -> None:
