@@ -29,6 +29,7 @@ from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed, Le
 from stratagem.rpc.segment import Segment, receive_descriptor_into
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
 from stratagem.rpc.socket_lane import SocketReceiver, TwoSocketLane, wake_reads
+from stratagem.rpc.spin import REPLY_SPIN_S
 
 _FRAME, _SEGMENT, _INLINE, _BORROWED, _WANT = b"SGFR", b"SGSG", b"SGIN", b"SGBR", b"SGWT"
 """A frame in the sender's memory, that memory, a frame behind its header, one in a slot that was borrowed, and the wish
@@ -358,7 +359,7 @@ class ShmReceiver(SocketReceiver):
     """Gives frames as views on the memory they were sent in, whatever ``into`` is; its socket is a Unix one.
 
     Args:
-        sock, peer, meter, on_wait: see :class:`SocketReceiver`.
+        sock, peer, meter, on_wait, spin_s: see :class:`SocketReceiver`.
         lender: lends the sender memory.
     """
 
@@ -371,8 +372,9 @@ class ShmReceiver(SocketReceiver):
         meter: BytesMeter,
         on_wait: Callable[[], None] = nothing,
         lender: Lender | None = None,
+        spin_s: float = 0.0,
     ) -> None:
-        super().__init__(sock, peer, meter, on_wait)
+        super().__init__(sock, peer, meter, on_wait, spin_s)
         self._lender = lender
         self._unsaid: collections.deque[Said] = collections.deque()
         """To the sender, who does not listen at every moment: what has found no room in the socket."""
@@ -442,6 +444,8 @@ class ShmReceiver(SocketReceiver):
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
         """See :data:`stratagem.rpc.read_ahead.Receive`. The kernel ends a read behind a descriptor, whose message is
         the last one in it therefore."""
+        if not whole and self._spin is not None:
+            self._spin.poll(self._watch)
         while True:
             if self._error is not None:
                 raise self._error
@@ -512,7 +516,7 @@ class ShmLane(ShmSender, TwoSocketLane):
         on_wait: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(outward, peer, meter, max_bytes, on_wait=on_wait)
-        self._receiver = ShmReceiver(inward, peer, meter, on_wait)
+        self._receiver = ShmReceiver(inward, peer, meter, on_wait, spin_s=REPLY_SPIN_S)
 
     def close(self, reason: str) -> None:
         self._receiver.close(reason)
