@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import selectors
 import signal
@@ -18,7 +19,7 @@ from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
 from stratagem.launch.supervisor import Action, Finish, Kill, Phase, Renew, Signal, Start, Supervisor, describe_exit
-from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView
 
 TICK_S = 0.2
@@ -32,60 +33,47 @@ LaunchFor = Callable[[TaskId, str], Launch]
 """How to start a task, given the chief's address (port 0 before it is known)."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LocalCluster:
-    """Runs the loop until the supervisor says that the job is over.
+    """Runs the loop until the supervisor says that the job is over."""
 
-    Args:
-        supervisor: decides.
-        launch_for: says how to start a task.
-        output: shows and logs lines.
-        on_status: called with each new status of the chief.
-        signals: SIGINT and SIGTERM of the launcher.
-        security: of the launcher.
-        resumes: whether the script goes on where it was when the whole job is started again.
-        renew: called before it is.
-        preload: whether a process that has loaded torch forks into the tasks of a cluster.
-        chaos: faults that were asked for.
-    """
+    supervisor: Supervisor
+    """Decides."""
+    _launch_for: LaunchFor
+    """Says how to start a task."""
+    _output: OutputRouter
+    """Shows and logs lines."""
+    _on_status: Callable[[StatusView, float], None]
+    """Called with each new status of the chief."""
+    _signals: SignalPipe
+    """SIGINT and SIGTERM of the launcher."""
+    _security: Security
+    """Of the launcher."""
+    _resumes: Callable[[], bool]
+    """Whether the script goes on where it was when the whole job is started again."""
+    _renew_folders: Callable[[], None]
+    """Called before the whole job is started again."""
+    _preload: bool
+    """Whether a process that has loaded torch forks into the tasks of a cluster."""
+    _chaos: ChaosInjector | None
+    """Faults that were asked for."""
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        launch_for: LaunchFor,
-        output: OutputRouter,
-        on_status: Callable[[StatusView, float], None],
-        signals: SignalPipe,
-        security: Security = OPEN,
-        resumes: Callable[[], bool] = lambda: False,
-        renew: Callable[[], None] = lambda: None,
-        preload: bool = False,
-        chaos: ChaosInjector | None = None,
-    ) -> None:
-        self.supervisor = supervisor
+    def __post_init__(self) -> None:
         self.chief_address = _UNSET
         self.chief = TaskId("chief", 0)
         """The process that serves as chief, or did last."""
         self.takeovers = 0
         """By one that stood by."""
         self.failure_tail: list[str] = []
-        self._launch_for = launch_for
-        self._output = output
-        self._on_status = on_status
-        self._signals = signals
-        self._security = security
-        self._resumes = resumes
-        self._renew_folders = renew
         self._processes: dict[TaskId, TaskProcess] = {}
         self._ended_at: dict[TaskId, float] = {}
         self._poller: StatusPoller | None = None
         self._exit_code: int | None = None
-        self._preload = preload
-        self._chaos = chaos
         self._tick_s = TICK_S
         self._fork_server: ForkServer | None = None
         self._waits_for_fork_server: TaskId | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(signals.fd, selectors.EVENT_READ)
+        self._selector.register(self._signals.fd, selectors.EVENT_READ)
 
     @property
     def status(self) -> StatusView | None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stratagem.chief.monitoring.why.watched import WatchedVerdict
+from stratagem.launch.output import Screen
 from stratagem.launch.processes import Stream
 from stratagem.launch.progress import JobPace, progress_words, task_words
 from stratagem.rpc.status_view import StatusView
@@ -17,11 +18,8 @@ from stratagem.rpc.status_view import StatusView
 PLAIN_INTERVAL_S = 5.0
 
 
-class Display(Protocol):
+class Display(Screen, Protocol):
     """Shows the tasks' lines and the progress of the job."""
-
-    def show(self, stream: Stream, line: str) -> None:
-        """Shows one line."""
 
     def update(self, status: StatusView, now: float) -> None:
         """A new status has come."""
@@ -33,9 +31,8 @@ class Display(Protocol):
 class PlainDisplay:
     """Lines as they come; the progress every few seconds when it has changed."""
 
-    def __init__(self, stdout: TextIO, stderr: TextIO, interval_s: float = PLAIN_INTERVAL_S) -> None:
+    def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
         self._streams: dict[Stream, TextIO] = {"stdout": stdout, "stderr": stderr}
-        self._interval_s = interval_s
         self._pace = JobPace()
         self._shown_at = float("-inf")
         self._shown: object = None
@@ -51,7 +48,7 @@ class PlainDisplay:
         self._pace.add(now, status)
         self._watched.look(status, now)
         self._tell()
-        if now < self._shown_at + self._interval_s:
+        if now < self._shown_at + PLAIN_INTERVAL_S:
             return
         waiting = [task_words(task) for task in status.tasks if task.state == "lost" or task.waiting_s >= 1]
         news = (status.ready, status.epoch, status.units_accepted, status.waiting_for, status.updates_lost, waiting)

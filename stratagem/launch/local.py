@@ -122,10 +122,10 @@ def _run(
             display.update,
             signals,
             security,
-            resumes=folders.resume_mark.exists,
-            renew=lambda: _forget_journal(folders),
-            preload=preload,
-            chaos=chaos,
+            folders.resume_mark.exists,
+            lambda: _forget_journal(folders),
+            preload,
+            chaos,
         )
         exit_code = cluster.run()
         duration_s = time.monotonic() - started_at

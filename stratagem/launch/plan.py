@@ -182,41 +182,23 @@ class LocalJob:
         return self.num_threads or max(1, num_cores // (self.num_workers + self.num_ps))
 
 
-@dataclasses.dataclass(frozen=True)
 class RunFolders:
     """Folders of one run."""
 
-    root: Path
-
-    @property
-    def journal(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.journal = root / "chief"
         """The chief's journal."""
-        return self.root / "chief"
-
-    @property
-    def chief_file(self) -> str:
+        self.chief_file = f"{FILE_PREFIX}{self.journal / FILE_NAME}"
         """Where that one of several chiefs says its address which serves, as ``--chief`` takes it."""
-        return f"{FILE_PREFIX}{self.journal / FILE_NAME}"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.checkpoints = root / "checkpoints"
         """Default place of checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = root / "logs"
         """Default place of the tasks' logs."""
-        return self.root / "logs"
-
-    @property
-    def certificates(self) -> Path:
+        self.certificates = root / "certificates"
         """Place of throw-away certificates."""
-        return self.root / "certificates"
-
-    @property
-    def resume_mark(self) -> Path:
+        self.resume_mark = root / "resumes"
         """A script that goes on where it was, when the whole job is started again, leaves this file."""
-        return self.root / "resumes"
 
     def report(self, task: TaskId) -> Path:
         """Where a worker writes its report (JSON: steps, examples, loss, metrics) when its script ends."""

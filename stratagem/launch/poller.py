@@ -10,23 +10,22 @@ from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.status_view import StatusView, from_reply
 
+INTERVAL_S = 0.5
+"""Seconds between questions."""
+TIMEOUT_S = 2.0
+"""Seconds to wait for an answer."""
+
 
 class StatusPoller:
     """Newest status of a job; a chief that does not answer leaves the last one standing.
 
     Args:
         address: host:port of the chief.
-        interval_s: seconds between questions.
-        timeout_s: seconds to wait for an answer.
         security: of the launcher.
     """
 
-    def __init__(
-        self, address: str, interval_s: float = 0.5, timeout_s: float = 2.0, security: Security = OPEN
-    ) -> None:
-        self.interval_s = interval_s
+    def __init__(self, address: str, security: Security = OPEN) -> None:
         self.latest: StatusView | None = None
-        self._timeout_s = timeout_s
         self._address, self._security = address, security
         self._connect()
         self._call: grpc.CallFuture[chief_pb2.GetStatusReply] | None = None
@@ -38,9 +37,9 @@ class StatusPoller:
         if self._call is not None and self._call.done():
             call, self._call = self._call, None
             new = self._take(call)
-        if self._call is None and now >= self._asked_at + self.interval_s:
+        if self._call is None and now >= self._asked_at + INTERVAL_S:
             self._asked_at = now
-            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=self._timeout_s)
+            self._call = self._stub.GetStatus.future(chief_pb2.GetStatusRequest(measures=True), timeout=TIMEOUT_S)
         return new
 
     def ask(self, timeout_s: float) -> bool:

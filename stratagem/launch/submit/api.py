@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import sys
@@ -91,28 +92,10 @@ def run(
         ConfigurationError: what was asked for cannot work.
         SubmitError: Docker, the registry or the cluster refused.
     """
+    given = locals()  # the arguments, which have the names of the fields of a request
     if runs_in_job(os.environ):
         return own_job(os.environ)
-    request = JobRequest(
-        target=target,
-        distribution_strategy=distribution_strategy,
-        chief_config=chief_config,
-        worker_config=worker_config,
-        worker_count=worker_count,
-        ps_config=ps_config,
-        ps_count=ps_count,
-        evaluator=evaluator,
-        staleness=staleness,
-        entry_point_args=entry_point_args,
-        requirements_txt=requirements_txt,
-        docker_base_image=docker_base_image,
-        docker_image_bucket_name=docker_image_bucket_name,
-        docker_build_network=docker_build_network,
-        kubernetes_namespace=kubernetes_namespace,
-        kubernetes_storage_class=kubernetes_storage_class,
-        kubernetes_access_mode=kubernetes_access_mode,
-        job_labels=job_labels,
-    )
+    request = JobRequest(**{field.name: given[field.name] for field in dataclasses.fields(JobRequest)})
     named = str(entry_point) if entry_point is not None else ""
     job, code = submit_and_follow(request, named, stream_logs=stream_logs, dry_run=dry_run)
     if entry_point is None and running_shell() is None:

@@ -14,11 +14,9 @@ from stratagem.launch.manifests import compose
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord
-from stratagem.launch.submit.state import JobState
+from stratagem.launch.submit.state import JobState, rank_of
 
 FILE = "compose.yaml"
-_ORDER = ("worker", "evaluator", "ps", "chief")
-"""Whose exit code counts first: the others end because of the first."""
 
 
 class ComposeTarget:
@@ -79,8 +77,7 @@ class ComposeTarget:
 
 
 def _rank(container: dict[str, Any]) -> tuple[bool, int]:
-    role = str(container["Service"]).rpartition("-")[0]
-    return container["ExitCode"] == 0, _ORDER.index(role) if role in _ORDER else len(_ORDER)
+    return container["ExitCode"] == 0, rank_of(str(container["Service"]).rpartition("-")[0])
 
 
 def _project(folder: Path, job_id: str) -> list[str]:

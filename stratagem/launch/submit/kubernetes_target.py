@@ -16,15 +16,13 @@ from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord
-from stratagem.launch.submit.state import JobState
+from stratagem.launch.submit.state import JobState, rank_of
 
 FILE = "kubernetes.yaml"
 POLL_S = 1.0
 SETTLE_S = 5.0
 """Seconds that a reason to wait has to last before it is said: most go by themselves."""
 _INSTANCE, _COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
-_ORDER = ("worker", "evaluator", "ps", "chief")
-"""Whose failure counts first: the others end because of the first."""
 
 
 class KubernetesTarget:
@@ -54,7 +52,7 @@ class KubernetesTarget:
             jobs = cluster.jobs(_selector(record))
             if not jobs:
                 return JobState("cancelled" if record.cancelled else "unknown", None, "its Jobs are gone")
-            failed = sorted((job for job in jobs if _has(job, "Failed")), key=_rank)
+            failed = sorted((job for job in jobs if _has(job, "Failed")), key=lambda job: rank_of(_role(job)))
             if failed:
                 name = str(failed[0]["metadata"]["name"])
                 code, why = _end_of(cluster.pods(f"job-name={name}"))
@@ -140,10 +138,6 @@ def _has(job: Object, condition: str) -> bool:
 
 def _role(job: Object) -> str:
     return str(job["metadata"].get("labels", {}).get(_COMPONENT, ""))
-
-
-def _rank(job: Object) -> int:
-    return _ORDER.index(_role(job)) if _role(job) in _ORDER else len(_ORDER)
 
 
 def _containers(pod: Object) -> list[Object]:

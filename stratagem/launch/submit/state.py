@@ -7,6 +7,12 @@ from typing import Literal
 
 Phase = Literal["pending", "running", "succeeded", "failed", "cancelled", "unknown"]
 OVER = ("succeeded", "failed", "cancelled")
+_ORDER = ("worker", "evaluator", "ps", "chief")
+
+
+def rank_of(role: str) -> int:
+    """Whose end counts first, the lowest: the others end because of the first."""
+    return _ORDER.index(role) if role in _ORDER else len(_ORDER)
 
 
 @dataclasses.dataclass(frozen=True)
