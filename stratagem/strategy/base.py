@@ -264,10 +264,9 @@ class Strategy:
         """
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def interrupted(self) -> contextlib.AbstractContextManager[None]:
         """Around what runs outside of replicas in the middle of :meth:`run` (``merge_call`` sees to it)."""
-        yield
+        return contextlib.nullcontext()
 
     def load_once(self, load: Callable[[], object]) -> None:
         """Gives the job other weights after :meth:`prepare`; every worker calls it, at the same place of the script.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,21 +19,16 @@ from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.worker.ring.communicator import Communicator
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class CrossReplica:
-    """Reductions over the local replicas, then over those of other workers, who have to make the same calls.
+    """Reductions over the local replicas, then over those of other workers, who have to make the same calls."""
 
-    Args:
-        num_local: local replicas.
-        ops: reduces between them; needed for more than one.
-        workers: collectives between workers; None: there is one.
-    """
-
-    def __init__(
-        self, num_local: int = 1, ops: CrossDeviceOps | None = None, workers: Communicator | None = None
-    ) -> None:
-        self._num_local = num_local
-        self._ops = ops
-        self._workers = workers
+    _num_local: int = 1
+    """Local replicas."""
+    _ops: CrossDeviceOps | None = None
+    """Reduces between them; needed for more than one."""
+    _workers: Communicator | None = None
+    """Collectives between workers; None: there is one."""
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Any:
         """See :meth:`stratagem.strategy.base.Strategy.reduce`."""

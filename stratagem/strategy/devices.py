@@ -20,9 +20,8 @@ def parse_device(device: str | torch.device) -> torch.device:
         return device
     if not isinstance(device, str):
         raise ConfigurationError(f"expected a device like 'cpu', 'cuda:0' or '/gpu:0', got {device!r}")
-    name = device.lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda")
     try:
-        parsed = torch.device(name)
+        parsed = torch.device(_spelled(device))
     except RuntimeError:
         raise ConfigurationError(f"expected a device like 'cpu', 'cuda:0' or '/gpu:0', got {device!r}") from None
     if parsed.type == "cuda" and not torch.cuda.is_available():
@@ -44,13 +43,18 @@ def parse_devices(devices: str | torch.device | Sequence[str | torch.device] | N
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ConfigurationError("expected a device for each replica, got none; leave devices out for all GPUs")
-    spelled = [str(name).lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda") for name in names]
+    spelled = [_spelled(str(name)) for name in names]
     if len({name if ":" in name else f"{name}:0" for name in spelled}) != len(spelled):
         raise ConfigurationError(
             f"expected each device once, got {', '.join(map(str, names))} ('cpu' is 'cpu:0'); for trying "
             "things out there are logical CPUs: 'cpu:0', 'cpu:1'"
         )
     return tuple(map(parse_device, names))
+
+
+def _spelled(name: str) -> str:
+    """As torch spells it."""
+    return name.lower().removeprefix("/").removeprefix("device:").replace("gpu", "cuda")
 
 
 def _own_part_of_gpus() -> tuple[torch.device, ...]:

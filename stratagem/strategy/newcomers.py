@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -36,37 +37,28 @@ class Counts(NamedTuple):
     num_steps: int
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Newcomers:
-    """One rank's part in taking newcomers in, or a newcomer's in being taken in.
+    """One rank's part in taking newcomers in, or a newcomer's in being taken in."""
 
-    Args:
-        communicator: of a ring that heals.
-        healing: its books.
-        objects: what was prepared, and variables: the same on every worker, in the same order.
-        counts: of this rank.
-        take_counts: gives a newcomer those of the others.
-        is_in_order: whether this rank, between two steps, has nothing in hand that only it knows of.
-    """
+    _communicator: Communicator
+    """Of a ring that heals."""
+    _healing: Healing
+    """Its books."""
+    _objects: Callable[[], Sequence[Any]]
+    """What was prepared, and variables: the same on every worker, in the same order."""
+    _counts: Callable[[], Counts]
+    """Of this rank."""
+    _take_counts: Callable[[Counts], None]
+    """Gives a newcomer those of the others."""
+    _is_in_order: Callable[[], bool]
+    """Whether this rank, between two steps, has nothing in hand that only it knows of."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        healing: Healing,
-        objects: Callable[[], Sequence[Any]],
-        counts: Callable[[], Counts],
-        take_counts: Callable[[Counts], None],
-        is_in_order: Callable[[], bool],
-    ) -> None:
+    def __post_init__(self) -> None:
         self.datasets: dict[int, SplitDataset] = {}
         """By ordinal."""
         self.has_stepped = False
         """Whether an optimizer has made its step with the gradients of the newest backward."""
-        self._communicator = communicator
-        self._healing = healing
-        self._objects = objects
-        self._counts = counts
-        self._take_counts = take_counts
-        self._is_in_order = is_in_order
 
     @property
     def is_new(self) -> bool:

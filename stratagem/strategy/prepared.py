@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.model_parts import parameters_of
 
 
 class Prepared:
@@ -84,7 +85,7 @@ class Prepared:
         Raises:
             ConfigurationError: it was not prepared, or has parameters that were not.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         kind = type(optimizer).__name__
         if id(optimizer) not in self._optimizers:
             if self._has_nested and all(id(parameter) in self._optimized for parameter in parameters):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,36 +20,27 @@ REPORT_SHARE = 0.1
 """Of the time a step listener spends at most with reports that are not answered."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StepListener(Listener):
-    """Tells the shares of each batch, counts steps, and numbers the collectives by them.
+    """Tells the shares of each batch, counts steps, and numbers the collectives by them."""
 
-    Args:
-        shares: told of each batch.
-        meter: counts steps and examples.
-        communicators: whose collectives belong to steps.
-        placed: called with each batch, which is where the step will use it; None: nothing is left to do.
-        newcomers: lets them in between steps, or takes this one to the others; None: nobody comes.
-        ordinal: of the dataset.
-    """
+    _shares: StepShares
+    """Told of each batch."""
+    _meter: StepMeter
+    """Counts steps and examples."""
+    _communicators: Sequence[Communicator]
+    """Whose collectives belong to steps."""
+    _placed: Callable[[Any], None] | None = None
+    """Called with each batch, which is where the step will use it; None: nothing is left to do."""
+    _newcomers: Newcomers | None = None
+    """Lets them in between steps, or takes this one to the others; None: nobody comes."""
+    _ordinal: int = 1
+    """Of the dataset."""
 
-    def __init__(
-        self,
-        shares: StepShares,
-        meter: StepMeter,
-        communicators: Sequence[Communicator],
-        placed: Callable[[Any], None] | None = None,
-        newcomers: Newcomers | None = None,
-        ordinal: int = 1,
-    ) -> None:
-        self._newcomers = newcomers
-        self._ordinal = ordinal
-        self._placed = placed
+    def __post_init__(self) -> None:
         self.report: Callable[[int, Sequence[int]], None] | None = None
         """Tells who keeps books of an epoch's finished steps; None: nobody does. Raises ``PeerUnavailableError`` where
         that cannot be had now, after a second or so."""
-        self._shares = shares
-        self._meter = meter
-        self._communicators = communicators
         self._epoch = 0
         self._finished: dict[int, list[int]] = {}
         """Steps of each epoch that nobody has been told of."""

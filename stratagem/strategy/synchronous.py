@@ -338,10 +338,8 @@ class SynchronousStrategy(SynchronousInput):
         finally:
             restore_buffers(kept)
 
-    @contextlib.contextmanager
-    def interrupted(self) -> Iterator[None]:
-        with self._local.interrupted():
-            yield
+    def interrupted(self) -> contextlib.AbstractContextManager[None]:
+        return self._local.interrupted()
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)

@@ -39,35 +39,26 @@ def place_of(tensor: torch.Tensor) -> Place:
     return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr(), tensor.shape
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Servers:
-    """The parameter servers of a job, as its workers' training, evaluation and checkpoints see them.
+    """The parameter servers of a job, as its workers' training, evaluation and checkpoints see them."""
 
-    Args:
-        runtime: of this worker.
-        groups: of the variables.
-        staleness: of the job; see ``ParameterServerStrategy``.
-        device: where this worker computes.
-        pull: takes the newest weights.
-    """
+    _runtime: WorkerRuntime
+    """Of this worker."""
+    _groups: VariableGroups
+    """Of the variables."""
+    staleness: float
+    """Of the job; see ``ParameterServerStrategy``."""
+    _device: torch.device
+    """Where this worker computes."""
+    _pull: Callable[[], None]
+    """Takes the newest weights."""
 
-    def __init__(
-        self,
-        runtime: WorkerRuntime,
-        groups: VariableGroups,
-        staleness: float,
-        device: torch.device,
-        pull: Callable[[], None],
-    ) -> None:
-        self.staleness = staleness
-        """Of the job; see ``ParameterServerStrategy``."""
-        self.chief = runtime.chief
+    def __post_init__(self) -> None:
+        self.chief = self._runtime.chief
         """What workers count and decide together."""
         self.listeners: list[UnitListener] = []
         """Who hears of the units that are trained on now."""
-        self._runtime = runtime
-        self._groups = groups
-        self._device = device
-        self._pull = pull
 
     @contextlib.contextmanager
     def listened(self, listener: UnitListener) -> Iterator[None]:

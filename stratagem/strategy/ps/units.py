@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -78,55 +79,39 @@ class _OwnBatches(Listener):
         self._meter.stop_clock()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LeasedUnits:
-    """Implements :class:`stratagem.data.distributed.UnitSource` with leases.
+    """Implements :class:`stratagem.data.distributed.UnitSource` with leases."""
 
-    Args:
-        plan: the plan of the dataset.
-        dataset: its ordinal.
-        client: acquires its units.
-        accept: hears which units are complete.
-        tracker: matches units and steps.
-        closes: tells the ps which units are complete, in the end at once.
-        meter: counts steps and examples, times waiting.
-        pull: takes newer weights from the ps, and waits for one that restarts.
-        attach: gives a ps that came back the values that it lacks.
-        catch_up: takes the weights of a step that this worker missed (staleness 0).
-        on_begin: hears of each unit before its batch is handed out, and of the end of it as (None, None).
-        listeners: gives those who hear of units.
-        dismissal: how this worker's script ends, once the job is to go on without it.
-    """
+    _plan: Plan
+    """The plan of the dataset."""
+    _dataset: int
+    """Its ordinal."""
+    _client: LeaseClient
+    """Acquires its units."""
+    _accept: Callable[[Sequence[Unit]], None]
+    """Hears which units are complete."""
+    _tracker: UnitTracker
+    """Matches units and steps."""
+    _closes: CloseReports
+    """Tells the ps which units are complete, in the end at once."""
+    _meter: StepMeter
+    """Counts steps and examples, times waiting."""
+    _pull: Callable[[], None]
+    """Takes newer weights from the ps, and waits for one that restarts."""
+    _attach: Callable[[], None]
+    """Gives a ps that came back the values that it lacks."""
+    _catch_up: Callable[[], None]
+    """Takes the weights of a step that this worker missed (staleness 0)."""
+    _on_begin: Callable[[Lease | None, Any], None]
+    """Hears of each unit before its batch is handed out, and of the end of it as (None, None)."""
+    _listeners: Callable[[], Sequence[UnitListener]]
+    """Gives those who hear of units."""
+    _dismissal: Dismissal
+    """How this worker's script ends, once the job is to go on without it."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        dataset: int,
-        client: LeaseClient,
-        accept: Callable[[Sequence[Unit]], None],
-        tracker: UnitTracker,
-        closes: CloseReports,
-        meter: StepMeter,
-        pull: Callable[[], None],
-        attach: Callable[[], None],
-        catch_up: Callable[[], None],
-        on_begin: Callable[[Lease | None, Any], None],
-        listeners: Callable[[], Sequence[UnitListener]],
-        dismissal: Dismissal,
-    ) -> None:
-        self._plan = plan
-        self._bounded = 0 < plan.staleness < math.inf
-        self._dataset = dataset
-        self._client = client
-        self._accept = accept
-        self._tracker = tracker
-        self._closes = closes
-        self._meter = meter
-        self._pull = pull
-        self._attach = attach
-        self._catch_up = catch_up
-        self._on_begin = on_begin
-        self._listeners = listeners
-        self._dismissal = dismissal
+    def __post_init__(self) -> None:
+        self._bounded = 0 < self._plan.staleness < math.inf
         self._clock = 0
         self._uncounted: Unit | None = None
         self.is_read = False

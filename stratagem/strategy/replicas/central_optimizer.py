@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -10,52 +9,23 @@ import torch
 from torch import nn
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.mirrored import Home, current
+from stratagem.strategy.replicas.mirrored import Meet, current
 from stratagem.strategy.replicas.mirrored_optimizer import MirroredOptimizer
-
-Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
-
-CopiesOf = Callable[[nn.Parameter], Sequence[nn.Parameter]]
-"""From a parameter to its copy on each replica."""
 
 
 class CentralOptimizer(MirroredOptimizer):
-    """Stands for the only optimizer (see :class:`Mirrored`): in a step all replicas meet, and it is stepped once.
-
-    Args:
-        copies: the optimizer, once for each place that asks.
-        home: where the models are mirrored.
-        name: of its step, for messages.
-        meet: brings the replicas together.
-        copies_of: of its parameters.
-        step_once: makes the step for all.
-    """
+    """Stands for the only optimizer (see :class:`Mirrored`): in a step all replicas meet, and it is stepped once."""
 
     __slots__ = ("_mirrored_copies_of", "_mirrored_meet", "_mirrored_name", "_mirrored_step_once")
 
-    _mirrored_copies_of: CopiesOf
+    _mirrored_copies_of: Callable[[nn.Parameter], Sequence[nn.Parameter]]
+    """From a parameter to its copy on each replica."""
     _mirrored_step_once: Callable[[], None]
+    """Makes the step for all."""
     _mirrored_meet: Meet
+    """Brings the replicas together."""
     _mirrored_name: str
-
-    def __init__(
-        self,
-        copies: Sequence[Any],
-        home: Home,
-        name: str,
-        meet: Meet,
-        copies_of: CopiesOf,
-        step_once: Callable[[], None],
-    ) -> None:
-        MirroredOptimizer.__init__(self, copies, home)
-        for key, value in (
-            ("_mirrored_copies_of", copies_of),
-            ("_mirrored_meet", meet),
-            ("_mirrored_name", name),
-            ("_mirrored_step_once", step_once),
-            ("_mirrored_step", types.MethodType(_step, self)),
-        ):
-            object.__setattr__(self, key, value)
+    """Of its step, for messages."""
 
     @property
     def param_groups(self) -> Any:
@@ -77,6 +47,29 @@ class CentralOptimizer(MirroredOptimizer):
                         one.grad = None
                     else:
                         one.grad.zero_()
+
+    def _mirrored_own_step(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = current(self)
+        if self._mirrored_home.which() is None:
+            self._mirrored_home.touch()
+            return optimizer.step(*args, **kwargs)
+        if args or any(value is not None for value in kwargs.values()):
+            raise ConfigurationError(
+                "optimizer.step(closure) cannot run where all replicas share one optimizer: each would have its own "
+                "closure"
+            )
+
+        def decide(offers: list[Any]) -> list[None]:
+            pairs = [(p, self._mirrored_copies_of(p)) for group in optimizer.param_groups for p in group["params"]]
+            for parameter, copies in pairs:
+                gradient = copies[0].grad  # after backward all have the same
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            self._mirrored_step_once()
+            for parameter, copies in pairs:
+                spread(parameter, copies)
+            return [None] * len(offers)
+
+        return self._mirrored_meet(self._mirrored_name, None, decide)
 
 
 class CentralGroup(MutableMapping[str, Any]):
@@ -110,36 +103,11 @@ class CentralGroup(MutableMapping[str, Any]):
         return len(self._group)
 
 
-def _step(self: CentralOptimizer, *args: Any, **kwargs: Any) -> Any:
-    optimizer = current(self)
-    if self._mirrored_home.which() is None:
-        self._mirrored_home.touch()
-        return optimizer.step(*args, **kwargs)
-    if args or any(value is not None for value in kwargs.values()):
-        raise ConfigurationError(
-            "optimizer.step(closure) cannot run where all replicas share one optimizer: each would have its own closure"
-        )
-
-    def decide(offers: list[Any]) -> list[None]:
-        pairs = [(p, self._mirrored_copies_of(p)) for group in optimizer.param_groups for p in group["params"]]
-        for parameter, copies in pairs:
-            gradient = copies[0].grad  # after backward all have the same
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        self._mirrored_step_once()
-        for parameter, copies in pairs:
-            spread(parameter, copies)
-        return [None] * len(offers)
-
-    return self._mirrored_meet(self._mirrored_name, None, decide)
-
-
 @torch.no_grad()
 def spread(parameter: nn.Parameter, copies: Sequence[nn.Parameter]) -> None:
     """Gives copies the value of a parameter that was written to. A copy on its device is the same memory."""
     for copy in copies:
         if copy.data_ptr() == parameter.data_ptr():
-            torch.autograd.graph.increment_version(
-                copy
-            )  # it has changed too: a graph that needs the old value is stale
+            torch.autograd.graph.increment_version(copy)  # it changed too: a graph that needs the old value is stale
         else:
             copy.copy_(parameter, non_blocking=True)

@@ -10,6 +10,7 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.central_optimizer import CentralOptimizer
 from stratagem.strategy.replicas.copies import Copies
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
@@ -64,8 +65,7 @@ class CentralReplicas(SeveralReplicas):
         return optimizer if replica == 0 else None
 
     def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[nn.Parameter]:
-        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [self._central.twins_of(parameter)[replica] for parameter in every]
+        return [self._central.twins_of(parameter)[replica] for parameter in parameters_of(optimizer)]
 
     def have_same_gradients(self, optimizer: torch.optim.Optimizer, replica: int) -> bool:
         return len({checksums(self.parameters_of(optimizer, each)) for each in range(len(self.devices))}) == 1
@@ -138,7 +138,8 @@ class CentralMirrors(Mirrors):
                 raise foreign(f"stepped the {type(optimizer).__name__}", here - 1, None)
 
         optimizer.register_step_pre_hook(refuse_original)
-        return mirrored(CentralOptimizer, copies, self, name, self._meet, self.twins_of, step_once)
+        more = {"name": name, "meet": self._meet, "copies_of": self.twins_of, "step_once": step_once}
+        return mirrored(CentralOptimizer, copies, self, **more)
 
     def _install(self, item: Any, copies: list[Any], others: Any) -> Any:
         if isinstance(item, nn.Module):

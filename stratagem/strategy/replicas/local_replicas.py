@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.replicas.context import ReplicaContext
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
@@ -55,8 +56,7 @@ class LocalReplicas(abc.ABC):
 
     def parameters_of(self, optimizer: torch.optim.Optimizer, replica: int) -> list[torch.nn.Parameter]:
         """The parameters of an optimizer that was added, as they are on one replica."""
-        own: torch.optim.Optimizer = self.on_replica(optimizer, replica)
-        return [parameter for group in own.param_groups for parameter in group["params"]]
+        return parameters_of(self.on_replica(optimizer, replica))
 
     def have_same_gradients(self, optimizer: torch.optim.Optimizer, replica: int) -> bool:
         """Whether the parameters of an optimizer that was added have the same gradients on all replicas, each of which
@@ -73,20 +73,18 @@ class LocalReplicas(abc.ABC):
     def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
         """Runs one callable a replica that makes collectives; what it changes is each replica's own."""
 
-    @abc.abstractmethod
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
         """Around what runs outside of replicas in the middle of :meth:`run`."""
+        return contextlib.nullcontext()
 
-    @abc.abstractmethod
     def random_states(self) -> dict[str, torch.Tensor]:
-        """See :meth:`Strategy.random_states`."""
+        """See :meth:`Strategy.random_states`; of a replica that draws from the process's own generators none."""
+        return {}
 
-    @abc.abstractmethod
-    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:  # noqa: B027 - nothing to do for one
         """See :meth:`Strategy.set_random_states`."""
 
-    @abc.abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends the replicas' threads."""
 
 
@@ -127,19 +125,6 @@ class OneReplica(LocalReplicas):
 
     def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
         return [work[0]()]
-
-    def interrupted(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def random_states(self) -> dict[str, torch.Tensor]:
-        """The replica draws from the process's own generators."""
-        return {}
-
-    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """See :meth:`LocalReplicas.set_random_states`."""
-
-    def close(self) -> None:
-        """See :meth:`LocalReplicas.close`."""
 
 
 class SeveralReplicas(LocalReplicas):
@@ -208,10 +193,8 @@ class SeveralReplicas(LocalReplicas):
         finally:
             self._mirrors.record()
 
-    @contextlib.contextmanager
-    def interrupted(self) -> Iterator[None]:
-        with self._mirrors.interrupted():
-            yield
+    def interrupted(self) -> contextlib.AbstractContextManager[None]:
+        return self._mirrors.interrupted()
 
     def random_states(self) -> dict[str, torch.Tensor]:
         return self.replica_threads.random_states()

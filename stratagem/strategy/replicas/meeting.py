@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratagem.errors import CollectiveError
 from stratagem.strategy.replicas.replica_threads import Doing, ReplicaThreads
 from stratagem.worker.ring.group import Tag
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What a replica brings."""
 
     tag: Tag
@@ -41,7 +39,8 @@ class Meeting:
         self._offers: list[Offer | None] = [None] * self.size
         self._results: list[Any] = [None] * self.size
         self._num_met = 0
-        self._concluding = False
+        self.is_concluding = False
+        """Whether all have come, and the results are not there yet."""
         self._errors: list[CollectiveError | None] = [None] * self.size
         replica_threads.on_abort.append(self._abort)
 
@@ -62,7 +61,7 @@ class Meeting:
                 num_met = self._num_met
                 self._offers[local] = Offer(tag, value)
                 offers = [offer for offer in self._offers if offer is not None]
-                self._concluding = is_last = len(offers) == self.size
+                self.is_concluding = is_last = len(offers) == self.size
             if is_last:
                 self._conclude(local, offers, conclude)
             with self.replica_threads.changed:
@@ -79,11 +78,6 @@ class Meeting:
             if self._offers[local] is None or None not in self._offers:
                 return None
             return self._offers.index(None)
-
-    @property
-    def is_concluding(self) -> bool:
-        """Whether all have come, and the results are not there yet."""
-        return self._concluding
 
     def close(self, local: int, reason: str) -> None:
         """Breaks the meeting; the first reason counts."""
@@ -121,7 +115,7 @@ class Meeting:
             raise
         finally:
             with self.replica_threads.changed:
-                self._concluding = False
+                self.is_concluding = False
                 if results:
                     self._results = list(results)
                     self._offers = [None] * self.size
@@ -149,7 +143,7 @@ class Meeting:
             if self._num_met != num_met:
                 return True
             # While the last one works, it reads what the others brought.
-            return not self._concluding and (self._errors[local] is not None or self._cannot_meet(local) is not None)
+            return not self.is_concluding and (self._errors[local] is not None or self._cannot_meet(local) is not None)
 
         # Nobody can know how long a replica computes between two collectives; outside of steps nobody computes.
         while not self.replica_threads.changed.wait_for(is_over, self.timeout_s):
@@ -200,7 +194,7 @@ class Meeting:
 
     def _abort(self, reason: str) -> None:
         """A replica has failed. Who has come, or is on its way, would wait for it or for its next collective."""
-        has_come = any(offer is not None for offer in self._offers) and not self._concluding
+        has_come = any(offer is not None for offer in self._offers) and not self.is_concluding
         if has_come or any(self.num_queued):
             self._break_all(reason)
 
@@ -209,7 +203,7 @@ class Meeting:
 
     def _break(self, errors: Sequence[CollectiveError]) -> None:
         self._errors = [old or new for old, new in zip(self._errors, errors, strict=True)]
-        if not self._concluding:
+        if not self.is_concluding:
             self._offers = [None] * self.size
         self.replica_threads.changed.notify_all()
 

@@ -13,6 +13,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.d
 """What cannot be changed by whoever is given it."""
 
 
+Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
+"""All replicas come together: :meth:`stratagem.strategy.replicas.replica_threads.ReplicaThreads.meet`."""
+
+
 class Home(Protocol):
     """Where a mirrored object belongs."""
 
@@ -42,9 +46,9 @@ class Mirrored:
     _mirrored_copies: Sequence[Any]
     _mirrored_home: Home
 
-    def __init__(self, copies: Sequence[Any], home: Home) -> None:
-        object.__setattr__(self, "_mirrored_copies", copies)
-        object.__setattr__(self, "_mirrored_home", home)
+    def __init__(self, copies: Sequence[Any], home: Home, **more: Any) -> None:
+        for name, value in {"copies": copies, "home": home, **more}.items():
+            object.__setattr__(self, f"_mirrored_{name}", value)
 
     @property  # type: ignore[misc]  # isinstance asks for it; nobody sets it
     def __class__(self) -> type:
@@ -115,14 +119,14 @@ def original(item: Any) -> Any:
     return item._mirrored_copies[0] if isinstance(item, Mirrored) else item
 
 
-def mirrored(kind: type[Mirrored], copies: Sequence[Any], home: Home, *args: Any) -> Any:
+def mirrored(kind: type[Mirrored], copies: Sequence[Any], home: Home, **more: Any) -> Any:
     """Makes the name for ``copies``: a ``kind`` that also has the special methods of their class.
 
     Args:
-        args: what else ``kind`` takes.
+        more: what else ``kind`` has, by the names of its slots without ``_mirrored_``.
     """
     kinds: tuple[Any, Any] = (kind, type(copies[0]))
-    return _with_special_methods(*kinds)(copies, home, *args)
+    return _with_special_methods(*kinds)(copies, home, **more)
 
 
 @functools.cache

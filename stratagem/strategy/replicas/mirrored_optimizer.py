@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +20,8 @@ class MirroredOptimizer(Mirrored):
 
     _mirrored_step: Callable[..., Any]
 
-    def __init__(self, copies: Sequence[Any], home: Home) -> None:
-        Mirrored.__init__(self, copies, home)
-        object.__setattr__(self, "_mirrored_step", types.MethodType(_step, self))
+    def __init__(self, copies: Sequence[Any], home: Home, **more: Any) -> None:
+        super().__init__(copies, home, step=self._mirrored_own_step, **more)
 
     @property
     def step(self) -> Callable[..., Any]:
@@ -41,6 +39,5 @@ class MirroredOptimizer(Mirrored):
         for optimizer in copies_to_change(self):
             optimizer.zero_grad(set_to_none)
 
-
-def _step(self: MirroredOptimizer, *args: Any, **kwargs: Any) -> Any:
-    return current(self).step(*args, **kwargs)
+    def _mirrored_own_step(self, *args: Any, **kwargs: Any) -> Any:
+        return current(self).step(*args, **kwargs)

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.mirrored import Home, Mirrored, current
+from stratagem.strategy.replicas.mirrored import Mirrored, current
 
 
 class MirroredScaler(Mirrored):
-    """Stands for a ``torch.amp.GradScaler``. What one replica finds to be Inf or NaN makes all skip the step.
-
-    Args:
-        largest: of a tensor of each replica, elementwise; all replicas have to call it.
-        optimizer_of: the copy of an optimizer on the replica that asks.
-    """
+    """Stands for a ``torch.amp.GradScaler``. What one replica finds to be Inf or NaN makes all skip the step."""
 
     __slots__ = ("_mirrored_largest", "_mirrored_optimizer_of")
 
     harmless = frozenset({"get_scale", "is_enabled", "scale", "state_dict"})
 
     _mirrored_largest: Callable[[torch.Tensor], torch.Tensor]
+    """Of a tensor of each replica, elementwise; all replicas have to call it."""
     _mirrored_optimizer_of: Callable[[Any], torch.optim.Optimizer]
-
-    def __init__(
-        self,
-        copies: Sequence[Any],
-        home: Home,
-        largest: Callable[[torch.Tensor], torch.Tensor],
-        optimizer_of: Callable[[Any], torch.optim.Optimizer],
-    ) -> None:
-        Mirrored.__init__(self, copies, home)
-        object.__setattr__(self, "_mirrored_largest", largest)
-        object.__setattr__(self, "_mirrored_optimizer_of", optimizer_of)
+    """The copy of an optimizer on the replica that asks."""
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients of this replica's optimizer by the scale."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import lr_scheduler
 
-from stratagem.strategy.replicas.mirrored import Home, Mirrored, current
+from stratagem.strategy.replicas.mirrored import Mirrored, current
 from stratagem.strategy.replicas.replica_threads import current_replica
 
 
@@ -21,10 +21,6 @@ class MirroredScheduler(Mirrored):
     __slots__ = ("_mirrored_optimizer",)
 
     _mirrored_optimizer: Any
-
-    def __init__(self, copies: Sequence[Any], home: Home, optimizer: Any) -> None:
-        Mirrored.__init__(self, copies, home)
-        object.__setattr__(self, "_mirrored_optimizer", optimizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(current(self), name)  # what a scheduler moves is carried anyway

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copies import Copies, Settings, move_original, settings_of
 from stratagem.strategy.replicas.copyable import check_module, check_optimizer
-from stratagem.strategy.replicas.mirrored import mirrored, original
+from stratagem.strategy.replicas.mirrored import Meet, mirrored, original
 from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
 from stratagem.strategy.replicas.mirrored_optimizer import MirroredOptimizer
 from stratagem.strategy.replicas.mirrored_scaler import MirroredScaler
@@ -23,12 +23,6 @@ from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerC
 
 _Pair = tuple[Any, list[Any]]
 """A proxy, and what it stands for on each replica."""
-
-
-class Meet(Protocol):
-    """All replicas come together: :meth:`stratagem.strategy.replicas.replica_threads.ReplicaThreads.meet`."""
-
-    def __call__(self, what: str, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any: ...
 
 
 class Mirrors:
@@ -207,11 +201,11 @@ class Mirrors:
             return self._install_optimizer(name, copies), copies
         if isinstance(item, torch.amp.GradScaler):
             self._scalers.append(copies)
-            return mirrored(MirroredScaler, copies, self, self._largest, self._own), copies
+            return mirrored(MirroredScaler, copies, self, largest=self._largest, optimizer_of=self._own), copies
         if isinstance(item, LRScheduler):
             optimizer, _ = {**self._all, **others}[id(original(item.optimizer))]
             copies = [item] * len(self.devices)
-            return mirrored(MirroredScheduler, copies, self, optimizer), copies
+            return mirrored(MirroredScheduler, copies, self, optimizer=optimizer), copies
         raise ConfigurationError(f"expected models, optimizers, schedulers and GradScalers, got {type(item).__name__}")
 
     def _copy_optimizer(self, copies: Copies, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
