@@ -58,16 +58,14 @@ def distribute(
     plan: Plan | None = None
     reader: Reader
     if not isinstance(batched, DataLoader) or isinstance(batched.dataset, IterableDataset):
-        stream = Reopened(batched)
-        reader = StreamReader(stream.open, stream.num_batches, batch_split, common)
+        reader = StreamReader(Reopened(batched), batch_split, common)
     else:
         _refuse_distributed_sampler(batched)
         # The indices of an epoch are the same on all workers, or (FILE, OFF) each worker's own.
         shift, communicator = (placement.worker, None) if alone else (0, placement.communicator)
         batches = _index_batches(batched, ordinal, shift, communicator)
         if batched.batch_sampler is None:
-            items = ItemBatches(batched, batches)
-            reader = StreamReader(items.open, items.num_batches, batch_split, common or "")
+            reader = StreamReader(ItemBatches(batched, batches), batch_split, common or "")
         else:
             reader = IndexReader(batched, batches, batch_split, common or "")
             plan = _plan(batched, placement.num_replicas) if not alone else None

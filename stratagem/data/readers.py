@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -124,33 +124,25 @@ class StreamReader:
     """Cuts the global batches of an iterable into the replicas' parts.
 
     Args:
-        open_epoch: gives the global batches of an epoch, by (epoch, number of the first one, seed).
-        num_batches: how many there are in an epoch, where that is known.
+        source: of the global batches.
         batch_split: which rows are whose.
         common: see :class:`Reader`; None: the first global batch.
     """
 
-    def __init__(
-        self,
-        open_epoch: Callable[[int, int, int], Iterator[Any]],
-        num_batches: Callable[[], int | None],
-        batch_split: BatchSplit,
-        common: str | None = "",
-    ) -> None:
+    def __init__(self, source: Reopened | ItemBatches, batch_split: BatchSplit, common: str | None = "") -> None:
         self.knows_totals = False
         self.common = common or ""
         self._takes_fingerprint = common is None
-        self._open = open_epoch
-        self._num_batches = num_batches
+        self._source = source
         self._batch_split = batch_split
 
     @property
     def num_steps(self) -> int | None:
-        return self._num_batches() if self._batch_split.steps_per_batch == 1 else None
+        return self._source.num_batches() if self._batch_split.steps_per_batch == 1 else None
 
     def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
         first_batch, first_step = divmod(first, self._batch_split.steps_per_batch)
-        for batch in self._open(epoch, first_batch, seed):
+        for batch in self._source.open(epoch, first_batch, seed):
             if self._takes_fingerprint:
                 self.common, self._takes_fingerprint = f"first batch {fingerprint(batch):08x}", False
             for step in self._batch_split.steps(num_examples(batch))[first_step:]:

@@ -17,10 +17,11 @@ from stratagem.arguments import check_call
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
-from stratagem.data.distribute import leasable
+from stratagem.data.distribute import distribute_from_function, leasable
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions, InputContext
+from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
 from stratagem.measuring import measures
@@ -35,7 +36,7 @@ from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.ps.prepared_objects import check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up
 from stratagem.strategy.ps.servers import Servers
-from stratagem.strategy.ps.units import LeasedUnits, UnitListener, own_batches
+from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.strategy.replicas.context import run_alone
 from stratagem.strategy.replicas.copies import move_original
@@ -358,8 +359,12 @@ class ParameterServerStrategy(Strategy):
                 "or train asynchronously (staleness=math.inf)"
             )
         context = InputContext(self._runtime.cluster.num_workers, self.task.index)
-        runtime = self._runtime
-        return own_batches(lambda _: dataset_fn(context), self.device, options, runtime.meter, runtime.dismissal)
+        return distribute_from_function(
+            lambda _: dataset_fn(context),
+            placement=InputPlacement((self.device,)),
+            options=options,
+            listener=OwnBatches(self._runtime.meter, self._runtime.dismissal),
+        )
 
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""

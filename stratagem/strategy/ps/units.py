@@ -8,14 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from stratagem.cluster.topic import Topic
 from stratagem.cluster.units import Lease, Plan, Unit
-from stratagem.data.distribute import distribute_from_function
-from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.data.placement import InputPlacement, Listener, StepShare
-from stratagem.data.split_dataset import SplitDataset
+from stratagem.data.placement import Listener, StepShare
 from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.worker.leases import LeaseClient
@@ -42,21 +37,8 @@ class UnitListener(Protocol):
         """There is no further batch now, perhaps never: a step with what was accumulated is due."""
 
 
-def own_batches(
-    dataset_fn: Callable[[InputContext], Any],
-    device: torch.device,
-    options: DistributeOptions | None,
-    meter: StepMeter,
-    dismissal: Dismissal,
-) -> SplitDataset:
-    """The batches of a worker's own pipeline, which no chief leases."""
-    return distribute_from_function(
-        dataset_fn, placement=InputPlacement((device,)), options=options, listener=_OwnBatches(meter, dismissal)
-    )
-
-
-class _OwnBatches(Listener):
-    """Counts the examples of a worker's own pipeline; the steps are counted as they are pushed."""
+class OwnBatches(Listener):
+    """Counts the examples of a worker's own pipeline, which no chief leases; steps are counted as they are pushed."""
 
     def __init__(self, meter: StepMeter, dismissal: Dismissal) -> None:
         self._meter = meter
