@@ -372,7 +372,7 @@ class Model(SingleBatches):
     def _agreement(self) -> FitAgreement:
         if self.strategy.servers is not None:
             return FitOnServers(self.strategy.servers, self._new_running_metrics())
-        return InStep(self.strategy)
+        return FitAgreement() if self.strategy.communicator is None else InStep(self.strategy.communicator)
 
     def _new_running_metrics(self) -> RunningMetrics:
         sets = [self.compiled.metrics_on(device) for device in devices_of(self.strategy, self._device)]

@@ -45,7 +45,8 @@ class ModelState:
         self._position: FitPosition | None = None
         self._running: RunningMetrics | None = None
         self._num_steps = 0
-        self._is_fitting = False
+        self.is_fitting = False
+        """Whether ``fit`` runs."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuses what Keras would call, and nothing here does.
@@ -117,11 +118,6 @@ class ModelState:
         return 0 if self._running is None else self._running.num_examples * (1 if workers is None else workers.size)
 
     @property
-    def is_fitting(self) -> bool:
-        """Whether ``fit`` runs."""
-        return self._is_fitting
-
-    @property
     def is_mid_update(self) -> bool:
         """Whether gradients of some steps of ``fit`` wait for those of further ones, to make one update with them."""
         return self._position is not None and self._position.num_waiting != 0
@@ -146,11 +142,11 @@ class ModelState:
     def _fitting(self) -> Iterator[None]:
         self._num_steps, self._position = self.num_steps, None
         self.stop_training = False
-        self._is_fitting = True
+        self.is_fitting = True
         try:
             yield
         finally:
-            self._is_fitting = False
+            self.is_fitting = False
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if current_strategy() is self.strategy else self.strategy.scope()

@@ -80,7 +80,8 @@ class PreemptionCheckpointHandler:
         self._is_open = True
         interrupts.watch(grace_s)
         try:
-            self._restored = self._restore()
+            self.restored = self._restore()
+            """Path of the checkpoint that was restored; None: there was none."""
         except BaseException:
             self.close()
             raise
@@ -89,11 +90,6 @@ class PreemptionCheckpointHandler:
     def total_run_calls(self) -> int:
         """Calls of :meth:`run`, those before an interruption included. Under parameter servers of this process."""
         return int(getattr(self._checkpoint, RUN_CALLS))
-
-    @property
-    def restored(self) -> str | None:
-        """Path of the checkpoint that the constructor restored."""
-        return self._restored
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """``strategy.run``, then :meth:`save_checkpoint_if_preempted`."""

@@ -53,10 +53,6 @@ class CallbackList:
         for callback in self.callbacks:
             getattr(callback, hook)(*args)
 
-    def hears(self, hook: str) -> bool:
-        """Whether any callback has this hook of batches."""
-        return bool(self._per_batch[hook])
-
     def call_batch(self, hook: str, batch: int, logs: Any = None) -> None:
         """Calls a hook of batches of those callbacks that have it."""
         for method in self._per_batch[hook]:

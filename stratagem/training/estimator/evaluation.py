@@ -17,7 +17,6 @@ from stratagem.checkpoint.reading import describe, kind_and_state, read_states
 from stratagem.data.nested import map_leaves, num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.metric_states import States
 from stratagem.training.estimator.inputs import Input, sample, split
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving
@@ -187,6 +186,7 @@ class _Reported:
     def __init__(self, name: str, metric: Metric) -> None:
         self._name = name
         self._metric = metric
+        self.reset, self.states, self.compute = metric.reset, metric.states, metric.compute
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Counts the reported value; ``outputs`` are all that was reported."""
@@ -195,15 +195,3 @@ class _Reported:
             self._metric.update(value.detach(), None)
         else:
             self._metric.update(*value[1:])
-
-    def reset(self) -> None:
-        """Forgets what was counted."""
-        self._metric.reset()
-
-    def states(self) -> States:
-        """What was counted."""
-        return self._metric.states()
-
-    def compute(self, parts: Any) -> dict[str, float]:
-        """Values of several replicas together."""
-        return self._metric.compute(parts)

@@ -86,7 +86,8 @@ class ModelObjects:
         self.made: dict[str, Any] = {}
         """As the factories gave them."""
         self.global_step = 0
-        self._in_use: dict[str, Any] = self.made
+        self.in_use: Mapping[str, Any] = self.made
+        """What ``model_fn`` gets: prepared, once :meth:`prepare` was called."""
         self._is_building = False
 
     @contextlib.contextmanager
@@ -101,8 +102,8 @@ class ModelObjects:
 
     def get_or_create(self, name: str, factory: Callable[[], Any]) -> Any:
         """See :func:`get_or_create`."""
-        if name in self._in_use:
-            return self._in_use[name]
+        if name in self.in_use:
+            return self.in_use[name]
         if not self._is_building:
             raise ConfigurationError(
                 f"model_fn creates {name!r} in a later step, but its first call in this mode created "
@@ -135,20 +136,15 @@ class ModelObjects:
         """As created."""
         return {name: item for name, item in self.made.items() if isinstance(item, torch.optim.Optimizer)}
 
-    @property
-    def in_use(self) -> Mapping[str, Any]:
-        """What ``model_fn`` gets: prepared, once :meth:`prepare` was called."""
-        return self._in_use
-
     def prepare(self, strategy: Strategy, with_optimizers: bool, arguments: Mapping[str, Any]) -> None:
         """From now on ``model_fn`` gets what the strategy makes of the objects."""
         chosen = {**self.modules, **(self.optimizers if with_optimizers else {})}
         if chosen:
             prepared = strategy.prepare(*chosen.values(), **arguments)
             stands_for = [prepared] if len(chosen) == 1 else prepared
-            self._in_use = {**self.made, **dict(zip(chosen, stands_for, strict=True))}
+            self.in_use = {**self.made, **dict(zip(chosen, stands_for, strict=True))}
 
     def train(self, mode: bool) -> None:
         """Sets the mode of the modules."""
         for name in self.modules:
-            self._in_use[name].train(mode)
+            self.in_use[name].train(mode)

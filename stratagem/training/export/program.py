@@ -57,7 +57,7 @@ def bare_copy(module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {id(part): form() for part, form in forms if form is not None}
         twin: nn.Module = copied(module, memo).cpu().eval()
     except Exception as error:  # whatever the user's attributes raise
-        raise ExportError(f"the model cannot be copied: {_reason(error)}") from error
+        raise ExportError(f"the model cannot be copied: {reason_of(error)}") from error
     for part in twin.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False
@@ -81,7 +81,7 @@ def trace(module: nn.Module, arguments: tuple[Any, ...]) -> ExportedProgram:
         _call(module, batch)
     except Exception as error:  # the user's code
         raise ExportError(
-            f"calling the model with a batch of {_TRACED_ROWS} rows like example_inputs failed: {_reason(error)}"
+            f"calling the model with a batch of {_TRACED_ROWS} rows like example_inputs failed: {reason_of(error)}"
         ) from error
     for name, value in list(vars(module).items()) if _ASSIGNS_BUFFERS_ONLY else ():
         if isinstance(value, torch.Tensor) and value is not before.get(name):
@@ -98,7 +98,7 @@ def trace(module: nn.Module, arguments: tuple[Any, ...]) -> ExportedProgram:
             dynamic = shapes.dynamic_shapes(module, batch)
             program = torch.export.export(module, batch, dynamic_shapes=dynamic, strict=False)
     except Exception as error:  # torch.export has no common error
-        raise ExportError(f"torch.export cannot export the model: {_reason(error)}") from error
+        raise ExportError(f"torch.export cannot export the model: {reason_of(error)}") from error
     _name_guards(program)
     return program
 
@@ -138,7 +138,7 @@ def check(path: Path, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         except Exception as error:  # the user's code, the program's guards, the comparison
             raise ExportError(
                 f"the exported program is not the model on a batch of {num_rows} "
-                f"{'row' if num_rows == 1 else 'rows'}: {_reason(error)}"
+                f"{'row' if num_rows == 1 else 'rows'}: {reason_of(error)}"
             ) from error
 
 
@@ -178,7 +178,7 @@ def _call(module: nn.Module, batch: tuple[Any, ...]) -> Any:
         return module(*batch)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What an error says, without torch's advice on how to debug it."""
     text = str(error).strip().split("\n\n")[0].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

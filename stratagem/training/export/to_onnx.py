@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from stratagem.errors import ExportError
+from stratagem.training.export.program import reason_of
 
 _PACKAGES = ("onnx", "onnxscript")
 
@@ -32,5 +33,4 @@ def write_onnx(program: ExportedProgram, path: Path) -> None:
     except (OSError, ExportError):
         raise
     except Exception as error:  # torch.onnx has no common error
-        reason = str(error).strip().split("\n\n")[0]
-        raise ExportError(f"torch.onnx cannot convert the model: {type(error).__name__}: {reason}") from error
+        raise ExportError(f"torch.onnx cannot convert the model: {reason_of(error)}") from error

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.topic import Topic
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.unit_counts import UnitCounts
+from stratagem.worker.ring.communicator import Communicator
 
 
-class FitAgreement(Protocol):
-    """What a worker has in common with the others."""
+class FitAgreement:
+    """What a worker has in common with the others; of this one there are no others."""
 
-    is_alone: bool
+    is_alone = True
     """There are no others: it may stop in the middle of an epoch."""
-    shares_epochs: bool
+    shares_epochs = False
     """Others may do all of an epoch before this worker does anything of it."""
 
     def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
@@ -31,9 +31,11 @@ class FitAgreement(Protocol):
         Args:
             flush: makes an update of gradients that wait for further ones.
         """
+        return contextlib.nullcontext()
 
     def begin(self, epoch: int) -> dict[str, float] | None:
         """An epoch is about to begin. Its logs, if it is over for the others."""
+        return None
 
     def add(self, results: Sequence[StepResult]) -> None:
         """A step was made."""
@@ -44,52 +46,36 @@ class FitAgreement(Protocol):
         Args:
             running: of this worker.
         """
+        return running.result()
 
     def record(self, epoch: int, logs: dict[str, float]) -> None:
         """The epoch is over, its callbacks have been called."""
 
     def stops(self, epoch: int, wish: bool) -> bool:
         """Whether anybody wants to stop after an epoch."""
+        return wish
 
 
-class InStep:
-    """Implements :class:`FitAgreement` for workers that run in step, or one alone.
+class InStep(FitAgreement):
+    """Of workers that run in step.
 
     Args:
-        strategy: theirs.
+        workers: they.
     """
 
-    shares_epochs = False
+    is_alone = False
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._workers = strategy.communicator
-        self.is_alone = self._workers is None
-        if self._workers is not None and self._workers.healing is not None:
-            self._workers.healing.refuse_newcomer("fit")
-
-    def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def begin(self, epoch: int) -> dict[str, float] | None:
-        return None
-
-    def add(self, results: Sequence[StepResult]) -> None:
-        """See :class:`FitAgreement`."""
-
-    def logs(self, epoch: int, running: RunningMetrics) -> dict[str, float] | None:
-        return running.result()
-
-    def record(self, epoch: int, logs: dict[str, float]) -> None:
-        """See :class:`FitAgreement`."""
+    def __init__(self, workers: Communicator) -> None:
+        self._workers = workers
+        if workers.healing is not None:
+            workers.healing.refuse_newcomer("fit")
 
     def stops(self, epoch: int, wish: bool) -> bool:
-        if self._workers is None:
-            return wish
         return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))
 
 
-class FitOnServers:
-    """Implements :class:`FitAgreement` under parameter servers, as a :class:`UnitListener`: the chief keeps all counts.
+class FitOnServers(FitAgreement):
+    """Under parameter servers, as a :class:`UnitListener`: the chief keeps all counts.
 
     Args:
         servers: theirs.

@@ -76,17 +76,14 @@ class Evaluation:
         callbacks = self._callbacks.silenced() if is_silent else self._callbacks
         running.reset()
         callbacks.call("on_test_begin")
-        begins, ends = callbacks.hears("on_test_batch_begin"), callbacks.hears("on_test_batch_end")
         with evaluating(steps.strategy, steps.module):
             for number, batch in first_batches(self._dataset, self._num_steps):
-                if begins:
-                    callbacks.call_batch("on_test_batch_begin", number)
+                callbacks.call_batch("on_test_batch_begin", number)
                 results = steps.strategy.local_results(steps.strategy.run(steps.test, args=(batch,)))
                 running.add(results)
                 if self._counts is not None:
                     self._counts.add(results)
-                if ends:
-                    callbacks.call_batch("on_test_batch_end", number, running.logs())
+                callbacks.call_batch("on_test_batch_end", number, running.logs())
         logs = self._result()
         callbacks.call("on_test_end", logs)
         return logs

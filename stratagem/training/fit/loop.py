@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
@@ -23,41 +24,27 @@ from stratagem.training.fit.steps import FitSteps
 from stratagem.training.model_state import ModelState
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Training:
-    """The epochs of one ``fit``.
+    """The epochs of one ``fit``."""
 
-    Args:
-        model: whose training it is; asked for ``stop_training``.
-        steps: what replicas do.
-        running: counts the epoch.
-        position: how far it has come.
-        callbacks: called all along.
-        passes: gives the batches.
-        validate: gives the logs of the validation after an epoch of this number, without a word to callbacks if it is
-            told True; None: there is none.
-        agreement: with the other workers.
-    """
-
-    def __init__(
-        self,
-        model: ModelState,
-        steps: FitSteps,
-        running: RunningMetrics,
-        position: FitPosition,
-        callbacks: CallbackList,
-        passes: Passes,
-        validate: Callable[[int, bool], dict[str, float]] | None,
-        agreement: FitAgreement,
-    ) -> None:
-        self._model = model
-        self._steps = steps
-        self._strategy = steps.strategy
-        self._running = running
-        self._position = position
-        self._callbacks = callbacks
-        self._passes = passes
-        self._validate = validate
-        self._agreement = agreement
+    _model: ModelState
+    """Whose training it is; asked for ``stop_training``."""
+    _steps: FitSteps
+    """What replicas do."""
+    _running: RunningMetrics
+    """Counts the epoch."""
+    _position: FitPosition
+    """How far it has come."""
+    _callbacks: CallbackList
+    """Called all along."""
+    _passes: Passes
+    """Gives the batches."""
+    _validate: Callable[[int, bool], dict[str, float]] | None
+    """Gives the logs of the validation after an epoch of this number, without a word to callbacks if it is told True;
+    None: there is none."""
+    _agreement: FitAgreement
+    """With the other workers."""
 
     def run(self, epochs: int) -> None:
         """Trains until ``epochs`` epochs are done, or somebody says stop."""
@@ -109,20 +96,16 @@ class Training:
     def _train(self, batches: Iterable[Any]) -> None:
         position, callbacks, running = self._position, self._callbacks, self._running
         self._steps.module.train()
-        begins = callbacks.hears("on_train_batch_begin")
-        ends = callbacks.hears("on_train_batch_end")
         for batch in batches:
-            if begins:
-                callbacks.call_batch("on_train_batch_begin", position.step)
-            result = self._strategy.run(self._steps.train, args=(batch, position.num_waiting))
-            results = self._strategy.local_results(result)
+            callbacks.call_batch("on_train_batch_begin", position.step)
+            result = self._steps.strategy.run(self._steps.train, args=(batch, position.num_waiting))
+            results = self._steps.strategy.local_results(result)
             running.add(results)
             self._agreement.add(results)
             position.num_waiting = (position.num_waiting + 1) % self._steps.accumulate_steps
             position.step += 1
             position.num_steps += 1
-            if ends:
-                callbacks.call_batch("on_train_batch_end", position.step - 1, running.logs())
+            callbacks.call_batch("on_train_batch_end", position.step - 1, running.logs())
             if self._model.stop_training and self._agreement.is_alone:  # several stop together, after the epoch
                 break
         self._flush()
@@ -130,7 +113,7 @@ class Training:
     def _flush(self) -> None:
         """An update does not reach over the end of an epoch."""
         if self._position.num_waiting:
-            self._strategy.run(self._steps.update)
+            self._steps.strategy.run(self._steps.update)
             self._position.num_waiting = 0
 
     def _pass_by(self, number: int, logs: dict[str, float]) -> None:
@@ -156,15 +139,12 @@ def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, nu
     """
     parts: list[Any] = []
     callbacks.call("on_predict_begin")
-    begins, ends = callbacks.hears("on_predict_batch_begin"), callbacks.hears("on_predict_batch_end")
     with in_eval_mode(steps.module), torch.no_grad():
         for number, batch in first_batches(dataset, num_steps):
-            if begins:
-                callbacks.call_batch("on_predict_batch_begin", number)
+            callbacks.call_batch("on_predict_batch_begin", number)
             results = steps.strategy.local_results(steps.strategy.run(steps.predict, args=(batch,)))
             parts += [result for result in results if result is not None]
-            if ends:
-                callbacks.call_batch("on_predict_batch_end", number)
+            callbacks.call_batch("on_predict_batch_end", number)
     callbacks.call("on_predict_end")
     if not parts:
         raise ConfigurationError("predict expects at least one example, got none")

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, overload
 
@@ -19,14 +20,7 @@ from stratagem.arguments import whole_numbers
 from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.checkpoint.reading import (
-    DESCRIPTION,
-    FORMAT,
-    describe,
-    find,
-    kind_and_state,
-    read_states,
-)
+from stratagem.checkpoint.reading import DESCRIPTION, FORMAT, describe, find, kind_and_state, read_states
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
@@ -109,7 +103,7 @@ class Checkpoint:
         self._max_file_bytes = max_file_bytes
         self._members = CheckpointMembers(chosen.communicator)
         self._servers = chosen.servers
-        self._writing: _Writing | None = None
+        self._writing: Future[None] | None = None
         self._is_pending = False
         self._stall_s = 0.0
 
@@ -278,7 +272,7 @@ class Checkpoint:
                     self._write(draft, target, number, states)
                 then(target)
 
-            self._writing = _Writing(write, target)
+            self._writing = _in_thread(write, target)
         self._is_pending = True
         if blocking:
             self.wait()
@@ -312,51 +306,39 @@ def _check_name(name: str, item: Any) -> None:
     kind_of(name, item)
 
 
-class _Writing:
-    """A write in a thread of its own, which also ends when nobody waits for it.
+def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
+    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it.
 
     Args:
-        write: does it.
-        path: of the checkpoint, for the log.
+        write: writes the checkpoint.
+        path: of it, for the log.
     """
+    future: Future[None] = Future()
 
-    def __init__(self, write: Callable[[], None], path: pathlib.Path) -> None:
-        self._write = write
-        self._path = path
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint writer")
-        self._thread.start()
-
-    def result(self) -> None:
-        """Waits; raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._write()
-            logger.info("Checkpoint %s", self._path)
+            write()
+            logger.info("Checkpoint %s", path)
         except BaseException as error:
-            self._error = error
-            logger.error("No checkpoint %s: %s", self._path, error)
+            logger.error("No checkpoint %s: %s", path, error)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint writer").start()
+    return future
 
 
 def _choose(folder: pathlib.Path, name: str, step: int | None) -> dict[str, Any]:
     """Path and number of the next checkpoint in a folder."""
     if step is None:
-        numbers = [_number(path.name) or 0 for path in folder.iterdir()] if folder.is_dir() else []
-        step = max([*numbers, *_steps(folder)], default=0) + 1
+        names = [_NAME.search(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+        step = max([*(int(name[1]) for name in names if name), *_steps(folder)], default=0) + 1
     return {"path": str(folder / f"{name}-{step:08d}"), "step": step}
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
     return [read_step(path) or 0 for path in scan(folder)]
-
-
-def _number(name: str) -> int | None:
-    match = _NAME.search(name)
-    return int(match[1]) if match else None
 
 
 def _served_draft(folder: pathlib.Path, servers: Servers) -> CheckpointDraft:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import stratagem as sg
-from stratagem.training.estimator import (
+from stratagem import (
     Estimator,
     EstimatorSpec,
     EvalSpec,

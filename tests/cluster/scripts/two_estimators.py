@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from stratagem.training.estimator import Estimator
+from stratagem import Estimator
 from tests.cluster.scripts.estimate import input_fn, net_fn
 
 parser = argparse.ArgumentParser()

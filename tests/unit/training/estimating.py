@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem.training.estimator import EstimatorSpec, ModeKeys, get_or_create
+from stratagem import EstimatorSpec, ModeKeys, get_or_create
 
 NUM_EXAMPLES = 50
 BATCH_SIZE = 12

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
+from stratagem import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_step, get_or_create
 from stratagem.errors import CheckpointError, ConfigurationError
-from stratagem.training.estimator import Estimator, EstimatorSpec, ModeKeys, RunConfig, get_global_step, get_or_create
 from tests.unit.training.estimating import data, loader, make_net, model_fn, trained_by_hand
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}

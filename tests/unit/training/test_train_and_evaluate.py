@@ -14,8 +14,7 @@ import torchmetrics
 from torch import nn
 
 import stratagem as sg
-from stratagem.errors import ConfigurationError
-from stratagem.training.estimator import (
+from stratagem import (
     BestExporter,
     Estimator,
     EvalSpec,
@@ -26,6 +25,7 @@ from stratagem.training.estimator import (
     model_to_estimator,
     train_and_evaluate,
 )
+from stratagem.errors import ConfigurationError
 from tests.unit.training.estimating import data, loader, make_net, model_fn
 
 TRAIN = TrainSpec(lambda: loader(shuffle=True), max_steps=11)
