@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -33,11 +34,8 @@ class Child(Protocol):
         """Waits for its end."""
 
 
-class Starter(Protocol):
-    """How a process is started."""
-
-    def __call__(self, launch: Launch, stdout: int, stderr: int) -> Child:
-        """Starts ``launch`` with these descriptors as its standard output and error."""
+Starter = Callable[[Launch, int, int], Child]
+"""Starts a process, with these descriptors as its standard output and error."""
 
 
 def guarded(command: tuple[str, ...]) -> list[str]:

@@ -87,7 +87,9 @@ class ChaosInjector:
             )
         called = {server for _, server in connections(tasks)} & suffer
         self._binds = {task: f"127.0.0.1:{free_port()}" for task in called if task.type != "chief"}
-        self._relays = {task: Relay(self._binds.get(task, ""), self._client) for task in called}
+        self._relays = {
+            task: Relay(self._binds.get(task, ""), lambda port: owner_of(port, self._pids)) for task in called
+        }
 
     def bind(self, task: TaskId) -> tuple[str, str]:
         """Where a task is to listen, and what it is to say to others; empty: as ever."""
@@ -223,9 +225,6 @@ class ChaosInjector:
         self._slowed.pop(task, None)
         if task in processes:
             processes[task].send(signal.SIGCONT)
-
-    def _client(self, port: int) -> str:
-        return owner_of(port, self._pids)
 
 
 def chaos_words(records: Sequence[Mapping[str, Any]]) -> str:

@@ -108,18 +108,18 @@ class Relay:
         writer.transport.abort()
 
 
-def owner_of(port: int, pids: Mapping[str, int], proc: Path = Path("/proc")) -> str:
+def owner_of(port: int, pids: Mapping[str, int]) -> str:
     """Which of these processes (name: id) has a TCP connection from ``port`` of this machine; "" if none has. Linux."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in (proc / "net" / table).read_text().splitlines()[1:]:
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 words = line.split()
                 if int(words[1].rpartition(":")[2], 16) == port:
                     inodes.add(f"socket:[{words[9]}]")
     for name, pid in pids.items():
         with contextlib.suppress(OSError):
-            for entry in (proc / str(pid) / "fd").iterdir():
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if os.readlink(entry) in inodes:
                         return name

@@ -73,19 +73,18 @@ class BuildContext:
                 f"add the line !{path} there"
             )
 
-    def write_tar(self, out: IO[bytes], made: Mapping[str, str], folder: str = "project") -> None:
-        """Writes the context as a tar archive.
+    def write_tar(self, out: IO[bytes], made: Mapping[str, str]) -> None:
+        """Writes the context as a tar archive, the project in its folder ``project``.
 
         Args:
             out: where.
             made: texts of files made for the job, by their path in the archive; they win over the project's.
-            folder: of the archive, for the project.
         """
         # GNU: Docker takes an archive that begins with a PAX header for a Dockerfile.
         with tarfile.open(fileobj=out, mode="w|", format=tarfile.GNU_FORMAT) as tar:
             for name in (*self.folders, *self.files):
-                if f"{folder}/{name}" not in made:
-                    tar.add(self.root / name, f"{folder}/{name}", recursive=False, filter=_anonymous)
+                if f"project/{name}" not in made:
+                    tar.add(self.root / name, f"project/{name}", recursive=False, filter=_anonymous)
             for name, text in made.items():
                 data = text.encode()
                 info = tarfile.TarInfo(name)

@@ -55,10 +55,6 @@ def render_dockerfile(
         "ENV HOME=/tmp PYTHONUNBUFFERED=1",
     ]
     stated = {"stratagem.job": job_id, **labels}
-    lines += [f"LABEL {_quoted(key)}={_quoted(value)}" for key, value in stated.items()]
+    lines += [f"LABEL {json.dumps(key)}={json.dumps(value)}" for key, value in stated.items()]
     lines += ["ENTRYPOINT []", f"CMD {json.dumps(['stratagem', 'run', script])}"]
     return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)

@@ -82,7 +82,8 @@ class KubernetesTarget:
             while True:
                 over = self.state(record, folder).is_over
                 for pod in filter(_has_started, cluster.pods(f"job-name={record.id}-worker-0")):
-                    life = (pod["metadata"]["uid"], _restarts(pod))
+                    restarts = sum(int(one["restartCount"]) for one in _containers(pod))
+                    life = (pod["metadata"]["uid"], restarts)
                     for number, line in enumerate(cluster.log(pod["metadata"]["name"], not over), 1):
                         if number > shown.get(life, 0):
                             shown[life] = number
@@ -146,10 +147,6 @@ def _containers(pod: Object) -> list[Object]:
 
 def _has_started(pod: Object) -> bool:
     return any(one["restartCount"] or {"running", "terminated"} & one["state"].keys() for one in _containers(pod))
-
-
-def _restarts(pod: Object) -> int:
-    return sum(int(one["restartCount"]) for one in _containers(pod))
 
 
 def _end_of(pods: list[Object]) -> tuple[int | None, str]:

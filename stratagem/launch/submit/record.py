@@ -40,14 +40,11 @@ class JobRecord:
 
 
 class JobStore:
-    """The folder of all jobs.
+    """The folder of all jobs: ``$XDG_STATE_HOME/stratagem/jobs``, where XDG_STATE_HOME is ``~/.local/state``."""
 
-    Args:
-        root: the folder; None: ``$XDG_STATE_HOME/stratagem/jobs``, where XDG_STATE_HOME is ``~/.local/state``.
-    """
-
-    def __init__(self, root: Path | None = None) -> None:
-        self.root = root or _default_root()
+    def __init__(self) -> None:
+        home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        self.root = Path(home) / "stratagem" / "jobs"
 
     def folder(self, job_id: str) -> Path:
         """The folder of a job."""
@@ -88,11 +85,6 @@ class JobStore:
     def remove(self, job_id: str) -> None:
         """Deletes the folder of a job."""
         shutil.rmtree(self.folder(job_id))
-
-
-def _default_root() -> Path:
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(home) / "stratagem" / "jobs"
 
 
 def _read(file: Path) -> JobRecord:

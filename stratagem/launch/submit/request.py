@@ -108,11 +108,6 @@ class JobRequest:
         return "auto" if self.distribution_strategy is None else self.chosen_strategy
 
     @property
-    def is_cluster(self) -> bool:
-        """Whether the job has more than the one process that trains."""
-        return self.chosen_strategy not in ONE_PROCESS
-
-    @property
     def trainer(self) -> MachineConfig:
         """Machine of each process that runs the script: the worker's, or without workers the chief's."""
         if self.worker_count:
@@ -172,8 +167,7 @@ class JobRequest:
             )
         if name == "ring" and not self.worker_count:
             raise ConfigurationError("expected worker_count of at least 1 with distribution_strategy='ring', got 0")
-        _ = self.chosen_strategy
-        if self.evaluator and not self.is_cluster:
+        if self.chosen_strategy in ONE_PROCESS and self.evaluator:
             raise ConfigurationError(
                 "an evaluator stands beside a cluster, and this job is one process: give worker_count of at least 1"
             )
