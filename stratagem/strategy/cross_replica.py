@@ -13,7 +13,7 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.data.nested import map_values, outline, values_in
 from stratagem.data.values import PerReplica, local_values
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import current_replica
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 from stratagem.worker.ring.communicator import Communicator
@@ -72,7 +72,7 @@ class CrossReplica:
 
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if op is ReduceOp.MEAN:
-            parts = [part if _is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
+            parts = [part if is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
         elif op is ReduceOp.SUM:  # of booleans their number, as torch.sum; a sum of booleans would be one
             parts = [part.to(torch.int64) if part.dtype is torch.bool else part for part in parts]
         total = self._local(ReduceOp.SUM if op is ReduceOp.MEAN else op, parts)
@@ -110,7 +110,7 @@ class CrossReplica:
             flat = torch.cat([total.flatten().cpu(), torch.tensor([sum(shares)], dtype=torch.float64)])
             everywhere = self._workers.all_reduce(flat)
             mean = (everywhere[:-1] / everywhere[-1]).view(home.shape)
-        return mean.to(home.device, home.dtype if _is_inexact(home) else torch.get_default_dtype())
+        return mean.to(home.device, home.dtype if is_inexact(home) else torch.get_default_dtype())
 
     def _concatenated(self, axis: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         for part in parts:
@@ -164,7 +164,3 @@ def check_gatherable(column: Sequence[torch.Tensor], axis: int) -> None:
                 f"replica 0 has {list(column[0].shape)} {column[0].dtype} and replica {replica} has "
                 f"{list(tensor.shape)} {tensor.dtype}"
             )
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

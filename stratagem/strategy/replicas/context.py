@@ -17,7 +17,7 @@ from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy
 from stratagem.strategy.cross_replica import as_tensor, check_gatherable
-from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
+from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator
 
@@ -90,7 +90,8 @@ class ReplicaContext:
     ) -> None:
         if replica_threads is not None and ops is None:
             raise ValueError("expected cross-device ops with several replicas, got None")
-        self._strategy = strategy
+        self.strategy = strategy
+        """Whose step runs."""
         self._replica_threads = replica_threads
         self._replica = replica
         self._ops = ops
@@ -98,25 +99,20 @@ class ReplicaContext:
         self._own = own
 
     @property
-    def strategy(self) -> Strategy:
-        """Whose step runs."""
-        return self._strategy
-
-    @property
     def replica_id_in_sync_group(self) -> int:
         """Number of this replica, from 0, among those of all workers."""
         if self._workers is None:
-            return self._strategy.first_replica_id + self._replica
+            return self.strategy.first_replica_id + self._replica
         return self._replica + self._workers.rank * (1 if self._replica_threads is None else self._replica_threads.size)
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Replicas of all workers."""
-        return self._strategy.num_replicas_in_sync
+        return self.strategy.num_replicas_in_sync
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Inside, this is the context, and its strategy the current one."""
-        return _Entered(self, self._strategy)
+        return _Entered(self, self.strategy)
 
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """The reduction of all replicas' values, on every replica, as tensors.
@@ -182,8 +178,8 @@ class ReplicaContext:
         def decide(values: list[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
             merged = [PerReplica(column) for column in zip(*(its for its, _ in values), strict=True)]
             named = {key: PerReplica(tuple(its[key] for _, its in values)) for key in kwargs}
-            with self._strategy.interrupted():
-                result = fn(self._strategy, *merged, **named)
+            with self.strategy.interrupted():
+                result = fn(self.strategy, *merged, **named)
             return [part_of_replica(result, replica) for replica in range(len(values))]
 
         return self._merge(what, (tuple(args), kwargs), decide)
@@ -194,7 +190,7 @@ class ReplicaContext:
             return False
         if self.num_replicas_in_sync > 1:
             raise ConfigurationError(
-                f"the replicas of {type(self._strategy).__name__} do not meet in a step: they only add up gradients; "
+                f"the replicas of {type(self.strategy).__name__} do not meet in a step: they only add up gradients; "
                 "use MultiWorkerMirroredStrategy (--strategy ring) for collectives in a step"
             )
         return True
@@ -203,7 +199,7 @@ class ReplicaContext:
         """``decide`` runs once, in cross-replica context: from the local replicas' values to one result each."""
 
         def cross(values: list[Any]) -> list[Any]:
-            with _Entered(_Here.CROSS_REPLICA, self._strategy):
+            with _Entered(_Here.CROSS_REPLICA, self.strategy):
                 return decide(values)
 
         if self._replica_threads is not None:
@@ -310,15 +306,15 @@ class _AllGather(torch.autograd.Function):
 
 def _marked(ctx: Any, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The results of a function, those that cannot have a gradient marked as such."""
-    ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
+    ctx.mark_non_differentiable(*(result for result in results if not is_inexact(result)))
     return tuple(results)
 
 
 def _reduced_gradients(ctx: Any, op: ReduceOp, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Over all replicas, in the backward of what they made together; None where there cannot be one."""
-    passing = [gradient for gradient in gradients if _is_differentiable(gradient)]
+    passing = [gradient for gradient in gradients if is_inexact(gradient)]
     results = iter(ctx.context._reduce(op, f"gradient of {ctx.what}", passing))
-    return [next(results) if _is_differentiable(gradient) else None for gradient in gradients]
+    return [next(results) if is_inexact(gradient) else None for gradient in gradients]
 
 
 class _Entered:
@@ -340,7 +336,3 @@ class _Entered:
         _here.reset(self._token)
         if self._scope is not None:
             self._scope.__exit__(*error)
-
-
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

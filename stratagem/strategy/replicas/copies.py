@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import threading
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -210,17 +211,13 @@ def travelled(value: Any, source: torch.device, target: torch.device) -> Any:
         return value.to(target) if value.device == source else value
     if type(value) in (list, tuple):
         items = [travelled(item, source, target) for item in value]
-        return value if all(map(_same, items, value)) else type(value)(items)
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
     if type(value) in (dict, OrderedDict):
         items = [travelled(item, source, target) for item in value.values()]
-        return value if all(map(_same, items, value.values())) else type(value)(zip(value, items, strict=True))
+        return value if all(map(operator.is_, items, value.values())) else type(value)(zip(value, items, strict=True))
     return value
 
 
 def _with_moving_steps(optimizer: torch.optim.Optimizer) -> set[int]:
     groups = [group for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
     return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other

@@ -284,8 +284,13 @@ def _check(op: ReduceOp, tensors: Sequence[torch.Tensor]) -> None:
             )
         if tensor.layout not in (torch.strided, torch.sparse_coo):
             raise ConfigurationError(f"expected dense or sparse_coo tensors, got {tensor.layout} of replica {replica}")
-    if op is ReduceOp.MEAN and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+    if op is ReduceOp.MEAN and not is_inexact(tensors[0]):
         raise ConfigurationError(f"the mean of {tensors[0].dtype} is not of that dtype: reduce with SUM and divide")
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether it can hold a mean, or have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _describe(tensor: torch.Tensor) -> str:

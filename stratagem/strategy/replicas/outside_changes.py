@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ class Seen:
 
     def is_same(self) -> bool:
         """Whether every name has the object that it had."""
-        now = itertools.chain(itertools.chain.from_iterable(_values_of(self._now)), (_END,))
+        values = map(operator.methodcaller("values"), self._now)
+        now = itertools.chain(itertools.chain.from_iterable(values), (_END,))
         return all(map(operator.is_, now, self._values)) and bool(self._values)
 
     def replaced(self) -> Iterator[tuple[int, str]]:
@@ -326,7 +327,3 @@ def _versions(tensors: Sequence[tuple[torch.Tensor, ...]]) -> list[int]:
         return [first._version for first, *_ in tensors]
     except RuntimeError:  # made in inference mode
         return [-1 if first.is_inference() else first._version for first, *_ in tensors]
-
-
-def _values_of(dictionaries: Sequence[Mapping[str, Any]]) -> Iterator[Iterable[Any]]:
-    return map(operator.methodcaller("values"), dictionaries)
