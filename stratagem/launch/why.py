@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.rpc.status_view import StatusView
 
 
-def measured(status: StatusView | None, reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
+def measured(status: StatusView, reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
     """What a summary keeps of the measures: by task, those of its whole last life.
 
     Args:
@@ -20,15 +20,12 @@ def measured(status: StatusView | None, reports: Mapping[str, Mapping[str, Any]]
         reports: of workers that finished, by task.
         duration_s: of the run.
     """
+    told = {task.task: task for task in status.tasks}
     found: dict[str, Any] = {}
-    for task in status.tasks if status is not None else ():
-        report = reports.get(task.task, {}).get("measures", {})
-        values = {**task.measures, **report}
-        if values:
-            found[task.task] = {"values": values, "notes": task.notes, "window_s": round(duration_s, 3)}
-    for name, report in reports.items():
-        if name not in found and report.get("measures"):
-            found[name] = {"values": report["measures"], "notes": {}, "window_s": round(duration_s, 3)}
+    for name in {**told, **reports}:
+        measures, notes = (told[name].measures, told[name].notes) if name in told else ({}, {})
+        if values := {**measures, **reports.get(name, {}).get("measures", {})}:
+            found[name] = {"values": values, "notes": notes, "window_s": round(duration_s, 3)}
     return found
 
 
