@@ -99,12 +99,12 @@ def rebuild(loader: DataLoader[Any], batches: Sampler[Any], persistent: bool = F
     Args:
         persistent: keep its worker processes between epochs if ``loader`` does.
     """
-    return DataLoader(loader.dataset, batch_sampler=batches, **_carried(loader, persistent))
+    return DataLoader(loader.dataset, batch_sampler=batches, **carried(loader, persistent))
 
 
 def rebuild_items(loader: DataLoader[Any], indices: Sampler[Any]) -> DataLoader[Any]:
     """A DataLoader like ``loader``, whose items are batches already, that reads the items ``indices``."""
-    return DataLoader(loader.dataset, batch_size=None, sampler=indices, **_carried(loader, persistent=True))
+    return DataLoader(loader.dataset, batch_size=None, sampler=indices, **carried(loader, persistent=True))
 
 
 def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
@@ -121,10 +121,11 @@ def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[A
                 "numbers: use shuffle=True or shuffle=False, or AutoShardPolicy.DATA"
             )
         sampling["shuffle"] = isinstance(loader.sampler, RandomSampler)
-    return DataLoader(dataset, **sampling, **_carried(loader, persistent=True))
+    return DataLoader(dataset, **sampling, **carried(loader, persistent=True))
 
 
-def _carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
+def carried(loader: DataLoader[Any], persistent: bool) -> dict[str, Any]:
+    """Arguments of a DataLoader like ``loader`` over other batches; ``persistent`` as of :func:`rebuild`."""
     arguments = {name: getattr(loader, name) for name in _CARRIED if hasattr(loader, name)}
     if (meter := active_meter()) is not None:
         meter.loader_workers = loader.num_workers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from stratagem.cluster.units import Plan
@@ -90,7 +90,7 @@ class SplitDataset:
             return sum(len(plan.units_of(step)) == plan.num_slices for step in range(steps))
         return steps
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any]:
         self._listener.arrive()
         this_pass = object()
         if self._pass is not None:  # the script left the pass before this one

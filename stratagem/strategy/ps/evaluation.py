@@ -6,10 +6,12 @@ Nothing of it is on the ps: a unit is accepted when the chief has what was count
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratagem.cluster.units import Lease, Plan
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import StratagemError
 from stratagem.measuring import measures
 from stratagem.worker.chief_client import ChiefClient
@@ -83,11 +85,13 @@ class WholeData:
 
     Args:
         batches: its batches.
+        num_batches: no more than these; None: all.
         units: where the unit comes from.
     """
 
-    def __init__(self, batches: Iterable[Any], units: EvaluatedUnits) -> None:
+    def __init__(self, batches: SplitDataset, num_batches: int | None, units: EvaluatedUnits) -> None:
         self._batches = batches
+        self._num_batches = num_batches
         self._units = units
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,7 +100,8 @@ class WholeData:
         try:
             while (lease := self._units.next(wait=True)) is not None:
                 self._units.begin(lease, None)
-                yield from self._batches
+                with contextlib.closing(iter(self._batches)) as batches:
+                    yield from itertools.islice(batches, self._num_batches)
                 self._units.done(lease)
             complete = True
         finally:

@@ -9,7 +9,7 @@ import logging
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from stratagem.checkpoint.catalog import is_complete
 from stratagem.cluster.units import Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ClusterTimeoutError
 from stratagem.strategy.ps.evaluation import EvaluatedUnits, WholeData
 from stratagem.strategy.ps.units import UnitListener
@@ -94,10 +95,10 @@ class Servers:
         units = self._evaluated_units(plan)
         return DistributedDataset(loader, plan, 0, units, self._device), units
 
-    def lease_whole(self, batches: Iterable[Any]) -> tuple[WholeData, EvaluatedUnits]:
+    def lease_whole(self, batches: SplitDataset, num_batches: int | None = None) -> tuple[WholeData, EvaluatedUnits]:
         """As :meth:`lease_evaluation`, of data whose batches have no numbers: one worker evaluates them all."""
         units = self._evaluated_units(Plan(1, 1, shuffle=False))
-        return WholeData(batches, units), units
+        return WholeData(batches, num_batches, units), units
 
     def _evaluated_units(self, plan: Plan) -> EvaluatedUnits:
         group = self.chief.new_group("evaluation")

@@ -41,25 +41,25 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         self._arguments = monitor, mode, min_delta
-        self._monitor = Monitor(*self._arguments)
         self._patience = whole_number("patience", patience, 0)
         self._verbose = verbose
         self._baseline = baseline
         self._restores = restore_best_weights
         self._first_epoch = start_from_epoch
-        self._weights: dict[str, Any] | None = None
-        self.wait = 0
-        self.best_epoch = -1
-        self.stopped_epoch = -1
+        self._start()
 
     @property
     def best(self) -> float:
         """The best value so far; NaN before the first."""
         return self._monitor.best
 
-    def on_train_begin(self, logs: LogsArgument = None) -> None:
+    def _start(self) -> None:
         self._monitor = Monitor(*self._arguments)
-        self._weights, self.wait, self.best_epoch, self.stopped_epoch = None, 0, -1, -1
+        self._weights: dict[str, Any] | None = None
+        self.wait, self.best_epoch, self.stopped_epoch = 0, -1, -1
+
+    def on_train_begin(self, logs: LogsArgument = None) -> None:
+        self._start()
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         value = self._monitor.value(logs) if epoch >= self._first_epoch else None

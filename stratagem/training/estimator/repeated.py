@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import leasable
-from stratagem.data.loaders import plan_of
+from stratagem.data.loaders import carried, plan_of
 from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
 
@@ -54,22 +54,8 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
         examples = _Examples(loader.dataset, plan, seed, kept, kept * -(-before // kept), kept)
     else:
         examples = _Examples(loader.dataset, plan, seed, kept, before, num_batches * plan.batch_size)
-    workers: dict[str, Any] = {"num_workers": loader.num_workers}
-    if loader.num_workers:
-        workers |= {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "worker_init_fn": loader.worker_init_fn,
-            "timeout": loader.timeout,
-        }
-    return DataLoader(
-        examples,
-        batch_size=plan.batch_size,
-        collate_fn=functools.partial(_collate, loader.collate_fn),
-        pin_memory=loader.pin_memory,
-        generator=loader.generator,
-        **workers,
-    )
+    like = {**carried(loader, persistent=False), "collate_fn": functools.partial(_collate, loader.collate_fn)}
+    return DataLoader(examples, batch_size=plan.batch_size, **like)
 
 
 class _Examples(Dataset[Any]):

@@ -100,25 +100,7 @@ def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | 
         source = source.loader
     if isinstance(source, DataLoader) and can_be_planned(source):
         return servers.lease_evaluation(source, num_steps)
-    return servers.lease_whole(
-        _Limited(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
-    )
-
-
-class _Limited:
-    """The first batches of a dataset.
-
-    Args:
-        dataset: goes through all of its own.
-        num_batches: at most; None: all.
-    """
-
-    def __init__(self, dataset: Any, num_batches: int | None) -> None:
-        self._dataset = dataset
-        self._num_batches = num_batches
-
-    def __iter__(self) -> Any:
-        return (batch for _, batch in first_batches(self._dataset, self._num_batches))
+    return servers.lease_whole(distribute(source, placement=InputPlacement(strategy.local_devices)), num_steps)
 
 
 def at_epochs(chosen: int | Collection[int], evaluation: Evaluation) -> Callable[[int, bool], dict[str, float]]:

@@ -110,7 +110,7 @@ def test_workers_that_read_alone_resume(options: DistributeOptions, seen: int) -
         steps = [values(next(iterator)) for _ in range(seen)]
         second = distribute(files("0-5", "6-9"), placement=placement, options=options)
         second.load_state_dict(first.state_dict())
-        iterator.close()  # type: ignore[attr-defined]
+        iterator.close()
         return steps + steps_of(second)
 
     if len(whole[0]) >= seen:
