@@ -144,7 +144,13 @@ def test_a_broken_script_fails_at_once_and_its_traceback_is_shown_once(case: Cas
 
 def test_a_killed_worker_is_started_again(case: Case) -> None:
     case.programs["worker:1"] = (
-        "import os, signal\nif os.environ['LIFE'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n" + WORKER_DONE
+        "import os, signal, sys\nif os.environ['LIFE'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "open(sys.argv[1] + '/pid', 'w').write(str(os.getpid()))\n" + WORKER_DONE
+    )
+    # A chief that ended first would have the launcher kill a worker of whose steps it knows nothing.
+    case.programs["chief:0"] += (
+        "pid = int(open(sys.argv[1] + '/pid').read())\ntry:\n    while True: os.kill(pid, 0); time.sleep(0.01)\n"
+        "except ProcessLookupError: pass\n"
     )
     assert case.run() == 0
     assert case.starts.count("worker:1") == 2
