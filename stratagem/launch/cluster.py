@@ -39,23 +39,23 @@ class LocalCluster:
 
     supervisor: Supervisor
     """Decides."""
-    _launch_for: LaunchFor
+    launch_for: LaunchFor
     """Says how to start a task."""
-    _output: OutputRouter
+    output: OutputRouter
     """Shows and logs lines."""
-    _on_status: Callable[[StatusView, float], None]
+    on_status: Callable[[StatusView, float], None]
     """Called with each new status of the chief."""
-    _signals: SignalPipe
+    signals: SignalPipe
     """SIGINT and SIGTERM of the launcher."""
-    _security: Security
+    security: Security
     """Of the launcher."""
-    _resumes: Callable[[], bool]
+    resumes: Callable[[], bool]
     """Whether the script goes on where it was when the whole job is started again."""
-    _renew_folders: Callable[[], None]
+    renew_folders: Callable[[], None]
     """Called before the whole job is started again."""
-    _preload: bool
+    preload: bool
     """Whether a process that has loaded torch forks into the tasks of a cluster."""
-    _chaos: ChaosInjector | None
+    chaos: ChaosInjector | None
     """Faults that were asked for."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class LocalCluster:
         self._fork_server: ForkServer | None = None
         self._waits_for_fork_server: TaskId | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._signals.fd, selectors.EVENT_READ)
+        self._selector.register(self.signals.fd, selectors.EVENT_READ)
 
     @property
     def status(self) -> StatusView | None:
@@ -93,8 +93,8 @@ class LocalCluster:
 
     def _wait(self) -> None:
         for key, _ in self._selector.select(self._tick_s):
-            if key.fd == self._signals.fd:
-                for signum in self._signals.read():
+            if key.fd == self.signals.fd:
+                for signum in self.signals.read():
                     self._do(self.supervisor.interrupted(signum, time.monotonic()))
             elif self._fork_server is not None and key.fd == self._fork_server.fd:
                 self._hear_fork_server(self._fork_server)
@@ -108,10 +108,10 @@ class LocalCluster:
         self._do(self.supervisor.ticked(now))
         if self._poller is not None and self._poller.step(now):
             self._new_status(now)
-        if self._chaos is not None and self.supervisor.phase is Phase.RUNNING:
-            self._tick_s = min(TICK_S, self._chaos.tick(now, self.status, self._by_role()))
-        elif self._chaos is not None:
-            self._chaos.let_go(self._by_role())
+        if self.chaos is not None and self.supervisor.phase is Phase.RUNNING:
+            self._tick_s = min(TICK_S, self.chaos.tick(now, self.status, self._by_role()))
+        elif self.chaos is not None:
+            self.chaos.let_go(self._by_role())
 
     def _by_role(self) -> dict[TaskId, TaskProcess]:
         """The processes; the one that serves as chief is chief:0."""
@@ -120,7 +120,7 @@ class LocalCluster:
 
     def _read(self, task: TaskId, stream: Stream, reader: LineReader) -> None:
         for line in reader.read():
-            self._output.line(task, stream, line)
+            self.output.line(task, stream, line)
             if task.type == "chief" and (found := _LISTENING.search(line)):
                 self._chief_listens(task, found.group(1))
         if reader.at_end and reader.fd in self._selector.get_map():
@@ -128,15 +128,15 @@ class LocalCluster:
 
     def _chief_listens(self, task: TaskId, address: str) -> None:
         if self._poller is None:
-            self._poller = StatusPoller(address, security=self._security)
+            self._poller = StatusPoller(address, security=self.security)
         elif address != self.chief_address:
             self._poller.move(address)
         if task != self.chief:
             self.takeovers += 1
-            self._output.say(f"{task} is the chief now")
+            self.output.say(f"{task} is the chief now")
         self.chief, self.chief_address = task, address
-        if self._chaos is not None:
-            self._chaos.chief_listens(address)
+        if self.chaos is not None:
+            self.chaos.chief_listens(address)
         if self._fork_server is not None and self._fork_server.is_loading:
             self._waits_for_fork_server = task
         else:
@@ -167,27 +167,27 @@ class LocalCluster:
             if not reader.at_end:
                 self._selector.unregister(reader.fd)
         process.close()
-        self._output.ended(task)
+        self.output.ended(task)
         code = process.returncode
         assert code is not None
         if task.type == "worker" and self._poller is not None and self._poller.ask(LAST_QUESTION_S):
             self._new_status(now, gone=process)
         had_failed, lost = self.supervisor.failure is not None, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
-        if self._resumes():
+        if self.resumes():
             self.supervisor.can_resume()
         actions = self.supervisor.exited(task, code, now)
         left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:
-            self._output.say(f"{task} ended ({describe_exit(code)}); starting the job again, {left} restarts left")
+            self.output.say(f"{task} ended ({describe_exit(code)}); starting the job again, {left} restarts left")
         elif Start(task) in actions and not was_renewing:
-            self._output.say(f"{task} ended ({describe_exit(code)}); starting it again, {left} restarts left")
+            self.output.say(f"{task} ended ({describe_exit(code)}); starting it again, {left} restarts left")
         if len(self.supervisor.lost) > lost:
             left = len(self.supervisor.workers) - lost - 1
-            self._output.say(f"{task} ended ({describe_exit(code)}); the ring goes on with {left} workers")
+            self.output.say(f"{task} ended ({describe_exit(code)}); the ring goes on with {left} workers")
         if self.supervisor.failure is not None and not had_failed:
-            self.failure_tail = self._output.tail(self.supervisor.failure.task)
-            self._output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
+            self.failure_tail = self.output.tail(self.supervisor.failure.task)
+            self.output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
         self._do(actions)
 
     def _new_status(self, now: float, gone: TaskProcess | None = None) -> None:
@@ -200,7 +200,7 @@ class LocalCluster:
             self.supervisor.complete()
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
         if status.lead and status.ready:  # before that, whoever joined first leads
-            self._output.lead = TaskId.parse(status.lead)
+            self.output.lead = TaskId.parse(status.lead)
         ps = max(status.wanted_ps, status.num_ps) if status.wanted_ps else 0  # one is needed until others have its rows
         away = [each.task for each in status.tasks if each.state in ("lost", "done") and not status.stop_reason]
         absent = [task for task in map(TaskId.parse, away) if task.type == "ps"]  # a worker that is done has done all
@@ -208,9 +208,9 @@ class LocalCluster:
             starting = self.supervisor.want(kind, wanted, absent) if wanted else []
             if starting:
                 names = ", ".join(str(start.task) for start in starting)
-                self._output.say(f"starting {names}: there are to be {wanted}")
+                self.output.say(f"starting {names}: there are to be {wanted}")
             self._do(starting)
-        self._on_status(status, now)
+        self.on_status(status, now)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -229,15 +229,15 @@ class LocalCluster:
 
     def _renew(self) -> None:
         """The next chief is another one, at another address."""
-        self._renew_folders()
+        self.renew_folders()
         self.chief_address, self.chief = _UNSET, TaskId("chief", 0)
         if self._poller is not None:
             self._poller.close()
             self._poller = None
 
     def _start(self, task: TaskId) -> None:
-        launch = self._launch_for(task, self.chief_address)
-        if task.type == "chief" and self._preload and self._fork_server is None:  # both load at the same time
+        launch = self.launch_for(task, self.chief_address)
+        if task.type == "chief" and self.preload and self._fork_server is None:  # both load at the same time
             self._fork_server = ForkServer(launch.environ)
             self._selector.register(self._fork_server.fd, selectors.EVENT_READ)
         server = self._fork_server if task.type != "chief" else None  # which needs no torch

@@ -116,16 +116,16 @@ def _run(
     security = operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN
     with signal_pipe() as signals:
         cluster = LocalCluster(
-            supervisor,
-            launch_for,
-            output,
-            display.update,
-            signals,
-            security,
-            folders.resume_mark.exists,
-            lambda: _forget_journal(folders),
-            preload,
-            chaos,
+            supervisor=supervisor,
+            launch_for=launch_for,
+            output=output,
+            on_status=display.update,
+            signals=signals,
+            security=security,
+            resumes=folders.resume_mark.exists,
+            renew_folders=lambda: _forget_journal(folders),
+            preload=preload,
+            chaos=chaos,
         )
         exit_code = cluster.run()
         duration_s = time.monotonic() - started_at

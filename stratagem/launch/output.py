@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import deque
 from pathlib import Path
@@ -24,10 +23,10 @@ class Screen(Protocol):
 
 
 class TracebackFilter:
-    """Lets each traceback through once: all workers of a broken script raise the same one."""
+    """Lets each traceback through once: all workers of a broken script raise the same one, some not to its end."""
 
     def __init__(self) -> None:
-        self._first: dict[str, TaskId] = {}
+        self._first: dict[tuple[str, ...], TaskId] = {}
         self._open: dict[TaskId, list[str]] = {}
 
     def feed(self, task: TaskId, line: str) -> list[str]:
@@ -48,8 +47,10 @@ class TracebackFilter:
         block = self._open.pop(task, [])
         if not block:
             return []
-        digest = hashlib.sha256("\n".join(block).encode()).hexdigest()
-        first = self._first.setdefault(digest, task)
+        is_whole = block[-1] != "" and not block[-1].startswith(" ") and len(block) > 1
+        if not is_whole and any(one[: len(block)] == tuple(block) for one in self._first):
+            return []
+        first = self._first.setdefault(tuple(block), task)
         return block if first == task else [f"{block[-1]} (same traceback as {first})"]
 
 

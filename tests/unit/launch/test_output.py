@@ -82,6 +82,14 @@ def test_a_traceback_cut_short_is_shown_at_the_end() -> None:
     assert once.flush(W0) == []
 
 
+@pytest.mark.parametrize("num_lines", [1, 2])
+def test_what_was_cut_short_of_a_traceback_that_was_shown_is_not_another_one(num_lines: int) -> None:
+    once = TracebackFilter()
+    assert [line for text in BLOCK for line in once.feed(W0, text)] == BLOCK
+    assert [line for text in BLOCK[:num_lines] for line in once.feed(W1, text)] == []
+    assert once.flush(W1) == []
+
+
 def test_essence_leaves_frames_out() -> None:
     assert essence(["one", "two"]) == ["one", "two"]
     assert essence(["one", *BLOCK, "", "worker:0: the script failed"], 2) == [
