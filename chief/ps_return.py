@@ -115,6 +115,7 @@ class PsReturn(ChiefPart):
             # Others have their memory. What this one lacks of it, open_books() counts.
             if server.incarnation.task in self._journal.history.initialized:
                 self.put_back[server.incarnation] = await self._restoring.newest([server])
+                self._note_put_back(server)  # for the next chief, if this one does not live to open its books
             return True
         if self.origin is not None:
             if server.incarnation not in self.put_back:  # it died after all had been put back
@@ -174,12 +175,19 @@ class PsReturn(ChiefPart):
             return
         # Staleness > 0: what the ps lacks is lost; the others go on.
         self._lease_book.restores += 1
-        self._restarted.add(server.incarnation)
-        self._journal.write("put_back", task=server.incarnation.task, incarnation=server.incarnation.number)
+        self._note_put_back(server)
         num_lost, step = await self._mark_lost(server, self._lease_book.positions())
         logger.warning(
             "%s restored step %d from %s: %d updates lost", server.incarnation.task, step, restored.path.name, num_lost
         )
+
+    def was_put_back(self, server: Server) -> bool:
+        """Whether a ps went back to a checkpoint alone, perhaps by a chief that has not counted what it lacks."""
+        return server.incarnation in self._restarted
+
+    def _note_put_back(self, server: Server) -> None:
+        self._restarted.add(server.incarnation)
+        self._journal.write("put_back", task=server.incarnation.task, incarnation=server.incarnation.number)
 
     def _is_lost(self, server: Server, exit_code: int, reason: str) -> None:
         """Nothing can be given back to a ps. The job ends; one that has come to its end already takes no checkpoint."""
@@ -245,6 +253,7 @@ class PsReturn(ChiefPart):
             manifest = restored.manifest
             self._lease_book.restores += 1
             self._all_went_back()
+            self._restarted.clear()
             saved = plus(manifest.accepted, manifest.applied)
             back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
             if back.lost:

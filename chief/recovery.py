@@ -186,13 +186,17 @@ class Recovery(ChiefPart):
         else:
             # On disk, too: workers leave an epoch that ends with these, and the next chief may find no ps that knows.
             self.accepted(self._lease_book.know_accepted(_closed(holding)))
-            if self._lease_book.synchronous:
+            synchronous = self._lease_book.synchronous
+            if synchronous:
                 await self._find_owners()
             for server in self._ps_pool.servers:
-                session = self._sessions.tasks[server.incarnation.task]
-                if not session.resumed and server.incarnation.task in history.initialized:
+                is_back = not self._sessions.tasks[server.incarnation.task].resumed
+                is_back |= synchronous and self.ps_return.was_put_back(server)
+                if is_back and server.incarnation.task in history.initialized:
                     with self.ps_return.lost_where_refused(server):
                         await self.ps_return.take_back(server)
+            if not synchronous:  # a ps that the last chief put back may lack what that did not live to count
+                await self.ps_return.lost_after_restarts(self._lease_book.positions())
         self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
         self._state.is_open = True
         self._changed.notify()

@@ -193,6 +193,7 @@ class JobHistory:
     def _on_roll_back(self, record: Mapping[str, Any]) -> None:
         self.accepted = decode_positions(record["accepted"])
         self.steps.clear()  # their units are leased again, in other steps
+        self.put_back.clear()  # all ps have gone back together
         self.metric_states.keep(lambda unit: unit.index in self.accepted.get((unit.dataset, unit.epoch), UnitBitmap()))
 
     def _on_state(self, record: Mapping[str, Any]) -> None:

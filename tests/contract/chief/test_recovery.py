@@ -378,6 +378,50 @@ async def test_a_ps_whose_chief_died_while_it_was_put_back_is_put_back_again(
                 await each.die()
 
 
+@pytest.mark.parametrize("plan", [{}, {"staleness": 0.0}], ids=["asynchronous", "staleness 0"])
+async def test_a_ps_whose_chief_died_after_it_was_put_back_and_before_the_books_were_open_is_counted_by_the_next(
+    tmp_path: Path, plan: dict[str, Any]
+) -> None:
+    """The next chief took it for one that had survived, and what it lacked was gone without a word."""
+    config: dict[str, Any] = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "c")}
+    config["num_workers"] = 1
+
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            port = first.address
+            servers = [await stack.enter_async_context(ps(port, FakePs(index))) for index in range(2)]
+            worker = Task(port, "worker:0")
+            await worker.ready()
+            await until(lambda: first.job.journal.history.checkpoint)
+            await worker.open(**plan)
+            await worker.next(want=1)
+            applied(servers, 0, close=True)
+            await worker.next([0], held=[], wait=False)
+            holder = servers[1].session
+            assert holder is not None
+            await first.kill()
+        async with chief(bind=port, **config) as second:  # the worker is away, so its books stay closed
+            survivor = Task(port, "ps:1", holder.address, holder.incarnation)
+            reborn = await stack.enter_async_context(ps(port, FakePs(0)))
+            await until(lambda: reborn.restored_from and second.job.sessions.tasks["ps:0"].served)
+            assert not second.job.is_open and reborn.session is not None
+            again = reborn.session
+            await second.kill()
+        async with chief(bind=port, **config) as third:
+            tasks = [
+                Task(port, "ps:1", holder.address, holder.incarnation),
+                Task(port, "ps:0", again.address, again.incarnation, store_epoch=2),
+                Task(port, "worker:0", resume=worker.incarnation),
+            ]
+            await until(lambda: third.job.is_open)
+            if plan:
+                assert third.job.lease_book.epoch(1, 0).num_accepted == 0
+            else:
+                assert third.job.get_status().updates_lost == 1 and 0 in reborn.closed[1, 0]
+            for task in (*tasks, survivor, worker):
+                await task.die()
+
+
 async def test_a_ps_with_values_whose_welcome_was_lost_is_the_one_it_was(tmp_path: Path) -> None:
     """It was taken for a new process without memory, and put back, or the job was ended for want of a checkpoint."""
     async with cluster(num_ps=1) as (running, _, [server]):
