@@ -7,7 +7,6 @@ slot, and when the last view of it goes the slot returns to the sender by itself
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import fcntl
 import os
@@ -15,31 +14,25 @@ import socket
 import struct
 import termios
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
-from stratagem.errors import FrameError, LimitError, PeerUnavailableError, SegmentError, StratagemError
-from stratagem.rpc.codec import Frame, as_tensors, byte_view, dtype_of, frame_of, from_wire_dtype, to_wire_dtype
+from stratagem.errors import LimitError, PeerUnavailableError, SegmentError, StratagemError
+from stratagem.rpc.codec import as_tensors, byte_view, dtype_of, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
-from stratagem.rpc.lane import Corked, Payload, Place, nothing
+from stratagem.rpc.lane import Corked, Payload, nothing
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed, Lender, Said
-from stratagem.rpc.segment import Segment, receive_descriptor_into
+from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed
+from stratagem.rpc.segment import receive_descriptor_into
+from stratagem.rpc.shm_message import BORROWED, FRAME, INLINE, INLINE_BYTES, MESSAGE, RELEASE, SEGMENT, WANT
+from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
-from stratagem.rpc.socket_lane import SocketReceiver, TwoSocketLane, wake_reads
+from stratagem.rpc.socket_lane import TwoSocketLane, wake_reads
 from stratagem.rpc.spin import REPLY_SPIN_S
 
-_FRAME, _SEGMENT, _INLINE, _BORROWED, _WANT = b"SGFR", b"SGSG", b"SGIN", b"SGBR", b"SGWT"
-"""A frame in the sender's memory, that memory, a frame behind its header, one in a slot that was borrowed, and the wish
-to borrow one of so many bytes."""
-_MESSAGE = struct.Struct("<4sBB2xIQQQIQI4x")  # magic, kind, dtype, group, transfer, offset, elements, segment, at, slot
-_RELEASE = struct.Struct("<I")
 _WORDS_BYTES = 4096
 _COUNT = struct.Struct("=i")
-INLINE_BYTES = 32 << 10
-"""Frames up to this size go through the socket: taking a slot, showing it and getting it back costs more."""
 MIN_BORROWED_BYTES = 1 << 20
 """Smaller frames lie in the sender's own memory."""
 MAX_INLINE_UNREAD_BYTES = 64 << 10
@@ -94,7 +87,7 @@ class ShmSender:
         self._on_wait = on_wait
         self._collecting = threading.Lock()
         """Of what follows, and of what the receiver says; taken inside ``_turn``."""
-        self._words = memoryview(bytearray(_WORDS_BYTES + _RELEASE.size + LENT.size))
+        self._words = memoryview(bytearray(_WORDS_BYTES + RELEASE.size + LENT.size))
         self._borrowed = Borrowed()
         self._unread: dict[int, list[ShmBlock]] = {}
         self._unread_bytes = 0
@@ -130,10 +123,10 @@ class ShmSender:
     def _send_inline(
         self, what: tuple[int, int, int, int, int, int], parts: Sequence[torch.Tensor | bytes], num_bytes: int
     ) -> None:
-        views = [memoryview(_MESSAGE.pack(_INLINE, *what, 0, 0, 0))]
+        views = [memoryview(MESSAGE.pack(INLINE, *what, 0, 0, 0))]
         views += map(byte_view, parts)
         with self._turn, self._breaking:
-            self._write(views, _MESSAGE.size + num_bytes)
+            self._write(views, MESSAGE.size + num_bytes)
             self._meter.sent_frames += 1
             self._meter.sent_bytes += num_bytes
 
@@ -206,8 +199,8 @@ class ShmSender:
                     self._unread.setdefault(slot.number, []).append(slot)
                     self._unread_bytes += slot.size
                     self._show(slot, 1)
-            magic = _BORROWED if is_borrowed else _FRAME
-            message = _MESSAGE.pack(magic, kind, wire, group, transfer, offset, tensor.numel(), *place)
+            magic = BORROWED if is_borrowed else FRAME
+            message = MESSAGE.pack(magic, kind, wire, group, transfer, offset, tensor.numel(), *place)
             if is_borrowed and slot is not None and self._borrowed.must_ask(slot.size):  # for the next one
                 message += _wish(slot.size)
             self._write([memoryview(message)], len(message))
@@ -264,7 +257,7 @@ class ShmSender:
         which may lie in them."""
         while self._num_announced <= segment:
             number, memory = self._num_announced, self.pool.segments[self._num_announced]
-            message = _MESSAGE.pack(_SEGMENT, 0, 0, 0, 0, 0, memory.tensor.numel(), number, 0, 0)
+            message = MESSAGE.pack(SEGMENT, 0, 0, 0, 0, 0, memory.tensor.numel(), number, 0, 0)
             memory.send_to(self._sock, message)
             if self._owns_pool:
                 memory.stop_sharing()
@@ -284,9 +277,9 @@ class ShmSender:
                 raise ConnectionError("the peer closed it")
             at = 0
             while at < stop:
-                stop = self._complete(at + _RELEASE.size, stop)
-                (number,) = _RELEASE.unpack_from(words, at)
-                at += _RELEASE.size
+                stop = self._complete(at + RELEASE.size, stop)
+                (number,) = RELEASE.unpack_from(words, at)
+                at += RELEASE.size
                 if number in (LENT_SEGMENT, LENT_SLOT) and self._on_wait is not None:
                     stop = self._complete(at + LENT.size, stop)
                     segment, slot, first, size = LENT.unpack_from(words, at)
@@ -352,155 +345,7 @@ class _Breaking:
 
 
 def _wish(num_bytes: int) -> bytes:
-    return _MESSAGE.pack(_WANT, 0, 0, 0, 0, 0, num_bytes, 0, 0, 0)
-
-
-class ShmReceiver(SocketReceiver):
-    """Gives frames as views on the memory they were sent in, whatever ``into`` is; its socket is a Unix one.
-
-    Args:
-        sock, peer, meter, on_wait, spin_s: see :class:`SocketReceiver`.
-        lender: lends the sender memory.
-    """
-
-    name = "shm"
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        peer: str,
-        meter: BytesMeter,
-        on_wait: Callable[[], None] = nothing,
-        lender: Lender | None = None,
-        spin_s: float = 0.0,
-    ) -> None:
-        super().__init__(sock, peer, meter, on_wait, spin_s)
-        self._lender = lender
-        self._unsaid: collections.deque[Said] = collections.deque()
-        """To the sender, who does not listen at every moment: what has found no room in the socket."""
-        self._saying = threading.Lock()
-        wake_reads(sock)
-        self._segments: list[Segment] = []
-        self._descriptor: int | None = None
-        """Came with what was read ahead, for the segment that is announced there."""
-
-    def close(self, reason: str) -> None:
-        super().close(reason)
-        with self._reading:
-            self._drop_descriptor()
-            self._early.clear()
-            if self._lender is not None:
-                self._lender.close()
-            for segment in self._segments:
-                segment.close()  # views that are still held keep their memory
-            self._segments.clear()
-
-    def _next(self, transfer: int, deadline: float, into: torch.Tensor | Place | None) -> Frame:
-        self._say()
-        while True:
-            message = self._ahead.unpack(_MESSAGE, transfer, deadline)
-            magic, kind, wire, group, number, offset, num_elements, segment, at, slot = message
-            if magic == _SEGMENT and self._descriptor is not None and segment == len(self._segments):
-                descriptor, self._descriptor = self._descriptor, None
-                try:
-                    self._segments.append(Segment.attach(descriptor, num_elements))
-                except SegmentError as error:
-                    raise FrameError(f"{self._peer} shares memory that cannot be used: {error}") from None
-                continue
-            if magic == _WANT and self._lender is not None and num_elements > 0:
-                self._unsaid += self._lender.lend(num_elements)
-                self._say()
-                continue
-            is_unused = self._descriptor is not None and not self._ahead
-            if magic not in (_INLINE, _FRAME, _BORROWED) or at % 64 or is_unused:
-                raise FrameError(f"{self._peer} sent no frame: {message!r}")
-            dtype = from_wire_dtype(wire)
-            num_bytes = num_elements * dtype.itemsize
-            self._meter.received_frames += 1
-            self._meter.received_bytes += num_bytes
-            if magic == _INLINE:
-                if not 0 < num_bytes <= INLINE_BYTES:
-                    raise FrameError(f"{self._peer} sent no frame: {num_elements:,} elements of {dtype} in the socket")
-                here = self._ahead.take(num_bytes)
-                if here is not None:
-                    return frame_of(kind, number, group, offset, dtype, here)
-                tensor = torch.empty(num_elements, dtype=dtype)
-                self._ahead.fill(byte_view(tensor), transfer, deadline)
-                return Frame(kind, number, group, offset, tensor)
-            if not num_elements:
-                return Frame(kind, number, group, offset, torch.empty(0, dtype=dtype))
-            block: ShmBlock | None = None
-            if magic == _BORROWED and self._lender is not None:
-                block = self._lender.take_back(slot)
-                memory, at = block.memory, 0
-            else:
-                memory = self._segments[segment].tensor if segment < len(self._segments) else torch.empty(0)
-            if (magic == _BORROWED and block is None) or at + num_bytes > memory.numel():
-                raise FrameError(f"{self._peer} sent a frame that lies outside of the memory it shares")
-            array = memory[at : at + num_bytes].numpy()
-            weakref.finalize(array, _release, weakref.ref(self), block or slot)
-            return Frame(kind, number, group, offset, torch.from_numpy(array).view(dtype))
-
-    def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
-        """See :data:`stratagem.rpc.read_ahead.Receive`. The kernel ends a read behind a descriptor, whose message is
-        the last one in it therefore."""
-        if not whole and self._spin is not None:
-            self._spin.poll(self._watch)
-        while True:
-            if self._error is not None:
-                raise self._error
-            came: int | None = None
-            try:
-                if whole:
-                    count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
-                else:
-                    count, came = receive_descriptor_into(self._sock, view)
-            except (BlockingIOError, TimeoutError):
-                self._waited(transfer, deadline)
-                continue
-            except OSError as error:
-                raise self._broken(error) from None
-            if came is not None:
-                self._drop_descriptor()
-                self._descriptor = came
-            if not count:
-                raise self._closed()
-            return count
-
-    def _drop_descriptor(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def released(self, slot: int | ShmBlock) -> None:
-        """Nobody looks at a frame any more: its slot goes back. Callable in any thread, at any point."""
-        if not isinstance(slot, ShmBlock):
-            self._unsaid.append((_RELEASE.pack(slot), None))
-        elif self._lender is not None:
-            self._unsaid += self._lender.done(slot)
-        self._say()
-
-    def _say(self) -> None:
-        """Tells the sender, without waiting for it: it may be waiting for this end."""
-        while self._unsaid and self._saying.acquire(blocking=False):  # else whoever has it says this too
-            try:
-                while self._unsaid:
-                    message, segment = self._unsaid[0]
-                    if segment is None:
-                        self._sock.send(message, socket.MSG_DONTWAIT)
-                    else:
-                        segment.send_to(self._sock, message, socket.MSG_DONTWAIT)
-                    self._unsaid.popleft()
-            except OSError:  # no room; or the lane is closed, and the sender does not care any more
-                return
-            finally:
-                self._saying.release()
-
-
-def _release(receiver: weakref.ref[ShmReceiver], slot: int | ShmBlock) -> None:
-    lane = receiver()
-    if lane is not None:
-        lane.released(slot)
+    return MESSAGE.pack(WANT, 0, 0, 0, 0, 0, num_bytes, 0, 0, 0)
 
 
 class ShmLane(ShmSender, TwoSocketLane):

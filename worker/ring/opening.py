@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
 from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
+from stratagem.rpc.shm_lane import ShmSender
+from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.spin import SPIN_S
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender

@@ -14,7 +14,8 @@ import torch
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.shm_lane import ShmReceiver, ShmSender
+from stratagem.rpc.shm_lane import ShmSender
+from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 
 

@@ -30,7 +30,8 @@ from stratagem.rpc.lane_listener import LaneListener, connect_lane
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN, Security
-from stratagem.rpc.shm_lane import ShmLane, ShmReceiver, ShmSender
+from stratagem.rpc.shm_lane import ShmLane, ShmSender
+from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpLane, TcpReceiver, TcpSender

@@ -28,7 +28,7 @@ from stratagem.ps.frames import kind_of
 from stratagem.rpc.codec import Frame, decode_frame, encode_frame
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.shm_lane import ShmReceiver
+from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver
 from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import frames
