@@ -50,7 +50,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     if schedule.slow_disk_s:
         yield dataclasses.replace(schedule, slow_disk_s=0.0)
     for names in (("epochs",), ("num_workers",), ("num_variables",), ("num_ps", "num_variables")):
-        if all(getattr(job, name) > 1 for name in names):
+        if all(getattr(job, name) > (job.ps_replicas if name == "num_ps" else 1) for name in names):
             yield dataclasses.replace(
                 schedule, job=dataclasses.replace(job, **{name: getattr(job, name) - 1 for name in names})
             )
