@@ -29,7 +29,6 @@ from stratagem.rpc.shm_message import BORROWED, FRAME, INLINE, INLINE_BYTES, MES
 from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool, slot_bytes
 from stratagem.rpc.socket_lane import TwoSocketLane, wake_reads
-from stratagem.rpc.spin import REPLY_SPIN_S
 
 _WORDS_BYTES = 4096
 _COUNT = struct.Struct("=i")
@@ -361,7 +360,7 @@ class ShmLane(ShmSender, TwoSocketLane):
         on_wait: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(outward, peer, meter, max_bytes, on_wait=on_wait)
-        self._receiver = ShmReceiver(inward, peer, meter, on_wait, spin_s=REPLY_SPIN_S)
+        self._receiver = ShmReceiver(inward, peer, meter, on_wait)
 
     def close(self, reason: str) -> None:
         self._receiver.close(reason)

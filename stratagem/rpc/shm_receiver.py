@@ -26,7 +26,7 @@ class ShmReceiver(SocketReceiver):
     """Gives frames as views on the memory they were sent in, whatever ``into`` is; its socket is a Unix one.
 
     Args:
-        sock, peer, meter, on_wait, spin_s: see :class:`SocketReceiver`.
+        sock, peer, meter, on_wait: see :class:`SocketReceiver`.
         lender: lends the sender memory.
     """
 
@@ -39,9 +39,8 @@ class ShmReceiver(SocketReceiver):
         meter: BytesMeter,
         on_wait: Callable[[], None] = nothing,
         lender: Lender | None = None,
-        spin_s: float = 0.0,
     ) -> None:
-        super().__init__(sock, peer, meter, on_wait, spin_s)
+        super().__init__(sock, peer, meter, on_wait)
         self._lender = lender
         self._unsaid: collections.deque[Said] = collections.deque()
         """To the sender, who does not listen at every moment: what has found no room in the socket."""
@@ -111,8 +110,6 @@ class ShmReceiver(SocketReceiver):
     def _receive(self, view: memoryview, whole: bool, transfer: int, deadline: float) -> int:
         """See :data:`stratagem.rpc.read_ahead.Receive`. The kernel ends a read behind a descriptor, whose message is
         the last one in it therefore."""
-        if not whole and self._spin is not None:
-            self._spin.poll(self._watch)
         while True:
             if self._error is not None:
                 raise self._error

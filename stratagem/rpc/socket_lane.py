@@ -6,7 +6,6 @@ import abc
 import contextlib
 import select
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -20,7 +19,6 @@ from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.lane import Place
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.read_ahead import ReadAhead
-from stratagem.rpc.spin import Spin
 
 POLL_S = 0.5
 """How often a waiting read looks at its deadline."""
@@ -51,14 +49,11 @@ class SocketReceiver(abc.ABC):
         peer: task id at the other end, for messages.
         meter: counts bytes.
         on_wait: called now and then while a read waits; what it raises ends the wait.
-        spin_s: looks for so long before a wait for a frame sleeps; see :mod:`stratagem.rpc.spin`.
     """
 
     name: str
 
-    def __init__(
-        self, sock: socket.socket, peer: str, meter: BytesMeter, on_wait: Callable[[], None], spin_s: float
-    ) -> None:
+    def __init__(self, sock: socket.socket, peer: str, meter: BytesMeter, on_wait: Callable[[], None]) -> None:
         close_in_children(sock)
         self._sock = sock
         self._peer = peer
@@ -69,9 +64,6 @@ class SocketReceiver(abc.ABC):
         self._forgotten = 0
         self._error: StratagemError | None = None
         self._reading = threading.Lock()
-        self._spin = Spin(spin_s) if spin_s and not isinstance(sock, ssl.SSLSocket) else None
-        self._watch = select.poll()
-        self._watch.register(sock, select.POLLIN)
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         for index, frame in enumerate(self._early):

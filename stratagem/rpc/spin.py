@@ -8,14 +8,10 @@ import time
 
 SPIN_S = 100e-6
 """Looks for so long before it sleeps: about what two changes of threads and a wake-up cost."""
-REPLY_SPIN_S = 200e-6
-"""The same for the answer of a ps, which wakes up, computes and answers meanwhile."""
 LOOK_S = 1e-3
 """So long holds what the kernel said of the threads that want to run."""
 MAX_PAUSE = 63
 """After a look in vain that many waits sleep at once, at most: one in vain 1, two in a row 3, and so on."""
-BUSY_PAUSE = 15
-"""So many when there was no core: to ask the kernel takes 15 µs where others have the caches."""
 
 
 class Cores:
@@ -51,14 +47,9 @@ cores = Cores()
 
 
 class Spin:
-    """The waits of one thread.
+    """The waits of one thread."""
 
-    Args:
-        spin_s: it looks for so long, at most.
-    """
-
-    def __init__(self, spin_s: float = SPIN_S) -> None:
-        self._spin_s = spin_s
+    def __init__(self) -> None:
         self._pause = 0
         self._num_skipped = 0
 
@@ -72,9 +63,8 @@ class Spin:
             return ready
         self._num_skipped = 0
         if not cores.are_enough():
-            self._pause = max(self._pause, BUSY_PAUSE)
             return ready
-        end = time.monotonic() + self._spin_s
+        end = time.monotonic() + SPIN_S
         while time.monotonic() < end:
             ready = watch.poll(0)
             if ready:

@@ -26,7 +26,7 @@ from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
 from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.socket_lane import POLL_S, SocketReceiver, TwoSocketLane, wake_reads
-from stratagem.rpc.spin import REPLY_SPIN_S
+from stratagem.rpc.spin import Spin
 
 _HEADER = struct.Struct("<4sBB2xIQQQ")  # magic, kind, dtype, group, transfer, offset, elements
 _MAGIC = b"SGF1"
@@ -250,9 +250,10 @@ class TcpReceiver(SocketReceiver):
     """Reads straight into ``into``.
 
     Args:
-        sock, peer, meter, on_wait, spin_s: see :class:`stratagem.rpc.socket_lane.SocketReceiver`.
+        sock, peer, meter, on_wait: see :class:`stratagem.rpc.socket_lane.SocketReceiver`.
         max_inbox_bytes: frames that came before they were asked for may not take more.
         memory: where frames lie that are received into nothing else; None: malloc's.
+        spins: looks for a moment before a wait for a frame sleeps; see :mod:`stratagem.rpc.spin`.
     """
 
     name = "tcp"
@@ -266,9 +267,9 @@ class TcpReceiver(SocketReceiver):
         on_wait: Callable[[], None] = nothing,
         *,
         memory: FrameMemory | None = None,
-        spin_s: float = 0.0,
+        spins: bool = False,
     ) -> None:
-        super().__init__(sock, peer, meter, on_wait, spin_s)
+        super().__init__(sock, peer, meter, on_wait)
         self._take = _fresh if memory is None else memory.take
         self._max_inbox_bytes = max_inbox_bytes
         self._secure = isinstance(sock, ssl.SSLSocket)
@@ -276,6 +277,9 @@ class TcpReceiver(SocketReceiver):
             sock.settimeout(POLL_S)
         else:
             wake_reads(sock)
+        self._spin = Spin() if spins and not self._secure else None
+        self._watch = select.poll()
+        self._watch.register(sock, select.POLLIN)
 
     def _keep(self, frame: Frame) -> None:
         super()._keep(frame)
@@ -353,7 +357,7 @@ class TcpLane(TcpSender, TwoSocketLane):
         on_wait: Callable[[], None] = nothing,
     ) -> None:
         super().__init__(outward, peer, meter)
-        self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes, on_wait, spin_s=REPLY_SPIN_S)
+        self._receiver = TcpReceiver(inward, peer, meter, max_inbox_bytes, on_wait)
 
     def close(self, reason: str) -> None:
         self._receiver.close(reason)

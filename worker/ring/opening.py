@@ -11,7 +11,6 @@ from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.shm_lane import ShmSender
 from stratagem.rpc.shm_receiver import ShmReceiver
-from stratagem.rpc.spin import SPIN_S
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from stratagem.worker.ring.lane_plan import PairLane, RingLane
@@ -112,7 +111,7 @@ class Opener:
         sock = self._ring_service.listener.wait(peer_key, self._deadline)
         if sock.family == socket.AF_UNIX:
             return ShmReceiver(sock, peer_key[0], self._meter)
-        return TcpReceiver(sock, peer_key[0], self._meter, self._ring_service.max_inbox_bytes, spin_s=SPIN_S)
+        return TcpReceiver(sock, peer_key[0], self._meter, self._ring_service.max_inbox_bytes, spins=True)
 
     def _peer_key(self, rank: int, purpose: str) -> PeerKey:
         peer = self._peers.members.ranks[rank]

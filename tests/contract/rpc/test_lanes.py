@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ import pytest
 import torch
 
 from stratagem.errors import FrameError, JobStoppedError, LimitError, PeerUnavailableError
-from stratagem.rpc import channels, spin
+from stratagem.rpc import channels
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
 from stratagem.rpc.lane import ReceivingLane, SendingLane, nothing
@@ -30,11 +29,11 @@ from stratagem.rpc.lane_listener import LaneListener, connect_lane
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN, Security
-from stratagem.rpc.shm_lane import ShmLane, ShmSender
+from stratagem.rpc.shm_lane import ShmSender
 from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool
 from stratagem.rpc.striped_lane import StripedReceiver, StripedSender
-from stratagem.rpc.tcp_lane import TcpLane, TcpReceiver, TcpSender
+from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from tests import forks
 from tests.contract.rpc.securities import make_certificates, with_tls
 
@@ -351,31 +350,6 @@ def test_an_impatient_sender_gives_up_a_reader_that_holds_everything() -> None:
     assert len(kept) >= 8
     sender.close("done")
     receiver.close("done")
-
-
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
-def test_who_waits_for_a_ps_looks_for_a_moment_where_there_is_a_core(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[float] = []
-    monkeypatch.setattr(spin.cores, "are_enough", lambda: True)
-
-    def monotonic() -> float:
-        looks.append(time.monotonic())
-        return looks[-1]
-
-    monkeypatch.setattr(spin, "time", types.SimpleNamespace(monotonic=monotonic))
-    (ours, outward), (back, inward) = socket.socketpair(), socket.socketpair()
-    meter = BytesMeter()
-    lane: Any = (
-        TcpLane(ours, inward, "ps:0", meter) if kind == "tcp" else ShmLane(ours, inward, "ps:0", meter, lambda: 1 << 20)
-    )
-    with pytest.raises(PeerUnavailableError, match="in time"):
-        lane.receive(0, time.monotonic())
-    assert len(looks) > 2
-    lane.close("done")
-    for sock in (outward, back):
-        sock.close()
 
 
 @pytest.mark.parametrize("make", [tcp_pair, lambda: tcp_pair(tls=True), shm_pair], ids=["tcp", "tcp with TLS", "shm"])

@@ -84,15 +84,6 @@ def test_sleeps_at_once_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks(Spin(), Watch()) == 1
 
 
-def test_a_busy_kernel_is_not_asked_in_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(spin.cores, "are_enough", lambda: asked.append(1))
-    spinner = Spin()
-    for _ in range(4 * (spin.BUSY_PAUSE + 1)):
-        looks(spinner, Watch())
-    assert len(asked) == 4
-
-
 @pytest.mark.usefixtures("free_cores")
 def test_waits_that_last_make_it_look_more_seldom_and_one_that_does_not_makes_it_look_again(
     monkeypatch: pytest.MonkeyPatch,
