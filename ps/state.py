@@ -16,6 +16,7 @@ from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.origin import Origin
 from stratagem.ps.requests import Sender
 from stratagem.ps.senders import Senders
+from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import Limits
 from stratagem.ps.staging import Staging
 from stratagem.ps.sync_steps import SyncSteps
@@ -84,15 +85,19 @@ class StoreState:
 
         A model that some workers have come to before the one that gives it values is not among them yet.
         """
-        begun = [locked for locked in self.locked_groups.values() if locked.is_awaited or locked.group.initialized]
-        return bool(begun or self.origin is not None) and all(locked.group.initialized for locked in begun)
+        begun = self._begun
+        return bool(begun or self.origin is not None) and all(group.initialized for group in begun)
 
     @property
     def complete(self) -> bool:
         """Whether all that is to be here has values."""
-        return self.is_told and not any(
-            locked.is_awaited and not locked.group.initialized for locked in self.locked_groups.values()
-        )
+        return self.is_told and all(group.initialized for group in self._begun)
+
+    @property
+    def _begun(self) -> list[ShardGroup]:
+        """The groups that have values, or are given them soon."""
+        every = self.locked_groups.values()
+        return [locked.group for locked in every if locked.is_awaited or locked.group.initialized]
 
     @property
     def num_bytes(self) -> int:

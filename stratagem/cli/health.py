@@ -21,7 +21,7 @@ from stratagem.cluster.sources import (
     flag_layer,
     resolve,
 )
-from stratagem.cluster.spec import ClusterSpec, split_address
+from stratagem.cluster.spec import ClusterSpec, join_address, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
@@ -89,8 +89,7 @@ def address_to_ask(config: RoleConfig) -> str:
             f"{config.task} listens on {config.bind}, a free port that a probe cannot know: give it a fixed one "
             f"(--bind 0.0.0.0:2222, {ENV_PREFIX}BIND or TF_CONFIG), or say where it listens with --address host:port"
         )
-    host = _EVERYWHERE.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(_EVERYWHERE.get(host, host), port)
 
 
 def ask(address: str, task: str, service: str, timeout_s: float, security: Security) -> str:

@@ -26,6 +26,11 @@ def split_address(address: str) -> tuple[str, int]:
     return (host[1:-1] if bracketed else host), int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """The reverse of :func:`split_address`: an IPv6 host gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A clause that offers the known word nearest to ``word``, or all of them when none is near."""
     words = sorted(known)

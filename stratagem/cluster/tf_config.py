@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from stratagem.cluster.slurm import is_step, read_slurm
-from stratagem.cluster.spec import ClusterSpec, nearest, split_address
+from stratagem.cluster.spec import ClusterSpec, join_address, nearest, split_address
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
@@ -134,10 +134,9 @@ def parse_torchrun(environ: Mapping[str, str]) -> TaskPlacement | None:
     rank, world_size = int(numbers["RANK"]), int(numbers["WORLD_SIZE"])
     if rank >= world_size:
         raise ClusterSpecError(f"expected RANK below WORLD_SIZE, got RANK={rank} and WORLD_SIZE={world_size}")
-    address = environ["MASTER_ADDR"]
-    host = f"[{address}]" if ":" in address else address
+    first = join_address(environ["MASTER_ADDR"], int(numbers["MASTER_PORT"]))
     others = ("127.0.0.1:0",) * (world_size - 1)
-    return TaskPlacement(ClusterSpec(worker=(f"{host}:{numbers['MASTER_PORT']}", *others)), TaskId("worker", rank))
+    return TaskPlacement(ClusterSpec(worker=(first, *others)), TaskId("worker", rank))
 
 
 def placement_from_environment(environ: Mapping[str, str]) -> TaskPlacement | None:

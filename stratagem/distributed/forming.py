@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.sources import Layer, environment_layer, resolve
-from stratagem.cluster.spec import split_address
+from stratagem.cluster.spec import join_address, split_address
 from stratagem.distributed.messages import Messages
 from stratagem.distributed.process_group import LaneProcessGroup
 from stratagem.distributed.store_members import Rendezvous, StoreMembers
@@ -79,7 +79,7 @@ def form(
         )
         undo.callback(ring_service.close)
         server = serve(
-            f"[{host}]:0" if ":" in host else f"{host}:0",
+            join_address(host, 0),
             lambda server: add_servicer(SERVICE, WorkerServicer(ring_service), server),
             services=[SERVICE.full_name],
             limits=ServerLimits.of(config),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from stratagem.errors import FrameError, LimitError
 from stratagem.rpc.segment import Segment
+from stratagem.rpc.shm_message import RELEASE
 from stratagem.rpc.slots import ShmBlock, SlotPool
 
 LENT_SEGMENT, LENT_SLOT = (1 << 32) - 1, (1 << 32) - 2
@@ -19,7 +20,6 @@ LENT = struct.Struct("<IIQQ")
 """Number of the segment and of the slot, first byte and bytes."""
 Said = tuple[bytes, Segment | None]
 """What a receiver says to its sender, and the segment whose descriptor goes with it."""
-_MESSAGE = struct.Struct("<IIIQQ")
 
 
 class Lender:
@@ -53,7 +53,7 @@ class Lender:
         said: list[Said] = []
         while self._num_announced <= slot.segment:
             segment = self._pool.segments[self._num_announced]
-            said.append((_MESSAGE.pack(LENT_SEGMENT, self._num_announced, 0, 0, segment.tensor.numel()), segment))
+            said.append((_words(LENT_SEGMENT, self._num_announced, 0, 0, segment.tensor.numel()), segment))
             self._num_announced += 1
         return [*said, self._hand_out(slot)]
 
@@ -79,7 +79,11 @@ class Lender:
 
     def _hand_out(self, slot: ShmBlock) -> Said:
         self._lent[slot.number] = slot
-        return _MESSAGE.pack(LENT_SLOT, slot.segment, slot.number, slot.at, slot.size), None
+        return _words(LENT_SLOT, slot.segment, slot.number, slot.at, slot.size), None
+
+
+def _words(what: int, *lent: int) -> bytes:
+    return RELEASE.pack(what) + LENT.pack(*lent)
 
 
 class Borrowed:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stratagem.cluster.config import WorkerConfig
-from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.spec import ClusterSpec, join_address
 from stratagem.distributed.forming import own_host
 from stratagem.distributed.store_members import Rendezvous
 from stratagem.errors import PeerUnavailableError
@@ -37,9 +37,8 @@ def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[
         ClusterTimeoutError: a rank does not come within ``start_timeout_s``.
     """
     rank, host = int(environ["RANK"]), own_host(config, environ)
-    host = f"[{host}]" if ":" in host else host
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        others = [f"{host}:0" if index == rank else address for index, address in enumerate(cluster.worker)]
+        others = [join_address(host, 0) if index == rank else address for index, address in enumerate(cluster.worker)]
         return ClusterSpec(worker=(cluster.worker[0], *others[1:]))
     timeout = datetime.timedelta(seconds=config.start_timeout_s)
     try:
@@ -53,5 +52,5 @@ def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[
     prefix = f"stratagem/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{cluster.num_workers}"
     tasks = [f"worker:{index}" for index in range(cluster.num_workers)]
     meeting = Rendezvous(PrefixStore(prefix, store), rank, tasks, config.start_timeout_s)
-    port = free_port(host.strip("[]")) if rank == 0 else 0
-    return ClusterSpec(worker=tuple(meeting.exchange("the address", f"{host}:{port}")))
+    own = join_address(host, free_port(host) if rank == 0 else 0)
+    return ClusterSpec(worker=tuple(meeting.exchange("the address", own)))
