@@ -6,13 +6,15 @@ Standard library only, because the peers' jobs use it in their own environments.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 ROLES = ("worker", "ps", "chief")
-_COMMAND = "stratagem.cli"
+_COMMANDS = ("stratagem.cli", "benchmarks.training.bare_job")
+"""Modules that are told their role first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +78,13 @@ def family_cpu_s(root_pid: int, proc: Path = Path("/proc")) -> dict[int, float]:
 
 
 def role_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """The role of one of our tasks, by its command line; of any other process nothing."""
+    """The role of one of our tasks, or of a bare job's, by its command line; of any other process nothing."""
     try:
         words = (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
     except OSError:
         return ""
-    after = words[words.index(_COMMAND) + 1] if _COMMAND in words[:-1] else ""
-    return after if after in ROLES else ""
+    roles = [role for module, role in itertools.pairwise(words) if module in _COMMANDS and role in ROLES]
+    return roles[0] if roles else ""
 
 
 def _descends(pid: int, root_pid: int, parents: dict[int, int]) -> bool:

@@ -9,7 +9,7 @@ from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
-from benchmarks.training.workloads import CLASSIFIERS, EMPTY, ON_SERVERS, Workload
+from benchmarks.training.workloads import BARE, CLASSIFIERS, EMPTY, ON_SERVERS, Workload
 from benchmarks.window import ROLES
 
 NUM_WORKERS = 2
@@ -41,6 +41,9 @@ def ps_cases(workload: Workload, lanes: Sequence[str], tf_python: str | None, *,
     if tf_python is not None and workload.name in ON_SERVERS:
         peer = functools.partial(jobs.run_tensorflow_ps, workload, NUM_WORKERS, NUM_PS, tf_python)
         cases.append(case("tensorflow", "grpc", NUM_WORKERS, NUM_PS, peer))
+    if workload.name in BARE:
+        bare = functools.partial(jobs.run_bare, workload, NUM_WORKERS, NUM_PS)
+        cases.append(case("bare sockets", "tcp", NUM_WORKERS, NUM_PS, bare))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, workload))]
 
 
@@ -48,6 +51,7 @@ def step_cases(lanes: Sequence[str]) -> list[Case]:
     """An empty model with one variable of 4 KB, one worker and one ps: what a step costs beside model and bytes."""
     case = functools.partial(_case, "step", EMPTY, sample=to_step_sample)
     cases = [case("stratagem", lane, 1, 1, functools.partial(jobs.run_ps, EMPTY, 1, 1, lane)) for lane in lanes]
+    cases.append(case("bare sockets", "tcp", 1, 1, functools.partial(jobs.run_bare, EMPTY, 1, 1)))
     return [*cases, case("torch alone", None, 1, 0, functools.partial(jobs.run_alone, EMPTY))]
 
 

@@ -28,6 +28,17 @@ def run_ps(workload: Workload, num_workers: int, num_ps: int, lane: str, *, tls:
     return run_job([Task(stratagem_run("training/stratagem_job.py", _arguments(workload), *options))], read_result)
 
 
+def run_bare(workload: Workload, num_workers: int, num_ps: int) -> JobResult:
+    """``num_ps`` parameter servers and ``num_workers`` workers with nothing but their arithmetic and plain sockets."""
+    ports = [address.split(":")[1] for address in free_addresses(num_ps)]
+    workers = [
+        Task(python_module("training.bare_job", "worker", *_arguments(workload), str(rank), str(num_workers), *ports))
+        for rank in range(num_workers)
+    ]
+    servers = [Task(python_module("training.bare_job", "ps", port, str(num_ps), str(num_workers))) for port in ports]
+    return run_job([*workers, *servers], read_result, num_members=num_workers)
+
+
 def run_ring(workload: Workload, num_workers: int, lane: str) -> JobResult:
     """A chief and ``num_workers`` workers that all-reduce over ``lane``."""
     options = ["--workers", str(num_workers), "--strategy", "ring", "--transport", lane]

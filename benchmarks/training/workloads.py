@@ -77,6 +77,8 @@ ON_SERVERS = (*CLASSIFIERS, "sparse")
 """Workloads of the benchmark with parameter servers; the peers in other environments know these alone."""
 ALL_REDUCED = (*CLASSIFIERS, "charlm", CHANNELS_LAST.name)
 """Workloads of the benchmark with an all-reduce."""
+BARE = ("sparse", EMPTY.name)
+"""Workloads of :mod:`benchmarks.training.bare_job`."""
 NUM_CLASSES = 10
 TABLE_ROWS, TABLE_WIDTH = 1_000_000, 64
 

@@ -113,6 +113,7 @@ def test_rows_of_step() -> None:
     assert [(row["system"], row["lane"], row["workers"], row["ps"]) for row in rows] == [
         ("stratagem", "shm", 1, 1),
         ("stratagem", "grpc", 1, 1),
+        ("bare sockets", "tcp", 1, 1),
         ("torch alone", None, 1, 0),
     ]
 
