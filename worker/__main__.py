@@ -25,6 +25,7 @@ from stratagem.worker import interrupts, job_script
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
 from stratagem.worker.step_meter import active_meter
+from stratagem.worker.sudden_exit import before_sudden_exit, leave
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
 """Environment variable of `stratagem run`: the file for this worker's report."""
@@ -45,6 +46,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     num_replicas = _num_replicas(config) if isinstance(config, WorkerConfig) else 1
     if isinstance(config, WorkerConfig):
         job_script.begin(num_replicas)
+    before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
     outcome = run_script(script, arguments)
     alone = not job_script.uses_torch_distributed()
     if outcome.exit_code == 0 and num_replicas > 1 and alone and job_script.awaits_strategy():
@@ -60,13 +62,10 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         print(f"{config.task}: {outcome.message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    _write_report(outcome)
     # It ends with a code of its own. A pod deleted now has done its work; the job that a failure ends stops everybody.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if runtime is not None:
-        runtime.goodbye(outcome.exit_code, outcome.message)
-    elif isinstance(config, WorkerConfig) and config.chief:
-        _end_without_strategy(config, outcome, alone)
+    os._exit = leave
+    _leave(config, outcome)
     if outcome.exit_code and not alone:
         _end_at_once(outcome.exit_code)
     return outcome.exit_code
@@ -83,9 +82,19 @@ def _num_replicas(config: WorkerConfig) -> int:
     return num_workers * max(1, own)
 
 
-def _end_without_strategy(config: WorkerConfig, outcome: Outcome, alone: bool) -> None:
+def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> None:
+    """Tells the launcher and the chief how the script ended."""
+    _write_report(outcome)
+    runtime = active_runtime()
+    if runtime is not None:
+        runtime.goodbye(outcome.exit_code, outcome.message)
+    elif isinstance(config, WorkerConfig) and config.chief:
+        _end_without_strategy(config, outcome)
+
+
+def _end_without_strategy(config: WorkerConfig, outcome: Outcome) -> None:
     """Tells the chief, if there is one: the script has never joined its cluster, which would wait for it."""
-    if outcome.exit_code == 0 and alone:
+    if outcome.exit_code == 0 and not job_script.uses_torch_distributed():
         print(
             f"{config.task}: the script has ended without making a strategy: it took no part in its cluster's work. "
             "`strategy = sg.strategy_from_environment()` makes the one that the cluster was started for",

@@ -25,6 +25,7 @@ from stratagem.strategy.torchrun import is_by_torchrun, with_addresses
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
+from stratagem.worker.sudden_exit import before_sudden_exit
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
         runtime.goodbye(code, failure[0] if failure else "")
 
     _before_pools_close(goodbye)
+    before_sudden_exit(runtime.goodbye)
 
 
 def _before_pools_close(work: Callable[[], None]) -> None:

@@ -50,6 +50,14 @@ def test_a_script_without_a_strategy_is_told_and_keeps_nobody_waiting(cluster: S
     )
 
 
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_script_that_leaves_at_once_says_goodbye(cluster: Start, tmp_path: Path, code: int) -> None:
+    body = f"import os\nstrategy.prepare(model, optimizer)\nif not os.fork():\n    os._exit(7)\nos._exit({code})\n"
+    done = cluster(1, 1, script(tmp_path, body), flags=("--max-restarts", "0")).finish()
+    assert done.code == code, done.stderr
+    check_words(done.stderr, f"worker:0 said goodbye with exit code {code}", f"left by os._exit({code})" * bool(code))
+
+
 @pytest.mark.parametrize("num_ps", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_second_strategy_in_a_process_is_refused(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     done = cluster(
