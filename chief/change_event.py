@@ -13,7 +13,6 @@ class ChangeEvent:
         self._happened = asyncio.Event()
 
     def notify(self) -> None:
-        """Something changed."""
         self._happened.set()
         self._happened = asyncio.Event()
 

@@ -22,7 +22,6 @@ class ChiefState:
     """The books of a job, as an earlier chief has left them.
 
     Args:
-        config: of the chief.
         connect: given the chief's epoch, what makes the connection to a ps: (incarnation, address).
         clock: seconds, monotonic.
     """

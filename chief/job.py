@@ -147,7 +147,6 @@ class ChiefJob(ChiefState):
             self.journal.close()
 
     def stop(self, exit_code: int, reason: str) -> None:
-        """Ends the job."""
         self.streams.perform(self.sessions.stop(exit_code, reason))
 
     def leave(self, exit_code: int, reason: str) -> None:

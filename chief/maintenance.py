@@ -25,7 +25,6 @@ class Maintenance(ChiefPart):
 
     Args:
         recovery: concluded first.
-        saving: takes checkpoints.
         spawn: runs work beside the rest.
         stop: ends the job with an exit code, for a reason.
     """

@@ -64,9 +64,6 @@ class Scaling(ChiefPart):
     """What was asked for, and how it becomes so.
 
     Args:
-        streams: tell the tasks.
-        saving: takes the checkpoint that the ps begin from.
-        recovery: prepares them.
         saved: told of the step of the checkpoint that the ps have begun from.
     """
 

@@ -15,8 +15,6 @@ SERVICE = "stratagem.Chief"
 
 
 class ChiefServicer(chief_pb2_grpc.ChiefServicer):
-    """Serves a job."""
-
     def __init__(self, job: ChiefJob) -> None:
         self._job = job
         self._told: tuple[Event | None, chief_pb2.SessionEvent] = None, chief_pb2.SessionEvent()

@@ -181,14 +181,12 @@ def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
 
 
 def measures_to_proto(measured: Measures) -> chief_pb2.Measures:
-    """What a task has measured."""
     if isinstance(measured, bytes):
         return chief_pb2.Measures.FromString(measured)
     return chief_pb2.Measures(values=measured)
 
 
 def status_to_proto(status: JobStatus, with_measures: bool = False) -> chief_pb2.GetStatusReply:
-    """The status page."""
     tasks = []
     for task in status.tasks:
         progress = chief_pb2.Progress.FromString(task.progress)

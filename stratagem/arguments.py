@@ -15,8 +15,6 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
     Args:
         name: of the argument, for the error.
-        value: what was given.
-        least: the smallest that is taken.
 
     Raises:
         ConfigurationError: anything else.

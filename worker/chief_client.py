@@ -132,7 +132,6 @@ class ChiefClient:
         return self._call(lambda stub: stub.SaveCheckpoint, request).path
 
     def status(self) -> chief_pb2.GetStatusReply:
-        """What every task is doing."""
         return self._call(lambda stub: stub.GetStatus, chief_pb2.GetStatusRequest())
 
     def _stub(self) -> chief_pb2_grpc.ChiefStub:

@@ -30,8 +30,6 @@ class LeaseClient:
     """Acquires the units of a dataset, pass by pass.
 
     Args:
-        chief: the chief.
-        plan: how a pass is cut into units.
         first: units to acquire before the speed is known, and at least.
         clock: seconds, monotonic.
     """
@@ -108,7 +106,6 @@ class LeaseClient:
             self._ready.append(lease)
 
     def holds(self, unit: Unit) -> bool:
-        """Whether the unit is leased to this worker."""
         return unit in self._held
 
     def count(self, unit: Unit, data: bytes, topic: Topic | None = None) -> None:
@@ -133,7 +130,6 @@ class LeaseClient:
 
         Args:
             step: steps that this worker has completed.
-            staleness: the bound.
 
         Returns:
             The number from which this worker counts its steps, and whether the chief was asked.

@@ -18,8 +18,6 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
 
 
 class WorkerServicer:
-    """Wire side of the worker role."""
-
     def __init__(self, ring_service: RingService) -> None:
         self._ring_service = ring_service
 

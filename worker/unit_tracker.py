@@ -13,8 +13,6 @@ MAX_IDLE = 64  # batches that a script may be ahead; what it left longer ago it 
 
 
 class UnitTracker:
-    """Follows the units of one worker."""
-
     def __init__(self) -> None:
         self._current: Unit | None = None
         self._num_steps = 0

@@ -33,7 +33,6 @@ class Restoring:
     """Puts ps back to checkpoints. They check their own files; the chief compares what they say.
 
     Args:
-        ps_pool: the ps.
         directory: where the checkpoints are; empty: nowhere.
     """
 

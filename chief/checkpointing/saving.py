@@ -49,7 +49,6 @@ class Saving(ChiefPart):
         """Takes a checkpoint.
 
         Args:
-            directory: where it is committed.
             automatic: the chief takes it by itself and removes it when enough newer ones are there.
             complete: wait for updates that only some of their ps have, and for values; False when nobody is left to
                 send them.

@@ -37,7 +37,6 @@ class Agreements:
         self._left.setdefault(group, set()).add(incarnation)
 
     def has_left(self, incarnation: Incarnation, group: str) -> bool:
-        """Whether ``incarnation`` takes part in a group no more."""
         return incarnation in self._left.get(group, ())
 
     def waits_for(
@@ -46,8 +45,6 @@ class Agreements:
         """Live workers that take part and have not said their number.
 
         Args:
-            topic: what about.
-            live: live workers.
             founders: workers that were there from the start take part before they have said anything.
         """
         said = self._said.get(topic, {})
@@ -67,7 +64,6 @@ class Agreements:
         self._said.pop(topic, None)
 
     def clear(self) -> None:
-        """Forgets everything that was said."""
         self._said.clear()
         self._members.clear()
         self._left.clear()

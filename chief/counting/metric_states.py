@@ -89,7 +89,6 @@ class MetricStates:
         """States in the order of their units, from the ``first`` on, or what came of them.
 
         Args:
-            name: of the topic.
             first: states to leave out.
             max_bytes: size of the page; one state may be larger.
         """
@@ -128,7 +127,6 @@ class MetricStates:
                 self._num_bytes[name] -= len(states.pop(unit))
 
     def clear(self) -> None:
-        """Forgets everything."""
         self._open.clear()
         self._num_bytes.clear()
         self._logs.clear()
@@ -144,7 +142,6 @@ class MetricStates:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> MetricStates:
-        """The inverse of :meth:`to_record`."""
         metric_states = cls()
         for group, ordinal, logs in record["logs"]:
             metric_states.record(Topic(group, ordinal), decode_logs(logs))
@@ -161,7 +158,6 @@ def encode_state(state: MetricState) -> dict[str, Any]:
 
 
 def decode_state(value: Mapping[str, Any]) -> MetricState:
-    """The inverse of :func:`encode_state`."""
     return MetricState(Topic(*value["topic"]), Unit(*value["unit"]), base64.b64decode(value["data"]))
 
 

@@ -49,7 +49,6 @@ class JobHistory:
     wanted_ps: int = 0
     """How many there are to be, once somebody has said so."""
     num_ps: int = 0
-    """Parameter servers that serve."""
     told_ps: int = 0
     """The number that the last chief was started with."""
     initialized: list[str] = dataclasses.field(default_factory=list)
@@ -252,5 +251,4 @@ def encode_positions(positions: Mapping[tuple[int, int], UnitBitmap]) -> list[li
 
 
 def decode_positions(value: list[list[Any]]) -> dict[tuple[int, int], UnitBitmap]:
-    """The inverse of :func:`encode_positions`."""
     return {(dataset, epoch): UnitBitmap(bytes.fromhex(bitmap)) for dataset, epoch, bitmap in value}

@@ -109,7 +109,6 @@ class Journal:
         raise JournalLostError(self._lost)
 
     def close(self) -> None:
-        """Ends the use of the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

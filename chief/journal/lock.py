@@ -32,7 +32,6 @@ class JournalLock:
 
     Args:
         directory: the chief's state_dir; it is made.
-        name: of the file.
 
     Raises:
         OSError: the file cannot be opened.
@@ -85,7 +84,6 @@ class JournalLock:
         return True
 
     def release(self) -> None:
-        """Gives it up."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

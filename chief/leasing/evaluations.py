@@ -36,7 +36,6 @@ class Pin:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Pin:
-        """The inverse of :meth:`to_record`."""
         versions = {task: (epoch, step) for task, (epoch, step) in record["versions"].items()}
         return cls(plan_of(*record["plan"]), record["attempt"], versions)
 
@@ -132,7 +131,6 @@ class Evaluations:
             self.leave(name, incarnation)
 
     def clear(self) -> None:
-        """Forgets everything."""
         self._all.clear()
 
 

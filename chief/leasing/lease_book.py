@@ -176,7 +176,6 @@ class LeaseBook:
         Args:
             incarnation: the holder.
             dataset: ordinal of the dataset.
-            epoch: pass over it.
             held: leases the holder knows of; others were in a reply that got lost and are handed out again.
             want: units wanted, at least 1.
             workers: live workers that the holder trains with, in worker order; asked for where slices are dealt.
@@ -282,7 +281,6 @@ class LeaseBook:
         """Nobody will deliver these units: takes them out of their steps. They stay leased until :meth:`give_back`.
 
         Args:
-            units: units leased.
             committed: staleness 0: ordinals of their updates that some ps has committed or applied.
         """
         removal = self.steps.remove(units, committed)

@@ -20,7 +20,6 @@ class Holding:
     """A unit leased."""
 
     incarnation: Incarnation
-    """Who has it."""
     restores: int
     """Restores of ps the job had seen when the unit was leased; fewer than now: its updates may be lost."""
 
@@ -29,7 +28,6 @@ class EpochLeases:
     """The units of one epoch.
 
     Args:
-        plan: how the epoch is cut into units.
         accepted: units accepted before (a job that goes on from a journal or a checkpoint).
     """
 
@@ -46,7 +44,6 @@ class EpochLeases:
 
     @property
     def num_accepted(self) -> int:
-        """Units accepted."""
         return self._num_accepted
 
     @property
@@ -87,7 +84,6 @@ class EpochLeases:
         return sorted(self._of_holder.get(incarnation, ()))
 
     def num_held_by(self, incarnation: Incarnation) -> int:
-        """Number of units leased to ``incarnation``."""
         return len(self._of_holder.get(incarnation, ()))
 
     def holders(self, stop: int | None = None) -> set[Incarnation]:
@@ -112,7 +108,6 @@ class EpochLeases:
         Args:
             incarnation: the holder.
             held: leases it knows of; others were in a reply that got lost and are handed out again.
-            want: units wanted.
             at_most: as many if that leaves each holder so many again; ``want`` in any case.
             stop: units before this one are meant.
             restores: see :class:`Holding`.

@@ -240,7 +240,6 @@ class SessionStreams(ChiefPart):
         self.perform([Announce()])
 
     def broadcast(self, event: Event) -> None:
-        """Tells every task."""
         if isinstance(event, StopJob):
             self._stop = event
         for stream, outbox in [*self._outboxes.items()]:

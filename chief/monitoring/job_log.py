@@ -28,7 +28,6 @@ class JobLog:
         """A handler for its own."""
 
     def add(self, task: str, lines: Iterable[LogLine]) -> None:
-        """A task has written lines."""
         with self._lock:
             kept = self._of.setdefault(task, collections.deque(maxlen=MAX_LINES if task == CHIEF else MAX_OF_TASK))
             for at, level, text in lines:

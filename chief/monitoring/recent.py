@@ -37,7 +37,6 @@ class Recent:
         self._kept: dict[str, collections.deque[tuple[float, Measures]]] = {}
 
     def add(self, task: str, measured: Measures, now: float) -> None:
-        """A task has said what it measured."""
         kept = self._kept.setdefault(task, collections.deque())
         if len(kept) > 1 and now - kept[-2][0] < SPACING_S:
             kept.pop()
@@ -50,7 +49,6 @@ class Recent:
         self._kept.pop(task, None)
 
     def of(self, task: str, now: float) -> Measured:
-        """What is known of a task."""
         kept = self._kept.get(task)
         if not kept:
             return NOTHING

@@ -67,7 +67,6 @@ def report(state: ChiefState, streams: SessionStreams, address: str, scaling: st
     """The status page.
 
     Args:
-        state: of the job.
         streams: have what tasks said and measured.
         address: where the chief serves.
         scaling: why there are not as many ps as wanted.

@@ -31,11 +31,9 @@ class ChiefPsClient:
     """One ps, over gRPC. Implements :class:`stratagem.chief.servers.servers.Server`.
 
     Args:
-        incarnation: process of the ps.
         address: host:port where it serves.
         chief: task id of the caller.
         chief_epoch: process of the caller.
-        security: of the caller.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class ChiefPsClient:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The process of the ps."""
         return self._incarnation
 
     async def fence(self, incarnation: Incarnation) -> list[CommittedSlice]:

@@ -63,7 +63,6 @@ class PsPool:
         return self._servers[incarnation]
 
     def get(self, incarnation: Incarnation) -> Server | None:
-        """The connection to ``incarnation``."""
         return self._servers.get(incarnation)
 
     async def drop_lost(self) -> None:

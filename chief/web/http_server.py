@@ -54,7 +54,6 @@ class HttpServer:
     Args:
         what: it serves, for messages.
         bind: host:port; port 0 takes a free one.
-        routes: what is there.
         security: what callers have to prove: with TLS a certificate, with a token "Authorization: Bearer …", or, for
             browsers, the token as the password of any user.
         insecure: allow other hosts to ask without TLS.

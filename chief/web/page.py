@@ -25,8 +25,6 @@ RETRY_MS = 1000
 
 
 class JobPage:
-    """The routes."""
-
     def __init__(self, watch: PageWatch) -> None:
         self._watch = watch
         self._files = {path: body for path, body in _files(resources.files("stratagem.chief.web") / "static")}

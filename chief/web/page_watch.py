@@ -46,7 +46,6 @@ class PageWatch:
 
     Args:
         look: gives the status, with measures.
-        log: of all tasks.
         clock: seconds since 1970.
     """
 

@@ -25,8 +25,6 @@ def snapshot(status: StatusView, reading: Reading, verdict: JobVerdict) -> dict[
 
     Args:
         status: with measures; its fields keep their names, so that they are those of `stratagem status --json`.
-        reading: of that status.
-        verdict: on that reading.
     """
     job = {field.name: getattr(status, field.name) for field in dataclasses.fields(StatusView) if field.name != "tasks"}
     return {

@@ -136,7 +136,6 @@ def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable
     """The inverse of :func:`encode`.
 
     Args:
-        tree: its JSON.
         tensor: gives a tensor by its key.
         variable: gives a variable of parameter servers by its name.
 

@@ -23,7 +23,6 @@ def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int =
         name: ``"auto"``, ``"one"`` (OneDeviceStrategy), ``"mirrored"`` (MirroredStrategy), ``"central"``
             (CentralStorageStrategy), ``"ring"`` (MultiWorkerMirroredStrategy) or ``"ps"`` (ParameterServerStrategy).
         num_workers: workers in the cluster; 1 without a cluster.
-        num_ps: parameter servers in the cluster.
         num_devices: accelerators of this host, or devices that were asked for.
 
     Raises:

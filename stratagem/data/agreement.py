@@ -23,7 +23,6 @@ class StepAgreement:
 
     Args:
         communicator: between the workers; None: there is one.
-        num_local_replicas: of this worker.
         asks: they talk about each step; else :class:`Parts` say all there is to know, on every worker alike.
     """
 

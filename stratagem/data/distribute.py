@@ -35,11 +35,9 @@ def distribute(
 
     Args:
         source: a DataLoader, an iterable of batches, or (with ``batch_size``) a Dataset.
-        placement: where this worker stands.
         ordinal: ordinal of the dataset in the script, starting at 1.
         batch_size: examples in a global batch of a Dataset.
         options: None: the defaults.
-        listener: hears of each step.
 
     Raises:
         ConfigurationError: the source cannot be shared out like that; says why, and what can be done.
@@ -98,9 +96,7 @@ def distribute_from_function(
 
     Args:
         dataset_fn: is told its place and returns an iterable of batches of one replica; it shards the data itself.
-        placement: where this worker stands.
         options: ``auto_shard_policy`` has to be AUTO or OFF: nothing is sharded here.
-        listener: hears of each step.
 
     Raises:
         ConfigurationError: ``dataset_fn`` returns something else, or ``options`` ask for sharding.

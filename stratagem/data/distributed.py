@@ -47,10 +47,7 @@ class DistributedDataset:
 
     Args:
         loader: the user's loader of global batches.
-        plan: how its epochs are cut into units.
         ordinal: ordinal of the dataset in the script, starting at 1.
-        source: where the units come from.
-        device: where the batches go.
     """
 
     def __init__(

@@ -69,7 +69,6 @@ def encode(message: Any) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor) -> Any:
-    """What was encoded."""
     return json.loads(bytes(data.tolist()))
 
 

@@ -34,9 +34,6 @@ class HealingReader:
     further steps, the same on every worker.
 
     Args:
-        reader: of global batches by their indices.
-        communicator: of a ring that heals.
-        healing: its books.
         batch_size: examples of a further step, at most.
     """
 

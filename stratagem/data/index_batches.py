@@ -32,7 +32,6 @@ class PlannedBatches:
 
     Args:
         plan: its seed does not matter.
-        ordinal: ordinal of the dataset in the script.
         shift: added to the seed, for an order of this worker's own.
     """
 
@@ -60,7 +59,6 @@ class DrawnBatches:
 
     Args:
         sampler: gives indices, or lists of them.
-        ordinal: ordinal of the dataset in the script.
         shift: added to the seed, for an order of this worker's own.
         communicator: among the workers that have to draw the same; None: this one alone.
     """

@@ -11,9 +11,7 @@ def epoch_order(num_examples: int, shuffle: bool, seed: int, dataset: int, epoch
     """Indices of the examples in the order of one epoch, shape [num_examples], int64.
 
     Args:
-        num_examples: examples in the dataset.
         shuffle: a permutation seeded by (seed, dataset, epoch); else 0, 1, 2, …
-        seed: the job's seed.
         dataset: ordinal of the dataset.
         epoch: pass over it, starting at 0.
     """

@@ -60,14 +60,7 @@ class Reader(Protocol):
 
 
 class IndexReader:
-    """Reads each replica's examples by their indices, each replica's as a batch of its own: any collate_fn will do.
-
-    Args:
-        loader: the loader of global batches.
-        batches: their indices.
-        batch_split: which of them are whose.
-        common: see :class:`Reader`.
-    """
+    """Reads each replica's examples by their indices, each replica's as a batch of its own: any collate_fn will do."""
 
     def __init__(
         self, loader: DataLoader[Any], batches: IndexBatches, batch_split: BatchSplit, common: str = ""
@@ -124,8 +117,6 @@ class StreamReader:
     """Cuts the global batches of an iterable into the replicas' parts.
 
     Args:
-        source: of the global batches.
-        batch_split: which rows are whose.
         common: see :class:`Reader`; None: the first global batch.
     """
 
@@ -217,7 +208,6 @@ class ItemBatches:
     """A map-style dataset whose items are global batches: a DataLoader with ``batch_size=None``.
 
     Args:
-        loader: the DataLoader.
         indices: which items, as batches of one index.
     """
 

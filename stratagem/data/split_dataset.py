@@ -24,11 +24,6 @@ class SplitDataset:
     Replicas without examples get batches of size 0.
 
     Args:
-        reader: reads this worker's parts.
-        placement: where this worker stands.
-        options: what the script asked for.
-        seed: of the order of the examples.
-        listener: hears of each step.
         policy: how the source is shared out; None: it gives batches of single replicas.
         plan: how epochs are cut, if they follow from a plan on all workers.
         healing_reader: reads in the place of ``reader`` where workers may be lost.

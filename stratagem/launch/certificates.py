@@ -26,12 +26,7 @@ _EARLY = datetime.timedelta(minutes=5)  # clocks of hosts differ
 
 
 class Authority:
-    """A certificate authority.
-
-    Args:
-        certificate: its own certificate.
-        key: its private key.
-    """
+    """A certificate authority."""
 
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate

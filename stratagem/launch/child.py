@@ -13,7 +13,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Arms the death signal and executes the command."""
     launcher_pid, command = int(sys.argv[1]), sys.argv[2:]
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")

@@ -38,9 +38,7 @@ class LocalCluster:
     """Runs the loop until the supervisor says that the job is over."""
 
     supervisor: Supervisor
-    """Decides."""
     launch_for: LaunchFor
-    """Says how to start a task."""
     output: OutputRouter
     """Shows and logs lines."""
     on_status: Callable[[StatusView, float], None]
@@ -48,7 +46,6 @@ class LocalCluster:
     signals: SignalPipe
     """SIGINT and SIGTERM of the launcher."""
     security: Security
-    """Of the launcher."""
     resumes: Callable[[], bool]
     """Whether the script goes on where it was when the whole job is started again."""
     renew_folders: Callable[[], None]
@@ -56,7 +53,6 @@ class LocalCluster:
     preload: bool
     """Whether a process that has loaded torch forks into the tasks of a cluster."""
     chaos: ChaosInjector | None
-    """Faults that were asked for."""
 
     def __post_init__(self) -> None:
         self.chief_address = _UNSET

@@ -41,7 +41,6 @@ def run_local(
     """Runs the job until every process has ended.
 
     Args:
-        job: what to run.
         launch_for: other command lines than the job's own.
         stdout: gets the lead's standard output; None is ours.
         stderr: gets everything else; None is ours.

@@ -58,10 +58,8 @@ class OutputRouter:
     """Shows, logs and remembers what the tasks write.
 
     Args:
-        screen: where lines are shown.
         log_dir: one file ``<type>-<index>.log`` per task is appended to here.
         prefix_lead: also mark lines of the lead's standard output (several workers are shown).
-        colour: colour the task's name.
     """
 
     def __init__(self, screen: Screen, log_dir: Path, *, verbose: bool, colour: bool) -> None:
@@ -76,7 +74,6 @@ class OutputRouter:
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def line(self, task: TaskId, stream: Stream, line: str) -> None:
-        """A task wrote a line."""
         self._log(task).write(line + "\n")
         if stream == "stderr":
             self._tails.setdefault(task, deque(maxlen=TAIL_LINES)).append(line)
@@ -106,7 +103,6 @@ class OutputRouter:
         return self._log_dir / f"{task.type}-{task.index}.log"
 
     def close(self) -> None:
-        """Closes the logs."""
         for log in self._logs.values():
             log.close()
 

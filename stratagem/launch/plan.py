@@ -188,7 +188,6 @@ class RunFolders:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.journal = root / "chief"
-        """The chief's journal."""
         self.chief_file = f"{FILE_PREFIX}{self.journal / FILE_NAME}"
         """Where that one of several chiefs says its address which serves, as ``--chief`` takes it."""
         self.checkpoints = root / "checkpoints"
@@ -227,9 +226,7 @@ def plan_launch(
     """How to start ``task``.
 
     Args:
-        job: what was asked for.
         task: one of ``job.servers`` or ``job.workers``, or a further one that was asked for while training ran.
-        folders: the run's folders.
         environ: the launcher's own environment; its description of another cluster is left out.
         num_cores: cores of this machine.
         chief_address: where the chief listens; for the chief itself, where it should (again) listen. Of two chiefs each

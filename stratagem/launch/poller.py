@@ -21,7 +21,6 @@ class StatusPoller:
 
     Args:
         address: host:port of the chief.
-        security: of the launcher.
     """
 
     def __init__(self, address: str, security: Security = OPEN) -> None:
@@ -68,5 +67,4 @@ class StatusPoller:
         self._stub = chief_pb2_grpc.ChiefStub(self._channel)
 
     def close(self) -> None:
-        """Drops the connection."""
         self._channel.close()

@@ -58,9 +58,7 @@ class ForkServer:
         self._codes: dict[int, int] = {}
         self._forked: list[int] = []
         self.is_loading = True
-        """Whether it is not ready yet."""
         self.is_lost = False
-        """Whether it has gone."""
 
     @property
     def fd(self) -> int:

@@ -47,7 +47,6 @@ class OwnChild:
     """Implements :class:`Child`: a child of this process, in a Python of its own.
 
     Args:
-        launch: command and environment.
         stdout: descriptor.
         stderr: descriptor.
     """
@@ -103,13 +102,7 @@ class LineReader:
 
 
 class TaskProcess:
-    """The process of one task.
-
-    Args:
-        task: whose.
-        launch: command and environment.
-        start: how it is started.
-    """
+    """The process of one task."""
 
     def __init__(self, task: TaskId, launch: Launch, start: Starter = OwnChild) -> None:
         self.task = task
@@ -160,6 +153,5 @@ class TaskProcess:
             self.reap()
 
     def close(self) -> None:
-        """Closes the pipes."""
         for reader in self.streams.values():
             os.close(reader.fd)

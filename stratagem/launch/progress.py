@@ -17,7 +17,6 @@ class JobPace:
         self._samples: deque[tuple[float, int, int, int]] = deque()
 
     def add(self, now: float, status: StatusView) -> None:
-        """A new status."""
         if self._samples and (status.examples < self._samples[-1][1]):
             self._samples.clear()
         self._samples.append((now, status.examples, status.epoch, status.units_accepted))

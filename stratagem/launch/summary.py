@@ -62,7 +62,6 @@ def build_summary(
     """The summary that ``--summary`` writes.
 
     Args:
-        job: what was asked for.
         supervisor: after the end.
         status: see :func:`last_status`.
         reports: of the workers that finished, in the order of their indices.

@@ -121,7 +121,6 @@ class Supervisor:
     Args:
         workers: tasks that run the script.
         servers: chief (first), one that stands by, ps; empty when the script trains alone.
-        policy: limits.
     """
 
     def __init__(self, workers: Collection[TaskId], servers: Collection[TaskId] = (), policy: Policy | None = None):
@@ -150,7 +149,6 @@ class Supervisor:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts so far."""
         return sum(self.restarts.values())
 
     def begin(self, now: float) -> list[Action]:
@@ -253,7 +251,6 @@ class Supervisor:
         return self._signal_all() + self._next(now)
 
     def ticked(self, now: float) -> list[Action]:
-        """Time has passed."""
         if self._late_at is not None and now >= self._late_at:
             self._late_at = None
             return [Kill(task) for task in self._late()]

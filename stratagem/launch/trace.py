@@ -51,10 +51,8 @@ def record(
     """Traces every live worker and ps of the job until each worker has done ``num_steps`` steps.
 
     Args:
-        address: of the chief.
         num_steps: of every worker.
         timeout_s: seconds after which what has come is enough.
-        security: of the caller.
         with_torch: the workers' operators of torch too; the profiler takes a second or more to start.
 
     Raises:

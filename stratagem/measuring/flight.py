@@ -31,7 +31,6 @@ class TracedSpan:
 
     @property
     def words(self) -> str:
-        """What it was."""
         return self.name if self.of is None else f"{self.name} {self.of}".strip()
 
     def line(self, now_ns: int) -> str:

@@ -17,7 +17,6 @@ class RunningTotals:
         self._totals: collections.defaultdict[str, float] = collections.defaultdict(float)
 
     def add(self, name: str, amount: float) -> None:
-        """Adds."""
         with self._lock:
             self._totals[name] += amount
 

@@ -44,7 +44,6 @@ def initial_rows(
     """What makes the rows.
 
     Args:
-        init: their distribution.
         seed: of the random numbers; None: drawn from torch's generator, as torch's own layers draw their weights.
         zero_row: a row that is zero.
         generator: that the seed is drawn from; None: torch's own.

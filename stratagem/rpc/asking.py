@@ -21,7 +21,6 @@ def asking(address: str, task: str, security: Security, words: str) -> Iterator[
     Args:
         address: host:port.
         task: whom we expect there.
-        security: of this process.
         words: the task, in the error.
 
     Raises:

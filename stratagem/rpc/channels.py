@@ -55,7 +55,6 @@ def connect(address: str, peer: str = "", security: Security = OPEN) -> grpc.Cha
     Args:
         address: host:port.
         peer: task id of the server; with TLS nobody else is accepted there.
-        security: of this process.
 
     Raises:
         ConfigurationError: the certificates cannot be used, or the token would travel in the clear.

@@ -78,7 +78,6 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
     """The error that the server raised; what the transport says becomes ``PeerUnavailableError``.
 
     Args:
-        error: what a call raised.
         peer: task id of the callee, for the message.
     """
     try:
@@ -118,7 +117,6 @@ def log_refusal(method: str, error: errors.StratagemError) -> None:
 
     Args:
         method: full name, or its last part.
-        error: why.
     """
     name = method.rpartition("/")[2]
     THROTTLE.log(logger, logging.WARNING, f"{name} {error.reason}", "%s refused: %s", name, error)

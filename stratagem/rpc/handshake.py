@@ -20,7 +20,6 @@ def explain_refusal(address: str, peer: str, security: Security, timeout_s: floa
     Args:
         address: host:port of the server.
         peer: task id that it should have.
-        security: of this process.
         timeout_s: seconds to wait for each answer.
     """
     with contextlib.suppress(OSError, StratagemError):

@@ -53,7 +53,6 @@ class CallCounter:
     Whoever begins a call and does not send its request is counted, and cancelled when another needs the place.
 
     Args:
-        limits: of the server.
         clock: seconds, monotonic.
     """
 
@@ -68,10 +67,6 @@ class CallCounter:
     @contextlib.contextmanager
     def counted(self, peer: str, cancel: Callable[[], object]) -> Iterator[CountedCall]:
         """Around a call.
-
-        Args:
-            peer: whose it is.
-            cancel: ends it.
 
         Raises:
             LimitError: one too many; names the limit.

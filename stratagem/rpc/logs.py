@@ -92,11 +92,9 @@ class LogTail(logging.Handler):
         return found
 
     def attach(self) -> None:
-        """Begins."""
         PACKAGE.addHandler(self)
 
     def detach(self) -> None:
-        """Ends."""
         PACKAGE.removeHandler(self)
 
 

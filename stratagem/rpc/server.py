@@ -101,7 +101,6 @@ def serve(
 
     Args:
         bind: host:port; port 0 takes a free one.
-        register: adds the servicers.
         services: full names of the services, for health and reflection.
         limits: what to refuse; every open stream and waiting call takes a thread.
         insecure: allow other hosts than this one to connect without TLS.

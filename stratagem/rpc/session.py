@@ -63,7 +63,6 @@ class SessionClient:
         held: leases the task holds; asked when it joins a restarted chief.
         store_epoch: epoch of the caller's store (ps); asked when it joins.
         chief_timeout_s: seconds the chief may be away before the task gives up.
-        security: of this task.
     """
 
     def __init__(
@@ -191,7 +190,6 @@ class SessionClient:
             return accept(self.membership)
 
     def raise_if_stopped(self) -> None:
-        """Raises the reason when the session is over."""
         if self.stopped is not None:
             raise self.stopped
 

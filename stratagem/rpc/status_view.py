@@ -86,7 +86,6 @@ class StatusView:
     wanted_ps: int = 0
     """How many there are to be, once somebody has said so (`stratagem scale`); else 0."""
     num_ps: int = 0
-    """Parameter servers that serve."""
     scaling: str = ""
     """Why there are not as many of them as wanted yet; empty: there are, or tasks are awaited."""
     standby: str = ""

@@ -17,7 +17,6 @@ class Throttle:
 
     Args:
         burst: lines of one kind in a period.
-        period_s: seconds.
     """
 
     def __init__(self, burst: int = BURST, period_s: float = PERIOD_S) -> None:

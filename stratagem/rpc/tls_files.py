@@ -35,7 +35,6 @@ class TlsFiles:
     """``ca.crt``, ``<task>.crt`` and ``<task>.key`` in a folder.
 
     Args:
-        folder: where they are.
         identity: whose, for example "worker:1".
     """
 

@@ -15,11 +15,7 @@ MIN_CHARACTERS = 16
 
 
 class Token:
-    """A secret that can be shown and compared, and is in no log line, ``repr`` or error.
-
-    Args:
-        value: the secret.
-    """
+    """A secret that can be shown and compared, and is in no log line, ``repr`` or error."""
 
     def __init__(self, value: str) -> None:
         self._value = value

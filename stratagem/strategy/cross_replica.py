@@ -24,7 +24,6 @@ class CrossReplica:
     """Reductions over the local replicas, then over those of other workers, who have to make the same calls."""
 
     _num_local: int = 1
-    """Local replicas."""
     _ops: CrossDeviceOps | None = None
     """Reduces between them; needed for more than one."""
     _workers: Communicator | None = None

@@ -52,7 +52,6 @@ def states_of_all(strategy: Strategy, own: Sequence[States]) -> list[States]:
     Workers that run in step all have to call it. Without collectives between workers it is ``own``.
 
     Args:
-        strategy: whose replicas.
         own: one for each local replica.
     """
     workers = strategy.communicator

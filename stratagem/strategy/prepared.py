@@ -46,7 +46,6 @@ class Prepared:
 
         Args:
             optimizer: as it is on a replica.
-            parameters: of it.
             fixed: whether it may never change others; else all that were prepared.
         """
         parameters = list(parameters)

@@ -43,7 +43,6 @@ class PreparedMetric:
         return self._computed(states_of_all(self.strategy, [states_of(own) for own in self._copies]))
 
     def reset(self) -> None:
-        """Forgets what was counted."""
         self._check_outside("reset")
         for own in self._copies:
             own.reset()
@@ -98,7 +97,6 @@ def prepare_metric(
 
     Args:
         metric: one that is prepared already is left as it is.
-        strategy: whose replicas update it.
         make: what counts in its stead; None: a :class:`PreparedMetric`.
 
     Raises:

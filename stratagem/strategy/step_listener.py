@@ -25,9 +25,7 @@ class StepListener(Listener):
     """Tells the shares of each batch, counts steps, and numbers the collectives by them."""
 
     _shares: StepShares
-    """Told of each batch."""
     _meter: StepMeter
-    """Counts steps and examples."""
     _communicators: Sequence[Communicator]
     """Whose collectives belong to steps."""
     _placed: Callable[[Any], None] | None = None

@@ -17,7 +17,6 @@ class StepShares:
     """The share of the batch that a step is run on, and what the step itself says with ``set_weight``.
 
     Args:
-        num_local: local replicas.
         num_replicas: of all workers in this step: without a batch of a distributed dataset, each counts as much as the
             others.
     """

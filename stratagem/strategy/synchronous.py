@@ -49,12 +49,9 @@ class SynchronousStrategy(SynchronousInput):
 
     Args:
         devices: of the local replicas, one each.
-        meter: of the process.
         workers: collectives with other workers; None: there are none.
         ops: reduces between local replicas; None: the default for the devices.
         bucket_bytes: limit of a bucket of gradients.
-        compression: of gradients on the way.
-        seed: of the order of the examples.
     """
 
     def __init__(

@@ -25,10 +25,8 @@ class XlaReducer(BackwardReducer[Backward]):
 
     Args:
         parameters: the same on every replica, in the same order; dense gradients.
-        group: sums on the device.
         communicator: over the same group, for what replicas tell each other first.
         weight: how much this replica counts; asked once in each backward.
-        meter: hears of each backward.
     """
 
     def __init__(

@@ -122,8 +122,6 @@ class Loss:
         """The loss of a batch.
 
         Args:
-            outputs: of the module.
-            targets: of the batch.
             weights: one for each example.
 
         Raises:

@@ -73,7 +73,6 @@ class OfTorchmetrics:
 
     Args:
         metric: the user's; it is copied.
-        device: of the replica.
     """
 
     def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
@@ -110,7 +109,6 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
         given: names, Keras's among them ("accuracy", "sparse_categorical_accuracy", "top_5_accuracy", "mse", …),
             metrics of torchmetrics, functions of outputs and targets that return one value an example, or a dict that
             names them.
-        device: of the replica.
         takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0.
 
     Raises:

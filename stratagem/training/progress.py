@@ -48,12 +48,7 @@ class Pace(Callback):
 
 
 class PlainLines(Callback):
-    """A line for each epoch, and for every ten seconds of a long one.
-
-    Args:
-        stream: where they go.
-        pace: of the epoch.
-    """
+    """A line for each epoch, and for every ten seconds of a long one."""
 
     def __init__(self, stream: TextIO, pace: Pace) -> None:
         self._stream = stream
@@ -88,7 +83,6 @@ class Bar(Callback):
 
     Args:
         stream: a terminal.
-        pace: of the epoch.
     """
 
     def __init__(self, stream: TextIO, pace: Pace) -> None:
@@ -139,7 +133,6 @@ def display(verbose: Verbose, is_lead: bool, pace: Pace, stream: TextIO | None =
     Args:
         verbose: 0: nothing; 1: a bar on a terminal; 2: plain lines; "auto": a bar on a terminal, else plain lines.
         is_lead: nobody else shows any.
-        pace: of the epoch.
         stream: None: stderr.
     """
     if verbose not in ("auto", 0, 1, 2, True, False):

@@ -66,7 +66,6 @@ class BackwardReducer(Generic[B]):
 
     Args:
         weight: how much this rank counts; asked once at the start of each backward, in a thread of autograd.
-        meter: hears of each.
         new_backward: makes the record of one, of the engine's number of it.
     """
 

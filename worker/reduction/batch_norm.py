@@ -96,7 +96,6 @@ def convert_batch_norm(
 
     Args:
         module: a model, or a BatchNorm itself.
-        communicator: reduces over the ranks.
         weight: how much this rank's gradient counts, as the reducer is told; asked in each backward. None: as much as
             its elements are of all ranks' elements, which is right for a loss that is a mean over examples.
 
@@ -129,7 +128,6 @@ def average_buffers(modules: Iterable[nn.Module], share: float, communicator: Co
     Args:
         modules: the same on every rank.
         share: of this rank, at least 0, in any unit. At 0 its floats do not count, whatever they are.
-        communicator: reduces over the ranks.
 
     Raises:
         ConfigurationError: the shares of all ranks are 0.

@@ -89,7 +89,6 @@ class Committed(Generic[T]):
                 self._now[bucket] = self._aside.pop(bucket)
 
     def clear(self) -> None:
-        """Forgets everything."""
         self._now.clear()
         self._aside.clear()
 

@@ -62,7 +62,6 @@ class JobVerdict:
     """What else was found, in the order of what it costs."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return dataclasses.asdict(self) | {"cause": self.cause.value}
 
     def text(self) -> str:

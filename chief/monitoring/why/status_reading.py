@@ -8,7 +8,6 @@ from stratagem.rpc.status_view import StatusView, TaskState
 
 
 def reading_of(status: StatusView) -> Reading:
-    """What the tasks measured in the last seconds."""
     return Reading(tuple(_task(task) for task in status.tasks))
 
 

@@ -24,7 +24,6 @@ FEW_STEPS, SHORT_S = 5, 3.0
 
 
 def judge(reading: Reading) -> JobVerdict:
-    """What makes the job slow."""
     if reading.problem:
         return JobVerdict(
             Cause.CHIEF_AWAY,

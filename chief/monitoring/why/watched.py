@@ -23,7 +23,6 @@ class WatchedVerdict:
         """What is off; None: nothing."""
 
     def look(self, status: StatusView, now: float) -> None:
-        """A new status has come."""
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now

@@ -74,7 +74,6 @@ def parse(text: str, tasks: Sequence[TaskId], has_copies: bool = False) -> tuple
 
     Args:
         text: of ``--chaos``.
-        tasks: of the job.
         has_copies: whether a ps follows another.
 
     Raises:

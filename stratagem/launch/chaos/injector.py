@@ -58,8 +58,6 @@ class ChaosInjector:
 
     Args:
         text: of ``--chaos``.
-        tasks: of the job.
-        say: tells the user.
         has_copies: whether a ps follows another.
 
     Raises:
@@ -109,7 +107,6 @@ class ChaosInjector:
 
         Args:
             now: seconds, monotonic.
-            status: the newest.
             processes: of the tasks; of two chiefs the one that serves is chief:0.
         """
         self._pids = {str(task): process.pid for task, process in processes.items()}
@@ -138,7 +135,6 @@ class ChaosInjector:
         return [*(fired.record() for fired in self.fired), *({"event": each.text} for each in self._waiting)]
 
     def close(self) -> None:
-        """Ends the relays."""
         for relay in self._relays.values():
             relay.close()
 

@@ -51,7 +51,6 @@ class Relay:
         return count
 
     def close(self) -> None:
-        """Ends all connections."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -27,7 +27,6 @@ def render(workload: Workload, num_cores: float | None = None) -> Object:
     """The compose file of a job.
 
     Args:
-        workload: the job.
         num_cores: of the machine, which all tasks share: Docker refuses a limit above it. None: not known.
     """
     cluster = None if workload.chosen_strategy in ONE_PROCESS else cluster_of(workload, _host)

@@ -31,7 +31,6 @@ def jobset_cluster(workload: Workload, names: Mapping[str, str] | None = None) -
     """Where the tasks serve; None: the job is one process.
 
     Args:
-        workload: the job.
         names: of the replicated jobs, where it is not the role's.
     """
     if workload.chosen_strategy in ONE_PROCESS:

@@ -33,7 +33,6 @@ def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Obje
     volume, and a wall around the job.
 
     Args:
-        workload: the job.
         cluster: where its tasks serve; None: it is one process.
     """
     wall = [_network_policy(workload)] if cluster is not None else []

@@ -92,8 +92,6 @@ def pod_template(workload: Workload, role: str, variables: Sequence[Object], hos
     """The template of a pod.
 
     Args:
-        workload: the job.
-        role: of the task.
         variables: ``env`` of the container, beside what the job's ConfigMap gives every task: which task it is.
         hostname: of the pod below the job's Service; empty: the controller that makes the pod says it.
     """

@@ -20,7 +20,6 @@ _NAMES = {"worker": _NODE}
 
 
 def render(workload: Workload) -> list[Object]:
-    """The runtime, the TrainJob, and what their pods need."""
     spec = {"mlPolicy": {"numNodes": workload.num_workers}, "template": {"spec": _jobset(workload)}}
     runtime = object_of(workload, _API, "TrainingRuntime", spec=spec)
     runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"

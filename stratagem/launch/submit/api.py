@@ -109,7 +109,6 @@ def submit_and_follow(
     """What `run()` and `stratagem submit` have in common.
 
     Args:
-        request: what was asked for.
         entry_point: as the user wrote it; empty: whoever calls.
         stream_logs: show the job's log until it ends.
         dry_run: print what would be done, and do nothing.

@@ -77,7 +77,6 @@ class BuildContext:
         """Writes the context as a tar archive, the project in its folder ``project``.
 
         Args:
-            out: where.
             made: texts of files made for the job, by their path in the archive; they win over the project's.
         """
         # GNU: Docker takes an archive that begins with a PAX header for a Dockerfile.

@@ -19,7 +19,6 @@ def docker(arguments: Sequence[str], what: str) -> str:
     """Runs ``docker ARGUMENTS`` and returns its standard output.
 
     Args:
-        arguments: of the command.
         what: it does, for the error: "push the image".
 
     Raises:

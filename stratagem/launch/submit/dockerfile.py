@@ -28,7 +28,6 @@ def render_dockerfile(
         base_image: has Python and stratagem, of the version of whoever submits.
         script: path in the project; what the image runs when nothing else is said.
         has_requirements: install requirements.txt.
-        labels: the user's.
     """
     missing = (
         f"the base image {base_image} has no stratagem {__version__}: build one with deploy/Dockerfile and name it "

@@ -26,9 +26,6 @@ class IgnoreRules:
     A pattern that matches a folder matches everything in it; of several lines that match, the last one decides.
     ``*`` and ``?`` stop at "/", ``**`` does not.
 
-    Args:
-        text: the file.
-
     Raises:
         ConfigurationError: a line that is no pattern.
     """

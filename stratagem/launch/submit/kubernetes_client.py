@@ -65,7 +65,6 @@ class Cluster:
             ) from None
 
     def close(self) -> None:
-        """Closes the connections."""
         pools = self._api.rest_client.pool_manager.pools
         for pool in map(pools.get, pools.keys()):
             pool.close()  # clear() leaves it to the collector, and the library keeps the last answer of all
@@ -108,7 +107,6 @@ class Cluster:
         return sorted(items, key=lambda one: str(one["metadata"].get("creationTimestamp")))
 
     def jobs(self, selector: str) -> list[Object]:
-        """Jobs with these labels."""
         return self.find("batch/v1", "Job", selector)
 
     def pods(self, selector: str) -> list[Object]:

@@ -22,10 +22,7 @@ def reasons_of(cluster: Cluster, selector: str, jobs: Sequence[Object], pods: Se
     """A line for each thing that keeps a job waiting; none while nothing does.
 
     Args:
-        cluster: where the job is.
         selector: labels of its objects.
-        jobs: its Jobs.
-        pods: their pods.
     """
     waiting: dict[str, list[str]] = {}
     have_pods = {pod["metadata"]["labels"].get("job-name") for pod in pods}

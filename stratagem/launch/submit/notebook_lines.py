@@ -33,7 +33,6 @@ def convert_cell(source: str, cell: int, bound: frozenset[str] = frozenset()) ->
     unless it is written for one.
 
     Args:
-        source: of a code cell.
         cell: its number, for messages; the first is 1.
         bound: names that the notebook's Python code binds.
 

@@ -87,8 +87,6 @@ def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPl
     """Plans a job.
 
     Args:
-        request: what was asked for.
-        entry_point: its script.
         root: the project: whose files go into the image.
 
     Raises:

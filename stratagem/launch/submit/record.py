@@ -47,7 +47,6 @@ class JobStore:
         self.root = Path(home) / "stratagem" / "jobs"
 
     def folder(self, job_id: str) -> Path:
-        """The folder of a job."""
         return self.root / job_id
 
     def create(self, job_id: str) -> Path:
@@ -83,7 +82,6 @@ class JobStore:
         return sorted((_read(file) for file in files), key=lambda record: (record.created_at, record.id))
 
     def remove(self, job_id: str) -> None:
-        """Deletes the folder of a job."""
         shutil.rmtree(self.folder(job_id))
 
 

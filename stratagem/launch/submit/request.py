@@ -80,12 +80,10 @@ class JobRequest:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The user's labels."""
         return dict(self.job_labels or {})
 
     @property
     def args(self) -> tuple[str, ...]:
-        """Arguments of the script."""
         return tuple(self.entry_point_args or ())
 
     @property

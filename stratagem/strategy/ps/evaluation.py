@@ -24,11 +24,7 @@ class EvaluatedUnits:
     attempt of its pass.
 
     Args:
-        chief: leases the units.
-        group: names the evaluation.
-        plan: how the data are cut.
         pull: takes the weights of the ps.
-        meter: times waiting.
     """
 
     def __init__(self, chief: ChiefClient, group: str, plan: Plan, pull: Callable[[], None], meter: StepMeter) -> None:
@@ -84,9 +80,7 @@ class WholeData:
     """Evaluation data that have no numbers (an iterable): one unit, for one worker.
 
     Args:
-        batches: its batches.
         num_batches: no more than these; None: all.
-        units: where the unit comes from.
     """
 
     def __init__(self, batches: SplitDataset, num_batches: int | None, units: EvaluatedUnits) -> None:

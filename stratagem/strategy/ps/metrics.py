@@ -79,7 +79,6 @@ class CountedMetric(PreparedMetric):
     # UnitListener
 
     def begin_unit(self) -> None:
-        """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
         self._copies[0].reset()
         self._in_unit = True
 

@@ -23,11 +23,7 @@ class Updates(Protocol):
 
 
 class _SchedulePace:
-    """How far a scheduler goes in a ``step()`` that belongs to an update of this worker.
-
-    Args:
-        push: of its optimizer.
-    """
+    """How far a scheduler goes in a ``step()`` that belongs to an update of this worker."""
 
     def __init__(self, push: Updates) -> None:
         self._push = push
@@ -69,7 +65,6 @@ def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]
 
     Args:
         scheduler: changed in place.
-        push: of its optimizer.
         is_in_loop: whether the script goes through a dataset now, or has none.
     """
     kind: Any = type(scheduler)
@@ -113,7 +108,6 @@ def keep_up(
 
     Args:
         scheduler: changed in place.
-        push: of its optimizer.
         is_in_loop: see :func:`follow`.
         dataset: number of the dataset whose batch this worker had last.
 

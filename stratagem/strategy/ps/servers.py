@@ -45,9 +45,7 @@ class Servers:
     """The parameter servers of a job, as its workers' training, evaluation and checkpoints see them."""
 
     _runtime: WorkerRuntime
-    """Of this worker."""
     _groups: VariableGroups
-    """Of the variables."""
     staleness: float
     """Of the job; see ``ParameterServerStrategy``."""
     _device: torch.device

@@ -66,11 +66,9 @@ class LeasedUnits:
     """Implements :class:`stratagem.data.distributed.UnitSource` with leases."""
 
     _plan: Plan
-    """The plan of the dataset."""
     _dataset: int
     """Its ordinal."""
     _client: LeaseClient
-    """Acquires its units."""
     _accept: Callable[[Sequence[Unit]], None]
     """Hears which units are complete."""
     _tracker: UnitTracker

@@ -54,7 +54,6 @@ class VariableGroups:
     """Creates the variables of every ``prepare`` and keeps their copies here up to date.
 
     Args:
-        runtime: the connections.
         partitioner: cuts variables; None: each lies whole on one ps.
     """
 
@@ -83,8 +82,6 @@ class VariableGroups:
         """Creates or attaches to the variables of ``models``; returns those that each optimizer changes.
 
         Args:
-            models: whose variables they are.
-            optimizers: of parameters of theirs.
             on_backward: called in a backward whenever a gradient was accumulated.
         """
         names = self._names(models)
@@ -172,7 +169,6 @@ class VariableGroups:
         self._connect(client)
 
     def reconnect(self) -> None:
-        """Recovers every ps."""
         for client in [*self._runtime.clients]:
             if client in self._runtime.clients:
                 self.recover(client)

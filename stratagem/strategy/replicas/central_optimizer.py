@@ -23,7 +23,6 @@ class CentralOptimizer(MirroredOptimizer):
     _mirrored_step_once: Callable[[], None]
     """Makes the step for all."""
     _mirrored_meet: Meet
-    """Brings the replicas together."""
     _mirrored_name: str
     """Of its step, for messages."""
 
@@ -76,7 +75,6 @@ class CentralGroup(MutableMapping[str, Any]):
     """A parameter group as one replica sees it: settings are those of all, parameters its own.
 
     Args:
-        group: of the optimizer.
         copy_of: of a parameter, on the replica.
     """
 

@@ -27,11 +27,7 @@ class CentralReplicas(SeveralReplicas):
     """Implements :class:`LocalReplicas`: the user's objects stay in one place, each replica has copies of models alone.
 
     Args:
-        strategy: whose replicas they are.
-        devices: one a replica.
         parameter_device: where the user's objects are.
-        ops: reduces between replicas.
-        meter: of the process.
         num_seen: examples that each replica was given so far.
     """
 

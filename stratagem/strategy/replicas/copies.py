@@ -29,7 +29,6 @@ class Copies:
     point to the copies of their parameters, two models share what they shared.
 
     Args:
-        device: of this replica.
         home: of replica 0. Tensors that are there go to ``device``; others (step counts on the CPU) stay.
         keep: puts into a memo what is not to be copied, and what stands for it on this replica.
     """

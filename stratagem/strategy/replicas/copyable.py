@@ -74,7 +74,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, is_known: Callable[[torch.
     """Refuses an optimizer whose copies would not train the copies of the models.
 
     Args:
-        optimizer: to be copied.
         is_known: whether a tensor has copies on the other replicas.
 
     Raises:
@@ -93,7 +92,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, is_known: Callable[[torch
     """Refuses an optimizer that would change what no model computes with.
 
     Args:
-        optimizer: prepared, or about to be.
         is_known: whether a tensor is a parameter of a prepared model, or a variable of the strategy.
 
     Raises:

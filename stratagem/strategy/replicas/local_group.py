@@ -57,7 +57,6 @@ class LocalGroup:
 
         Args:
             replica_threads: whose ``first_replica`` is this worker's rank times its size.
-            ops: reduces within the process.
             workers: collectives between workers; None: there is one.
             timeout_s: seconds to wait for replicas while no step runs.
 
@@ -77,7 +76,6 @@ class LocalGroup:
 
     @property
     def timeout_s(self) -> float:
-        """See :class:`Group`."""
         return self.meeting.timeout_s
 
     @timeout_s.setter

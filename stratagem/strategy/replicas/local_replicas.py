@@ -92,10 +92,7 @@ class OneReplica(LocalReplicas):
     """Implements :class:`LocalReplicas` in the calling thread; objects are changed in place.
 
     Args:
-        strategy: whose replica it is.
-        device: where it computes.
         workers: collectives with the replicas of other workers; None: there are none.
-        meter: of the process.
     """
 
     def __init__(
@@ -131,11 +128,8 @@ class SeveralReplicas(LocalReplicas):
     """Implements :class:`LocalReplicas` with a thread and copies of all objects for each replica.
 
     Args:
-        strategy: whose replicas they are.
         devices: one a replica.
-        ops: reduces between them.
         workers: collectives with other workers; None: there are none.
-        meter: of the process.
     """
 
     def __init__(

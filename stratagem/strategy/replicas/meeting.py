@@ -24,7 +24,6 @@ class Meeting:
     One that computes is waited for, as long as that takes.
 
     Args:
-        replica_threads: whose replicas meet.
         timeout_s: seconds to wait for replicas while no step runs.
     """
 

@@ -26,16 +26,13 @@ class MirroredModule(Mirrored):
             module.zero_grad(set_to_none)
 
     def train(self, mode: bool = True) -> Any:
-        """Sets the mode."""
         current(self).train(mode)
         return self
 
     def eval(self) -> Any:
-        """Sets the mode."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Says which parameters get gradients."""
         current(self).requires_grad_(requires_grad)
         return self
 
@@ -68,7 +65,6 @@ class OnlyReplica:
     """Forward pre-hook that refuses a replica's module to the other replicas (docs/protocol.md 16).
 
     Args:
-        replica: whose module it is.
         which: the replica that asks.
     """
 

@@ -38,7 +38,6 @@ class Mirrors:
     Args:
         devices: one a replica.
         which: the local replica that asks; None: the code outside of replicas.
-        meet: brings the replicas together.
         keep: puts into a memo of ``copy.deepcopy`` what is not to be copied, and what stands for it on a replica.
     """
 

@@ -71,13 +71,11 @@ class HookChanges:
         self.record()
 
     def record(self) -> None:
-        """As of :class:`ModelChanges`."""
         if self._num_registered != RemovableHandle.next_id:
             self._num_registered = RemovableHandle.next_id
             self._keys = [set(first) for first, *_ in self._hooks]
 
     def spread(self, copies: Sequence[Copies]) -> None:
-        """As of :class:`ModelChanges`."""
         for (first, *twins), then in zip(self._hooks, self._keys, strict=True):
             if first.keys() == then:
                 continue
@@ -101,7 +99,6 @@ class GradientHookChanges:
         self.record()
 
     def record(self) -> None:
-        """As of :class:`ModelChanges`."""
         if self._count != (count := self._counted()):
             self._count = count
             self._known = [_gradient_hooks(first) for first, *_ in self._parameters]
@@ -272,7 +269,6 @@ class OptimizerChanges:
         self._hooks = HookChanges([optimizers])
 
     def record(self) -> None:
-        """As of :class:`ModelChanges`."""
         self._attributes.record()
         self._hooks.record()
 

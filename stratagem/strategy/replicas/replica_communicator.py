@@ -24,9 +24,6 @@ class ReplicaCommunicator(Communicator):
 
     A replica that waits for the result of :meth:`submit` must do so inside ``replica_threads.waiting()``, or in
     :meth:`WaitingMeter.exposed`; a collective called directly sees to that itself.
-
-    Args:
-        group: the replica's.
     """
 
     def __init__(self, group: LocalGroup) -> None:
@@ -76,7 +73,6 @@ class WaitingMeter(StepMeter):
     end of a backward, and meanwhile another replica begins its step, or ends its own wait.
 
     Args:
-        meter: of the process.
         replica_threads: all its replicas share this meter.
     """
 

@@ -193,7 +193,6 @@ class ReplicaThreads:
         self._turn_lock.set_states(states)
 
     def close(self) -> None:
-        """Ends the threads."""
         self._dismiss()
         for thread in self._threads:
             thread.join()
@@ -271,7 +270,6 @@ class ReplicaThreads:
 
         Args:
             what: for messages; replicas that come with different ones do not meet.
-            value: what this replica brings.
             decide: from all replicas' values to one result each. That of the first replica is used.
 
         Returns:

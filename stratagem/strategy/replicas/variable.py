@@ -316,7 +316,6 @@ def keep_variables(strategy: Strategy, replica: int, memo: dict[int, Any]) -> No
     """Makes deep copies of models and optimizers for a local replica use the variables' values there.
 
     Args:
-        strategy: whose variables.
         replica: the local replica that the copies are for.
         memo: what ``copy.deepcopy`` is about to be given.
     """

@@ -19,13 +19,7 @@ def listed(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
 
 
 class CallbackList:
-    """Callbacks in their order. A hook of batches costs nothing where no callback has it.
-
-    Args:
-        callbacks: in their order.
-        model: whose training it is.
-        params: what they are told.
-    """
+    """Callbacks in their order. A hook of batches costs nothing where no callback has it."""
 
     def __init__(self, callbacks: Iterable[Callback], model: ModelState, params: Mapping[str, Any]) -> None:
         self.callbacks = list(callbacks)

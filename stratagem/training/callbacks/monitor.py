@@ -20,7 +20,6 @@ class Monitor:
     """Follows one value of the epochs' logs.
 
     Args:
-        name: in the logs.
         mode: whether less or more is better; "auto": more, where the name says accuracy, AUC, precision and the like.
         min_delta: what counts as better.
     """

@@ -119,12 +119,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
 
 
 class _Evaluation:
-    """Evaluates checkpoints and exports them.
-
-    Args:
-        estimator: whose they are.
-        spec: what to evaluate.
-    """
+    """Evaluates checkpoints and exports them."""
 
     def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
         self.estimator = estimator
@@ -140,14 +135,12 @@ class _Evaluation:
                 self.export(saved.path, saved.is_last)
 
     def evaluate(self, path: str, is_last: bool) -> None:
-        """Evaluates a checkpoint and exports it."""
         spec = self.spec
         results = self.estimator.evaluate(spec.input_fn, spec.steps, path, spec.name)
         self.newest = Evaluated(results, [])
         self.export(path, is_last)
 
     def export(self, path: str, is_last: bool) -> None:
-        """Calls the exporters with the newest results."""
         assert self.newest is not None
         exports: list[Path] = []
         for exporter in self.spec.exporters:  # type: ignore[union-attr]  # made a tuple when it was checked

@@ -34,9 +34,7 @@ class RestoredObjects:
     """The objects of mode EVAL or PREDICT, with the weights of a checkpoint.
 
     Args:
-        function: the ``model_fn``.
         mode: EVAL or PREDICT.
-        strategy: that computes.
         device: where it computes, if the strategy is the pass-through.
     """
 
@@ -176,12 +174,7 @@ def _metrics(values: Mapping[str, MetricValue], device: torch.device) -> dict[st
 
 
 class _Reported:
-    """A metric that takes what ``model_fn`` reports under a name.
-
-    Args:
-        name: in the EstimatorSpec.
-        metric: counts it.
-    """
+    """A metric that takes what ``model_fn`` reports under a name."""
 
     def __init__(self, name: str, metric: Metric) -> None:
         self._name = name

@@ -72,7 +72,6 @@ class LeasedFeed:
     """Implements :class:`Feed` for workers to whom the chief leases batches: exactly as many as updates are to be made.
 
     Args:
-        strategy: of the job.
         source: a DataLoader.
     """
 
@@ -98,8 +97,6 @@ def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module
     """Opens the input.
 
     Args:
-        strategy: that trains.
-        given: the input.
         build: creates the model with a small batch; returns its modules.
     """
     if given.makes_replica_batches and strategy.servers is None:  # else the chief leases all batches: one pipeline

@@ -56,13 +56,7 @@ def model_to_estimator(
 
 
 class _Function:
-    """The ``model_fn`` of a model.
-
-    Args:
-        module: of the model.
-        optimizer: over its parameters.
-        compiled: the rest.
-    """
+    """The ``model_fn`` of a model."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: Compiled) -> None:
         self._pair = copy.deepcopy((module, optimizer))

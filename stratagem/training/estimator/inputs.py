@@ -32,9 +32,6 @@ class Input:
 
     Args:
         function: takes ``mode``, ``params``, ``config`` and ``input_context`` where it wants them.
-        mode: what the batches are for.
-        params: of the Estimator.
-        config: of the Estimator.
     """
 
     def __init__(self, function: InputFunction, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> None:

@@ -19,8 +19,6 @@ class ModelFunction:
     Args:
         function: takes ``features``, and ``labels``, ``mode``, ``params``, ``config`` by these names where it wants
             them.
-        params: of the Estimator.
-        config: of the Estimator.
 
     Raises:
         ConfigurationError: it takes no features, or something else.

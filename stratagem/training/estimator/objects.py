@@ -101,7 +101,6 @@ class ModelObjects:
             self._is_building = False
 
     def get_or_create(self, name: str, factory: Callable[[], Any]) -> Any:
-        """See :func:`get_or_create`."""
         if name in self.in_use:
             return self.in_use[name]
         if not self._is_building:
@@ -145,6 +144,5 @@ class ModelObjects:
             self.in_use = {**self.made, **dict(zip(chosen, stands_for, strict=True))}
 
     def train(self, mode: bool) -> None:
-        """Sets the mode of the modules."""
         for name in self.modules:
             self.in_use[name].train(mode)

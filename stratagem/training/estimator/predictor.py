@@ -17,7 +17,6 @@ class Predictor(nn.Module):
     """Its parts are the modules of ``model_fn``, by their names.
 
     Args:
-        function: the ``model_fn``.
         modules: what it creates in mode PREDICT.
         global_step: of their weights.
     """

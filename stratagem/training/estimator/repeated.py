@@ -39,7 +39,6 @@ def repeated(source: Any, num_batches: int | None, start: int, seed: int) -> Dat
         source: a DataLoader over a map-style dataset.
         num_batches: of the pass; None: one epoch, whose last batch may be smaller.
         start: batches that were before it: the order goes on there.
-        seed: of the orders.
 
     Raises:
         ConfigurationError: the batches of ``source`` cannot be leased; says why.
@@ -62,12 +61,8 @@ class _Examples(Dataset[Any]):
     """Examples by their place in the pass.
 
     Args:
-        dataset: the user's.
-        plan: of its epochs.
-        seed: of their orders.
         kept: examples of an epoch that are gone through.
         start: examples before the pass, counted over all epochs.
-        length: of the pass.
     """
 
     def __init__(self, dataset: Any, plan: Plan, seed: int, kept: int, start: int, length: int) -> None:

@@ -29,7 +29,6 @@ def prepare(strategy: Strategy, objects: ModelObjects, model_dir: Path, argument
     """Prepares the objects; returns the updates that had been made when the job started.
 
     Args:
-        strategy: of the job.
         objects: not prepared.
         model_dir: where checkpoints are; every worker sees it.
         arguments: of ``strategy.prepare``.

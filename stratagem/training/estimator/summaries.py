@@ -28,7 +28,6 @@ class Summaries:
         self._writer: SummaryWriter | None = None
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Writes scalars by name."""
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -44,7 +43,6 @@ class Summaries:
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
         if self._writer is not None:
             self._end()
             self._writer = None

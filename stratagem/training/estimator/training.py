@@ -50,10 +50,7 @@ class EstimatorTraining:
     """The objects of mode TRAIN under one strategy, and how far they have been trained.
 
     Args:
-        function: the ``model_fn``.
-        strategy: that trains.
         model_dir: where checkpoints and summaries go.
-        config: of the Estimator.
     """
 
     def __init__(self, function: ModelFunction, strategy: Strategy, model_dir: Path, config: RunConfig) -> None:
@@ -74,7 +71,6 @@ class EstimatorTraining:
         """Trains; returns the number of updates that all trainings have made.
 
         Args:
-            given: the batches.
             steps: updates to make.
             max_steps: updates of all trainings together, after which to stop. With neither: one pass over the input.
             listeners: hear of each checkpoint, on the workers that save it.
@@ -216,11 +212,7 @@ class EstimatorTraining:
 
 
 class _Pace:
-    """Steps a second.
-
-    Args:
-        step: now.
-    """
+    """Steps a second."""
 
     def __init__(self, step: int) -> None:
         self._step = step

@@ -41,11 +41,7 @@ class FitAgreement:
         """A step was made."""
 
     def logs(self, epoch: int, running: RunningMetrics) -> dict[str, float] | None:
-        """What all workers have counted in an epoch; None if nobody has counted anything.
-
-        Args:
-            running: of this worker.
-        """
+        """What all workers have counted in an epoch; None if nobody has counted anything."""
         return running.result()
 
     def record(self, epoch: int, logs: dict[str, float]) -> None:
@@ -57,11 +53,7 @@ class FitAgreement:
 
 
 class InStep(FitAgreement):
-    """Of workers that run in step.
-
-    Args:
-        workers: they.
-    """
+    """Of workers that run in step."""
 
     is_alone = False
 
@@ -78,7 +70,6 @@ class FitOnServers(FitAgreement):
     """Under parameter servers, as a :class:`UnitListener`: the chief keeps all counts.
 
     Args:
-        servers: theirs.
         running: to count single units with.
     """
 

@@ -31,11 +31,8 @@ class Evaluation:
     (iterables) are evaluated by one of them. Every worker comes to the same numbers.
 
     Args:
-        steps: what replicas do.
-        new_running_metrics: makes what counts.
         source: gives GLOBAL batches, or is a distributed dataset.
         device: of the module; of interest under the pass-through strategy.
-        callbacks: called all along.
         num_steps: batches at most; None: all.
         sampled: what is gone through in the place of a dataset.
     """
@@ -108,7 +105,6 @@ def at_epochs(chosen: int | Collection[int], evaluation: Evaluation) -> Callable
 
     Args:
         chosen: every how many epochs, or the numbers, from 1, of the epochs.
-        evaluation: done after them.
     """
     if not isinstance(chosen, Collection):
         every = whole_number("validation_freq", chosen)

@@ -31,20 +31,14 @@ class Training:
     _model: ModelState
     """Whose training it is; asked for ``stop_training``."""
     _steps: FitSteps
-    """What replicas do."""
     _running: RunningMetrics
-    """Counts the epoch."""
     _position: FitPosition
-    """How far it has come."""
     _callbacks: CallbackList
-    """Called all along."""
     _passes: Passes
-    """Gives the batches."""
     _validate: Callable[[int, bool], dict[str, float]] | None
     """Gives the logs of the validation after an epoch of this number, without a word to callbacks if it is told True;
     None: there is none."""
     _agreement: FitAgreement
-    """With the other workers."""
 
     def run(self, epochs: int) -> None:
         """Trains until ``epochs`` epochs are done, or somebody says stop."""
@@ -162,7 +156,6 @@ def evaluating(strategy: Strategy, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, a module is in eval mode."""
     was_training = module.training
     if was_training:
         module.eval()

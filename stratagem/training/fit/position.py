@@ -17,9 +17,6 @@ class FitPosition:
     for the state.
 
     Args:
-        dataset: that is gone through.
-        running: of the epoch.
-        callbacks: whose state belongs to it.
         epoch: the first one.
     """
 

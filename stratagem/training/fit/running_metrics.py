@@ -58,7 +58,6 @@ class RunningMetrics:
     """Counts steps. Nothing waits for a device until somebody reads.
 
     Args:
-        strategy: whose replicas count.
         metrics: one set for each local replica, alike.
     """
 
@@ -71,7 +70,6 @@ class RunningMetrics:
         self.num_steps = 0
 
     def reset(self) -> None:
-        """Forgets everything."""
         for count in self._counts:
             count.reset()
         self._earlier = []
@@ -125,9 +123,6 @@ class Logs(MutableMapping[str, float]):
     """Numbers that are computed when the first of them is read, because that waits for the device.
 
     They are of the moment of that reading: ``dict(logs)`` keeps them.
-
-    Args:
-        compute: gives them.
     """
 
     def __init__(self, compute: Callable[[], dict[str, float]]) -> None:

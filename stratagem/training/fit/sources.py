@@ -266,7 +266,6 @@ class Heard:
         return self._heard(iter(self._dataset))
 
     def parts(self, num_batches: int) -> Iterator[Iterator[Any]]:
-        """See :meth:`DistributedDataset.parts`."""
         return map(self._heard, self._dataset.parts(num_batches))
 
     def _heard(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -287,7 +286,6 @@ class Passes:
     """Goes through a dataset epoch by epoch. A context manager: in the end it leaves the pass that is open.
 
     Args:
-        dataset: that is trained on.
         num_steps: GLOBAL batches of an epoch, which may then be part of a pass, or several; None: an epoch is a pass.
     """
 

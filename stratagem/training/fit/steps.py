@@ -36,7 +36,6 @@ class FitSteps:
         """Forward, backward and, after the last batch of an update, the update.
 
         Args:
-            batch: of this replica.
             num_waiting: steps before this one whose gradients go into the same update.
         """
         assert self.optimizer is not None

@@ -15,7 +15,6 @@ class UnitCounts:
     """What is counted on units, as it travels with their acceptance, and what comes of it.
 
     Args:
-        chief: keeps the counts of the job.
         running: of this object alone.
     """
 
@@ -24,7 +23,6 @@ class UnitCounts:
         self._running = running
 
     def begin(self) -> None:
-        """A unit begins."""
         self._running.reset()
 
     def add(self, results: Sequence[StepResult]) -> None:

@@ -307,12 +307,7 @@ def _check_name(name: str, item: Any) -> None:
 
 
 def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
-    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it.
-
-    Args:
-        write: writes the checkpoint.
-        path: of it, for the log.
-    """
+    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it."""
     future: Future[None] = Future()
 
     def run() -> None:

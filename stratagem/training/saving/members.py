@@ -34,12 +34,10 @@ class CheckpointMembers:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
         return 0 if self._ring is None else self._ring.rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
         return 1 if self._ring is None else self._ring.size
 
     def from_first(self, work: Callable[[], Json]) -> Json:

@@ -63,7 +63,6 @@ def take(
 
     Args:
         objects: by name.
-        strategy: whose replicas they have.
         copy: whether later changes must not show.
         keep: whether this process is the one that writes; the others only do their part.
 
