@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stratagem.cluster.task import TaskId
+from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start, describe_exit
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
@@ -18,7 +19,7 @@ from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
-from stratagem.launch.supervisor import Action, Finish, Kill, Phase, Renew, Signal, Start, Supervisor, describe_exit
+from stratagem.launch.supervisor import Phase, Supervisor
 from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView
 

@@ -14,9 +14,10 @@ from typing import Any
 from stratagem.chief.journal.journal import NAME, replay
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
+from stratagem.launch.actions import Failure, describe_exit
 from stratagem.launch.output import essence
 from stratagem.launch.plan import LocalJob
-from stratagem.launch.supervisor import Failure, Supervisor, describe_exit
+from stratagem.launch.supervisor import Supervisor
 from stratagem.launch.why import measured
 from stratagem.rpc.status_view import StatusView
 

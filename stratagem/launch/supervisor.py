@@ -19,59 +19,12 @@ import signal
 from collections.abc import Collection
 
 from stratagem.cluster.task import TaskId
+from stratagem.launch.actions import Action, Failure, Finish, Kill, Renew, Signal, Start
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_NO_RETRY, EXIT_PREEMPTED = 0, 1, 2, 42, 143
 _NEVER_RETRIED = (EXIT_USAGE, EXIT_NO_RETRY)
 LATE_S = 3.0
 """What a worker that was started again may take to end, once the chief has: with goodbye said, it is about to."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Start the process of a task."""
-
-    task: TaskId
-
-
-@dataclasses.dataclass(frozen=True)
-class Signal:
-    """Send a signal to the process of a task."""
-
-    task: TaskId
-    signum: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """Kill a task's process and everything it started."""
-
-    task: TaskId
-
-
-@dataclasses.dataclass(frozen=True)
-class Renew:
-    """No process runs, and a new life of the whole job begins: what its chief knew of the last one counts no more."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Finish:
-    """Every process has ended: end with this code."""
-
-    exit_code: int
-
-
-Action = Start | Signal | Kill | Renew | Finish
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The first failure of the job."""
-
-    task: TaskId
-    code: int
-    """As ``subprocess`` gives it: negative for a signal."""
-    reason: str
-    """Why the job could not go on, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +56,6 @@ class Phase(enum.Enum):
     """A ring is broken: when everyone has ended, the whole job is started again."""
     KILLING = "killing"
     OVER = "over"
-
-
-def describe_exit(code: int) -> str:
-    """``"exit code 1"`` or ``"killed by SIGKILL"``."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
 
 
 class Supervisor:

@@ -17,13 +17,14 @@ from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.launch.actions import Failure
 from stratagem.launch.display import LiveDisplay, PlainDisplay, make_display
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
 from stratagem.launch.processes import Stream
 from stratagem.launch.progress import JobPace, progress_words, task_words
 from stratagem.launch.summary import build_summary, failure_words
-from stratagem.launch.supervisor import Failure, Supervisor
+from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
 
 W0, W1, PS = TaskId("worker", 0), TaskId("worker", 1), TaskId("ps", 0)

@@ -11,19 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stratagem.cluster.task import TaskId
-from stratagem.launch.supervisor import (
-    LATE_S,
-    Action,
-    Finish,
-    Kill,
-    Phase,
-    Policy,
-    Renew,
-    Signal,
-    Start,
-    Supervisor,
-    describe_exit,
-)
+from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start, describe_exit
+from stratagem.launch.supervisor import LATE_S, Phase, Policy, Supervisor
 
 CHIEF, STANDBY, PS, W0, W1 = (
     TaskId("chief", 0),

@@ -1,0 +1,66 @@
+"""What the supervisor asks for, and how a process ended: words it shares with those who start, stop and report."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+from stratagem.cluster.task import TaskId
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Start the process of a task."""
+
+    task: TaskId
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """Send a signal to the process of a task."""
+
+    task: TaskId
+    signum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Kill a task's process and everything it started."""
+
+    task: TaskId
+
+
+@dataclasses.dataclass(frozen=True)
+class Renew:
+    """No process runs, and a new life of the whole job begins: what its chief knew of the last one counts no more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """Every process has ended: end with this code."""
+
+    exit_code: int
+
+
+Action = Start | Signal | Kill | Renew | Finish
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first failure of the job."""
+
+    task: TaskId
+    code: int
+    """As ``subprocess`` gives it: negative for a signal."""
+    reason: str
+    """Why the job could not go on, in words."""
+
+
+def describe_exit(code: int) -> str:
+    """``"exit code 1"`` or ``"killed by SIGKILL"``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
