@@ -33,8 +33,9 @@ from .launch.machines import COMMON_MACHINE_CONFIGS, MachineConfig
 from .launch.submit.api import run
 from .launch.submit.environment import Job, remote
 from .launch.widget import StatusWidget, status_widget
-from .strategy.base import Strategy, set_strategy
+from .strategy.base import Strategy
 from .strategy.central_storage import CentralStorageStrategy
+from .strategy.current import set_strategy
 from .strategy.default import get_strategy, has_strategy, is_lead
 from .strategy.environment import strategy_from_environment
 from .strategy.loss_scaling import compute_average_loss, scale_regularization_loss

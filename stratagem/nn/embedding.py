@@ -11,7 +11,7 @@ from torch.nn import functional
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, check_rows, has_sparse_gradient
-from stratagem.strategy.base import current_strategy
+from stratagem.strategy.current import current_strategy
 
 
 class Embedding(nn.Embedding):

@@ -12,7 +12,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.nn.embedding import check_sparse, checked_sizes, own_weight
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, has_sparse_gradient, pooled
-from stratagem.strategy.base import current_strategy
+from stratagem.strategy.current import current_strategy
 
 Mode = Literal["sum", "mean"]
 

@@ -1,4 +1,4 @@
-"""What every strategy is to a training script, and which one is the current."""
+"""What every strategy is to a training script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from stratagem.strategy.replicas.mirrored import original
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
-_current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
+OPEN_SCOPE: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
+"""Whose scope is open; which strategy counts where none is: :mod:`stratagem.strategy.current`."""
 
 _NOT_HERE = {
     "cluster_resolver": "sg.is_lead() says whether this process saves and prints",
@@ -110,17 +111,17 @@ class Strategy:
         Raises:
             ConfigurationError: another strategy's scope is open.
         """
-        outer = _current.get()
+        outer = OPEN_SCOPE.get()
         if outer is not None and outer is not self:
             raise ConfigurationError(
                 f"cannot enter the scope of {type(self).__name__} inside the scope of {type(outer).__name__}; "
                 "leave the outer one first"
             )
-        token = _current.set(self)
+        token = OPEN_SCOPE.set(self)
         try:
             yield self
         finally:
-            _current.reset(token)
+            OPEN_SCOPE.reset(token)
 
     def prepare(
         self,
@@ -376,44 +377,6 @@ class Strategy:
     def exposed_communication(self) -> float:
         """Part of the last steps' time that waited for communication, 0 to 1."""
         return 0.0 if self._meter is None else self._meter.exposed_fraction
-
-
-_default: list[Strategy] = []
-"""Where no scope is open: the pass-through, and behind it what ``set_strategy`` was given."""
-
-
-def pass_through(strategy: Strategy) -> None:
-    """Says which strategy is the pass-through; ``stratagem.strategy.default`` does."""
-    _default[:1] = (strategy,)
-
-
-def current_strategy() -> Strategy:
-    """The strategy of the open scope; outside any scope what ``set_strategy`` was given, or the pass-through."""
-    return _current.get() or _default[-1]
-
-
-def has_current_strategy() -> bool:
-    """Whether a scope is open, or ``set_strategy`` was given something; see ``has_strategy``, which may make one."""
-    return _current.get() is not None or len(_default) > 1
-
-
-def set_strategy(strategy: Strategy | None) -> None:
-    """Makes a strategy the default: the current one wherever no scope is open, in every thread of this process.
-
-    Args:
-        strategy: None: the pass-through again.
-
-    Raises:
-        ConfigurationError: a scope is open, or it is no strategy.
-    """
-    if strategy is not None and not isinstance(strategy, Strategy):
-        raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")
-    if (outer := _current.get()) is not None:
-        raise ConfigurationError(
-            f"set_strategy chooses what counts outside of scopes, and the scope of {type(outer).__name__} is open: "
-            "leave it first"
-        )
-    _default[1:] = () if strategy is None else (strategy,)
 
 
 def _is_metric(item: Any) -> bool:

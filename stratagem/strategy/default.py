@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from stratagem.arguments import check_call
-from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy, pass_through, set_strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.current import current_strategy, has_current_strategy, pass_through, set_strategy
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.replicas.context import run_alone
 from stratagem.worker.gradient_guard import guard

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import current_strategy
+from stratagem.strategy.current import current_strategy
 from stratagem.strategy.preparation import Preparation
 
 _divided: set[int] = set()

@@ -13,7 +13,7 @@ from torch import nn
 from stratagem.arguments import whole_number, whole_numbers
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import current_strategy
+from stratagem.strategy.current import current_strategy
 from stratagem.strategy.default import get_strategy
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList, listed

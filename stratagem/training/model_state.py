@@ -14,7 +14,8 @@ from torch import nn
 
 from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy, current_strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.current import current_strategy
 from stratagem.training.export.export import export_model
 from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics

@@ -15,8 +15,9 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.data.nested import map_values, outline, values_in
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy, current_strategy, has_current_strategy
+from stratagem.strategy.base import Strategy
 from stratagem.strategy.cross_replica import as_tensor, check_gatherable
+from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator

@@ -13,7 +13,8 @@ from torch import nn
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.data.values import PerReplica, ReduceOp
 from stratagem.errors import ConfigurationError, VariableError
-from stratagem.strategy.base import Strategy, current_strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.current import current_strategy
 from stratagem.strategy.replicas.context import ReplicaContext, get_replica_context
 from stratagem.strategy.replicas.tensor_operators import TensorOperators
 

@@ -16,7 +16,8 @@ from stratagem.arguments import check_kind, whole_numbers
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.base import Strategy, current_strategy, set_strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.current import current_strategy, set_strategy
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.devices import default_device
 from stratagem.strategy.environment import strategy_from_environment

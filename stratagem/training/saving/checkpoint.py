@@ -26,7 +26,8 @@ from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.measuring import measures
-from stratagem.strategy.base import Strategy, current_strategy
+from stratagem.strategy.base import Strategy
+from stratagem.strategy.current import current_strategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
 from stratagem.training.saving.members import CheckpointMembers

@@ -1,0 +1,43 @@
+"""Which strategy is the current: that of the open scope, else the default of the process."""
+
+from __future__ import annotations
+
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.base import OPEN_SCOPE, Strategy
+
+_default: list[Strategy] = []
+"""Where no scope is open: the pass-through, and behind it what ``set_strategy`` was given."""
+
+
+def pass_through(strategy: Strategy) -> None:
+    """Says which strategy is the pass-through; ``stratagem.strategy.default`` does."""
+    _default[:1] = (strategy,)
+
+
+def current_strategy() -> Strategy:
+    """The strategy of the open scope; outside any scope what ``set_strategy`` was given, or the pass-through."""
+    return OPEN_SCOPE.get() or _default[-1]
+
+
+def has_current_strategy() -> bool:
+    """Whether a scope is open, or ``set_strategy`` was given something; see ``has_strategy``, which may make one."""
+    return OPEN_SCOPE.get() is not None or len(_default) > 1
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy the default: the current one wherever no scope is open, in every thread of this process.
+
+    Args:
+        strategy: None: the pass-through again.
+
+    Raises:
+        ConfigurationError: a scope is open, or it is no strategy.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ConfigurationError(f"expected a strategy or None, got {strategy!r}; for example sg.MirroredStrategy()")
+    if (outer := OPEN_SCOPE.get()) is not None:
+        raise ConfigurationError(
+            f"set_strategy chooses what counts outside of scopes, and the scope of {type(outer).__name__} is open: "
+            "leave it first"
+        )
+    _default[1:] = () if strategy is None else (strategy,)
