@@ -108,7 +108,6 @@ class ChiefJob(ChiefState):
         return await self.saving.save(target, automatic=False)
 
     def get_status(self) -> status.JobStatus:
-        """What every task is doing."""
         standby = standing_by(self.config.state_dir)
         return status.report(self, self.streams, self.address, self.scaling.words, standby)
 

@@ -13,8 +13,7 @@ from stratagem.chief.monitoring.recent import Measures
 from stratagem.chief.monitoring.status import JobStatus
 from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.membership import Membership
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Plan, Unit
+from stratagem.cluster.units import Plan, Topic, Unit
 from stratagem.errors import LimitError, ProtocolError
 from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2
@@ -34,7 +33,6 @@ MAX_WANT = 1024
 
 
 def description_from_proto(reply: ps_pb2.DescribeUnitsReply) -> ServerDescription:
-    """What a ps has applied."""
     opened = {update_from_proto(each.update): each.num_servers for each in reply.open}
     return from_message(ServerDescription, reply, closed=unit_sets_from_proto(reply.closed), open=opened)
 
@@ -139,7 +137,6 @@ def logs_to_proto(logs: Logs) -> list[chief_pb2.Log]:
 
 
 def page_to_proto(page: Page) -> chief_pb2.GetMetricStatesReply:
-    """Part of a topic."""
     logs = logs_to_proto(page.logs or ())
     return chief_pb2.GetMetricStatesReply(
         closed=page.logs is not None, logs=logs, states=page.states, num_left=page.num_left
@@ -169,7 +166,6 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
 
 
 def event_to_proto(event: events.Event) -> chief_pb2.SessionEvent:
-    """What the chief says in a session."""
     if isinstance(event, events.Welcome):
         return chief_pb2.SessionEvent(welcome=to_message(chief_pb2.Welcome, event))
     if isinstance(event, Membership):

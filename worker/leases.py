@@ -11,8 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Lease, Plan, Unit
+from stratagem.cluster.units import Lease, Plan, Topic, Unit
 from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import chief_pb2
 from stratagem.rpc.units import lease_from_proto

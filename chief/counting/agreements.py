@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import Topic
 
 
 class Agreements:

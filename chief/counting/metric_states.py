@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import MAX_STATE_BYTES, Unit
+from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20

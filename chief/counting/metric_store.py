@@ -8,7 +8,7 @@ from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.agreements import Agreements
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page, encode_state
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import Topic
 
 
 class MetricStore(ChiefPart):

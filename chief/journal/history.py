@@ -9,8 +9,7 @@ from typing import Any
 
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
 from stratagem.chief.leasing.evaluations import Pin
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 
 _AS_THEY_ARE = (
     *("chief_epoch", "newest_incarnation", "live", "prepared", "done", "fenced", "ready", "initialized", "next_step"),

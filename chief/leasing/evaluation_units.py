@@ -12,7 +12,7 @@ from stratagem.chief.leasing.evaluations import Evaluations, RunningEvaluation, 
 from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.leasing.lending import EvaluationPass, LeaseRequest, UnitLender
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import Topic
 from stratagem.errors import PeerUnavailableError, ProtocolError
 
 logger = logging.getLogger(__name__)

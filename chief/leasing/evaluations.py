@@ -13,8 +13,7 @@ from typing import Any
 from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.leasing.leases import EpochLeases
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError
 
 Versions = Mapping[str, tuple[int, int]]

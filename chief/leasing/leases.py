@@ -122,7 +122,6 @@ class EpochLeases:
         return units[:num]
 
     def acquire(self, index: int, incarnation: Incarnation, restores: int = 0) -> None:
-        """Leases a pending unit."""
         assert self.is_pending(index), f"unit {index} is not pending"
         self._leased[index] = Holding(incarnation, restores)
         self._of_holder.setdefault(incarnation, set()).add(index)

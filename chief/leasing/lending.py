@@ -13,8 +13,7 @@ from stratagem.chief.counting.metric_store import MetricStore
 from stratagem.chief.leasing.lease_book import Leases
 from stratagem.chief.recovery import Recovery
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Plan
+from stratagem.cluster.units import Plan, Topic
 from stratagem.errors import ConfigurationError
 
 

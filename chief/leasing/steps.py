@@ -91,7 +91,6 @@ class JobSteps:
 
     def __init__(self, next_number: int = 1) -> None:
         self.next_number = next_number
-        """Of the step that is composed next."""
         self.open: dict[int, JobStep] = {}
         self._of_unit: dict[Unit, JobStep] = {}
         self._members: frozenset[Incarnation] | None = None
@@ -193,7 +192,6 @@ class JobSteps:
         return sorted({each.incarnation for each in slices if each.unfinished and each.incarnation is not None})
 
     def grant(self, incarnation: Incarnation, step: JobStep) -> Slice:
-        """Hands ``incarnation`` its slice of ``step``."""
         own = self._own(incarnation, step)
         own.refresh = own.refresh or incarnation in self._missed
         self._missed.discard(incarnation)
@@ -253,7 +251,6 @@ class JobSteps:
         self._missed.clear()
 
     def forget(self, incarnation: Incarnation) -> None:
-        """``incarnation`` is over."""
         self._missed.discard(incarnation)
 
     def _add(self, step: JobStep) -> JobStep:

@@ -218,7 +218,6 @@ class SessionStreams(ChiefPart):
         self._last_missing = missing
 
     def membership(self) -> Membership:
-        """The cluster as it stands."""
         sessions = self._sessions
         members = tuple(session.member for session in sessions.known if sessions.serves(session))
         return Membership(

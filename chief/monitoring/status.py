@@ -32,7 +32,6 @@ class TaskReport:
     waiting_s: float = 0.0
     """0: as the task says."""
     measured: Measured = NOTHING
-    """What the task measured, as it came."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,6 @@ class PsPool:
         return [server for server in ready if server.incarnation not in self.without_memory]
 
     def add(self, incarnation: Incarnation, address: str) -> Server:
-        """A ps joined."""
         if incarnation not in self._servers:
             self._servers[incarnation] = self._connect(incarnation, address)
         return self._servers[incarnation]

@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 
 from aiohttp import web
 
-from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.http_server import Background
 from stratagem.chief.web.page_watch import PageWatch, to_json
@@ -31,7 +31,6 @@ class JobPage:
 
     @property
     def routes(self) -> list[web.RouteDef]:
-        """All there is; read-only."""
         return [
             web.get("/", self._file),
             web.get("/static/{path:.+}", self._file),

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from stratagem.chief.monitoring.job_log import JobLog
-from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.snapshot import snapshot
 from stratagem.chief.web.story import COLUMNS, JobStory

@@ -42,7 +42,6 @@ class CheckpointDraft:
         self.path = parent / f".draft-{self.nonce[:16]}"
         """Where it is made; parameter servers may write a checkpoint in there, see :meth:`build_on`."""
         self.files: list[SavedFile] = []
-        """What has been written."""
         self._root = self._folder = self.path
         with self._writing(parent):
             parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from stratagem.chief.monitoring.why.reading import Reading
-from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.reading import Reading, reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.cli.asking import Asking, asking_options
 from stratagem.errors import ConfigurationError, PeerUnavailableError

@@ -57,5 +57,4 @@ class Membership:
         return member is not None and member.live and member.incarnation == process[1]
 
     def member(self, task: str) -> Member | None:
-        """The member with this task id."""
         return next((member for member in self.members if member.task == task), None)

@@ -163,7 +163,6 @@ class UnitBitmap:
 
     @classmethod
     def of(cls, indices: Iterable[int]) -> UnitBitmap:
-        """The set of ``indices``."""
         bitmap = cls()
         for index in indices:
             bitmap.add(index)
@@ -225,3 +224,14 @@ class UnitBitmap:
 
     def __repr__(self) -> str:
         return f"UnitBitmap({len(self)} units)"
+
+
+@dataclasses.dataclass(frozen=True, order=True, slots=True)
+class Topic:
+    """What workers count or agree on: a group ("fit 1", say) and a number in it, the same on every worker."""
+
+    group: str
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.ordinal}"

@@ -38,7 +38,6 @@ class InputPlacement:
 
     @property
     def num_local_replicas(self) -> int:
-        """Replicas of this process."""
         return len(self.devices)
 
     @property

@@ -182,7 +182,6 @@ class Reopened:
         self._is_spent = False
 
     def num_batches(self) -> int | None:
-        """What the source says about it."""
         try:
             return len(self._source)  # type: ignore[arg-type]
         except TypeError:
@@ -217,11 +216,9 @@ class ItemBatches:
         self._loader = rebuild_items(loader, self._sampler)
 
     def num_batches(self) -> int | None:
-        """How many items there are in an epoch."""
         return self._indices.num_batches
 
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
-        """The items of an epoch from number ``first`` on."""
         _tell_epoch(self._loader.dataset, epoch)
         seed_epoch(self._loader, seed, epoch, first)
         self._sampler.indices = (index for (index,) in self._indices.of_epoch(epoch, first, seed))

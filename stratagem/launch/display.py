@@ -87,7 +87,6 @@ class LiveDisplay:
             self._console.print(Text.from_ansi(line))
 
     def update(self, status: StatusView, now: float) -> None:
-        """Draws the table."""
         self._pace.add(now, status)
         if not self._started:
             self._live.start()

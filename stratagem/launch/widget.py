@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.chief.web.snapshot import snapshot
 from stratagem.errors import StratagemError

@@ -116,7 +116,6 @@ def frame_of(kind: int, transfer: int, group: int, offset: int, dtype: torch.dty
 
 
 def message_of(frame: Frame) -> bytes:
-    """The payload of a frame as bytes."""
     return frame.message or bytes(frame.tensor.contiguous().view(torch.uint8).numpy())
 
 

@@ -59,7 +59,6 @@ def status_of(error: errors.StratagemError) -> grpc.Status:
 
 
 def status_message(error: errors.StratagemError) -> status_pb2.Status:
-    """``error`` as a message."""
     code = next((_CODES[cls] for cls in type(error).__mro__ if cls in _CODES), code_pb2.INTERNAL)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, errors.JobStoppedError):

@@ -114,7 +114,6 @@ class Segment:
             self._descriptor = None
 
     def close(self) -> None:
-        """Lets go of the descriptor and the mapping."""
         self.stop_sharing()
         self.tensor = torch.empty(0, dtype=torch.uint8)
 

@@ -24,7 +24,6 @@ def empty_copy(metric: torchmetrics.Metric, device: torch.device) -> torchmetric
 
 
 def states_of(metric: torchmetrics.Metric) -> States:
-    """What a metric has counted."""
     found: States = {}
     for path, part in _parts(metric).items():
         for name in part._defaults:

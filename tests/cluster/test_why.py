@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hosts import why_unavailable
-from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.launch.status import fetch_status
 from stratagem.measuring import measures
 from tests import forks

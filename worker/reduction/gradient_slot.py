@@ -220,7 +220,6 @@ class SparseSlot(OwnSlot):
     """The gradient is a sparse tensor of rows: those of all ranks are gathered."""
 
     def add(self, delta: torch.Tensor, weight: Weight) -> None:
-        """Takes in ``weight`` times this backward's own gradient."""
         if delta.layout is not torch.sparse_coo:
             raise ConfigurationError(
                 f"a parameter of shape {list(self.parameter.shape)} was declared sparse but got a dense gradient: "

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from stratagem.measuring import measures
 from stratagem.measuring.measures import COMMUNICATION, PHASES, labels
+from stratagem.rpc.status_view import StatusView, TaskState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +104,23 @@ class Reading:
     def in_step(self) -> bool:
         """Whether each step of a worker waits for the others."""
         return any(worker.get(measures.IN_STEP) for worker in self.of("worker"))
+
+
+def reading_of(status: StatusView) -> Reading:
+    return Reading(tuple(_task(task) for task in status.tasks))
+
+
+def _task(task: TaskState) -> TaskReading:
+    values, window_s = measures.since(task.measures, task.earlier), task.window_s
+    if not window_s:  # it has spoken once so far: since it began
+        window_s = sum(task.measures.get(phase, 0.0) for phase in PHASES)
+    return TaskReading(
+        task.task,
+        values,
+        window_s,
+        task.state,
+        0.0 if task.task == "chief:0" else task.heartbeat_age_s,
+        task.waiting_on,
+        task.waiting_s,
+        task.notes,
+    )

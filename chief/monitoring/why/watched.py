@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stratagem.chief.monitoring.why.finding import Cause, JobVerdict
-from stratagem.chief.monitoring.why.status_reading import reading_of
+from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.rpc.status_view import StatusView
 

@@ -23,7 +23,6 @@ class ComposeTarget:
     """One compose project for each job, by the job's name; its file lies in the job's folder."""
 
     def show(self, plan: JobPlan) -> str:
-        """Dockerfile, context and compose file."""
         assert plan.image is not None
         return _yaml(compose.render(plan.workload(plan.image.name)))
 
@@ -42,7 +41,6 @@ class ComposeTarget:
         return image, {"project": plan.id}
 
     def state(self, record: JobRecord, folder: Path) -> JobState:
-        """Where the job stands, by its containers."""
         listed = _compose(folder, record.id, ["ps", "--all", "--format", "json"], "list the job's containers")
         containers = json_lines(listed)
         if not containers:
@@ -56,7 +54,6 @@ class ComposeTarget:
         return JobState.ended(int(first["ExitCode"]), record.cancelled, detail)
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-        """Lines of every container, with the name of its service."""
         command = ["docker", *_project(folder, record.id), "logs", "--no-color", *(["--follow"] if follow else [])]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

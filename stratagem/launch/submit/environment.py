@@ -32,7 +32,6 @@ def job_variables(job: Job) -> dict[str, str]:
 
 
 def runs_in_job(environ: Mapping[str, str]) -> bool:
-    """Whether this process is part of a job."""
     return any(environ.get(name) for name in (_ID, *_TASK_SIGNS))
 
 
@@ -42,5 +41,4 @@ def remote() -> bool:
 
 
 def own_job(environ: Mapping[str, str]) -> Job:
-    """The job that this process is part of."""
     return Job(*(environ.get(name, "") for name in (_ID, _TARGET, _IMAGE, _DIR)))

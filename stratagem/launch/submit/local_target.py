@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import InvalidRequirement, Requirement
+
+from stratagem.errors import ConfigurationError
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.plan import JobPlan
 from stratagem.launch.submit.record import JobRecord
-from stratagem.launch.submit.requirements import check_installed
 from stratagem.launch.submit.state import JobState
 
 POLL_S = 0.2
@@ -28,7 +31,6 @@ class LocalTarget:
     """One `stratagem run` in the background for each job; everything about it lies in the job's folder."""
 
     def show(self, plan: JobPlan) -> str:
-        """What would be started."""
         return "stratagem run " + " ".join(_arguments(plan, Path("JOB"))) + "\n"
 
     def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
@@ -60,7 +62,6 @@ class LocalTarget:
         return JobState("cancelled" if record.cancelled else "failed", None, detail)
 
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
-        """Lines of the job's output, to its end if ``follow``."""
         with (folder / OUTPUT).open(encoding="utf-8", errors="replace") as log:
             rest = ""
             while True:
@@ -117,3 +118,36 @@ def _pid(folder: Path) -> int | None:
         return None
     finally:
         os.close(fd)
+
+
+def check_installed(requirements: str) -> None:
+    """Refuses requirements that this Python does not meet: a local job installs nothing.
+
+    Args:
+        requirements: text of a requirements file.
+
+    Raises:
+        ConfigurationError: names those that are missing.
+    """
+    missing = []
+    for line in requirements.splitlines():
+        text = line.split(" #")[0].strip()
+        if not text or text.startswith(("#", "-")):
+            continue
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue  # a path or an address: pip knows
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            missing.append(text)
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            missing.append(f"{text} (installed: {version})")
+    if missing:
+        raise ConfigurationError(
+            f"a local job runs in this Python, which lacks {', '.join(missing)}: install it with pip first"
+        )

@@ -73,7 +73,6 @@ def submit(plan: JobPlan, entry_point: str, store: JobStore) -> JobRecord:
 
 
 def state_of(record: JobRecord, store: JobStore) -> JobState:
-    """Where a job stands, by its target."""
     return target_of(record.target).state(record, store.folder(record.id))
 
 

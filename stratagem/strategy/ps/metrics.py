@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torchmetrics
 
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import MAX_STATE_BYTES
+from stratagem.cluster.units import MAX_STATE_BYTES, Topic
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Lease, Plan, Unit
+from stratagem.cluster.units import Lease, Plan, Topic, Unit
 from stratagem.data.placement import Listener, StepShare
 from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures

@@ -10,7 +10,7 @@ from torch import nn
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.mirrored import Meet, current
-from stratagem.strategy.replicas.mirrored_optimizer import MirroredOptimizer
+from stratagem.strategy.replicas.mirrored_stepping import MirroredOptimizer
 
 
 class CentralOptimizer(MirroredOptimizer):

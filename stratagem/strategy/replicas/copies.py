@@ -147,7 +147,6 @@ class Copies:
 
 
 def settings_of(group: dict[str, Any]) -> Settings:
-    """The settings of a parameter group."""
     return {name: value for name, value in group.items() if name != "params"}
 
 

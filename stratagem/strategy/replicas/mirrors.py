@@ -16,9 +16,12 @@ from stratagem.strategy.replicas.copies import Copies, Settings, move_original, 
 from stratagem.strategy.replicas.copyable import check_module, check_optimizer
 from stratagem.strategy.replicas.mirrored import Meet, mirrored, original
 from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
-from stratagem.strategy.replicas.mirrored_optimizer import MirroredOptimizer
-from stratagem.strategy.replicas.mirrored_scaler import MirroredScaler
-from stratagem.strategy.replicas.mirrored_scheduler import MirroredScheduler, watch_schedulers
+from stratagem.strategy.replicas.mirrored_stepping import (
+    MirroredOptimizer,
+    MirroredScaler,
+    MirroredScheduler,
+    watch_schedulers,
+)
 from stratagem.strategy.replicas.outside_changes import ModelChanges, OptimizerChanges
 
 _Pair = tuple[Any, list[Any]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,14 +13,40 @@ from torch.utils.data import DataLoader
 
 from stratagem.data.options import InputContext
 from stratagem.data.split_dataset import SplitDataset
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.training.estimator.input_position import InputPosition
 from stratagem.training.estimator.inputs import Input, sample
 from stratagem.training.estimator.repeated import NumberedBatch, repeated
 from stratagem.training.fit.sources import Passes, for_training
 
+logger = logging.getLogger(__name__)
+
 ORDER_SEED = 0
 """Of shuffled examples: that of the other strategies, so that a training may go on under another one."""
+
+
+class InputPosition:
+    """The place in the data, as a part of a checkpoint that may be restored with other data.
+
+    Args:
+        dataset: None: it has none that a checkpoint could keep; parameter servers' chief knows it.
+    """
+
+    def __init__(self, dataset: SplitDataset | None) -> None:
+        self._dataset = dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"dataset": None if self._dataset is None else self._dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes there; where the data is not what it was, it starts at its beginning."""
+        if self._dataset is None or state["dataset"] is None:
+            return
+        try:
+            self._dataset.load_state_dict(state["dataset"])
+        except ConfigurationError as error:
+            logger.warning("The input starts at its beginning, because it is not what it was: %s", error)
 
 
 class Feed(Protocol):

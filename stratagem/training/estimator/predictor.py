@@ -35,7 +35,6 @@ class Predictor(nn.Module):
             return self._function(features, None, ModeKeys.PREDICT).predictions
 
     def get_or_create(self, name: str, factory: Callable[[], Any]) -> Any:
-        """One of the modules."""
         if name not in self._modules:
             raise ConfigurationError(f"model_fn did not create {name!r} in mode PREDICT at first")
         return self._modules[name]

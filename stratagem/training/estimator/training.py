@@ -15,8 +15,7 @@ from torch import nn
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.estimator import served_start
-from stratagem.training.estimator.feeds import Feed, batch_in, open_feed
-from stratagem.training.estimator.input_position import InputPosition
+from stratagem.training.estimator.feeds import Feed, InputPosition, batch_in, open_feed
 from stratagem.training.estimator.inputs import Input, split
 from stratagem.training.estimator.model_function import ModelFunction
 from stratagem.training.estimator.objects import ModelObjects, giving

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult

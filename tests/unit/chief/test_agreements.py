@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stratagem.chief.counting.agreements import Agreements
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
+from stratagem.cluster.units import Topic
 
 A, B, C = Incarnation("worker:0", 1), Incarnation("worker:1", 2), Incarnation("worker:1", 3)
 FIRST, SECOND = Topic("fit 1, ends of epochs", 0), Topic("fit 1, ends of epochs", 1)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from stratagem.chief.leasing.evaluations import Evaluations, Pin, plan_of
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Unit
+from stratagem.cluster.units import Topic, Unit
 from stratagem.errors import ConfigurationError
 
 A, B = Incarnation("worker:0", 1), Incarnation("worker:1", 2)

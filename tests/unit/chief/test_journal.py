@@ -14,8 +14,7 @@ from stratagem.chief.counting.metric_states import MetricState, MetricStates, en
 from stratagem.chief.journal.history import JobHistory
 from stratagem.chief.journal.journal import NAME, Journal
 from stratagem.chief.leasing.evaluations import Pin, plan_of
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import Plan, Unit, UnitBitmap
+from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, JournalLostError
 
 PLAN = {"num_examples": 9, "batch_size": 2, "drop_last": True, "shuffle": False, "num_slices": 2}

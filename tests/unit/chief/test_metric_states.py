@@ -6,8 +6,7 @@ import pytest
 
 from stratagem.chief.counting import metric_states
 from stratagem.chief.counting.metric_states import MetricState, MetricStates
-from stratagem.cluster.topic import Topic
-from stratagem.cluster.units import MAX_STATE_BYTES, Unit
+from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit
 from stratagem.errors import LimitError
 
 FIT = Topic("fit 1", 0)
