@@ -258,17 +258,15 @@ class PsReturn(ChiefPart):
             back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
             if back.lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))
-            self._journal.write("roll_back", accepted=encode_positions(minus(self._lease_book.positions(), back.lost)))
-        num_lost = sum(map(len, back.lost.values()))
-        if num_lost:
-            await self._ps_pool.insist_all(lambda each: each.mark_lost(back.lost))
+            self._journal.write("roll_back", accepted=encode_positions(self._lease_book.positions()))
+        await self.close_lost()
         logger.warning(
             "%s lost its memory: all ps went back to step %d (%s); %d units are computed again, %d updates lost",
             cause,
             manifest.step,
             restored.path.name,
             back.revoked,
-            num_lost,
+            sum(map(len, back.lost.values())),
         )
         self._changed.notify()
         return True
@@ -279,3 +277,8 @@ class PsReturn(ChiefPart):
             num_lost, _ = await self._mark_lost(server, units)
             if num_lost:
                 logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)
+    async def close_lost(self) -> None:
+        """Staleness 0: closes on all ps what was lost when they went back: the chief may have died before it had."""
+        if lost := self._journal.history.lost.get(""):
+            await self._ps_pool.insist_all(lambda each: each.mark_lost(lost))
+

@@ -195,7 +195,9 @@ class Recovery(ChiefPart):
                 if is_back and server.incarnation.task in history.initialized:
                     with self.ps_return.lost_where_refused(server):
                         await self.ps_return.take_back(server)
-            if not synchronous:  # a ps that the last chief put back may lack what that did not live to count
+            if synchronous:
+                await self.ps_return.close_lost()
+            else:  # a ps that the last chief put back may lack what that did not live to count
                 await self.ps_return.lost_after_restarts(self._lease_book.positions())
         self._lease_book.founders = frozenset(s.incarnation for s in self._sessions.live("worker"))
         self._state.is_open = True

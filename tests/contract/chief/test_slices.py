@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 from typing import Any
@@ -174,4 +175,50 @@ async def test_a_chief_that_follows_does_not_take_back_what_was_leased_before_al
             [again] = (await tasks[0].next()).leases
             assert (again.step, again.unit.index) == (2, 0)
             for task in [*tasks, *workers]:
+                await task.die()
+
+
+class Unmarked(FakePs):
+    """It is not marked what was lost, until it may be."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.mark_gate = asyncio.Event()
+
+    async def MarkLost(self, request: Any, context: Any) -> Any:
+        await self.mark_gate.wait()
+        return await super().MarkLost(request, context)
+
+
+async def test_what_was_lost_of_an_epoch_that_is_over_is_lost_for_a_chief_that_follows(tmp_path: Path) -> None:
+    """The chief died before the ps had closed it: a worker that was started anew got these units once more."""
+    config: dict[str, Any] = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    config |= {"num_workers": 1, "num_ps": 1}
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**config) as first:
+            port = first.address
+            worker = Task(port, "worker:0")
+            async with ps(port, FakePs(0)) as server:
+                await until(lambda: first.job.journal.history.checkpoint)
+                await worker.open(**{**SYNC, "num_examples": 4})
+                for index in range(2):
+                    await worker.next()
+                    server.close_unit(Unit(1, 0, index))
+                    await worker.next([index], wait=False, want=0)
+            reborn = Unmarked(0)
+            await stack.enter_async_context(ps(port, reborn))
+            await until(lambda: first.job.journal.history.updates_lost)
+            place = first.job.sessions.tasks["ps:0"].address
+            await first.kill()
+        reborn.mark_gate.set()
+        assert reborn.session is not None
+        async with chief(bind=port, **config) as second:
+            tasks = [
+                Task(port, "worker:0", resume=worker.incarnation),
+                Task(port, "ps:0", place, reborn.session.incarnation, store_epoch=2),
+            ]
+            await until(lambda: second.job.is_open)
+            assert second.job.lease_book.epoch(1, 0).closed and second.job.get_status().updates_lost == 2
+            assert list(reborn.closed[1, 0]) == [0, 1]
+            for task in (*tasks, worker):
                 await task.die()
