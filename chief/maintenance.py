@@ -145,8 +145,9 @@ class Maintenance(ChiefPart):
 
     async def _watch(self) -> None:
         """Looks what the ps hold, and notes when all know what they are to hold and have values of that."""
-        described, history = await self._ps_pool.describe(), self._journal.history
-        is_all_here = len(described) == self._ps_pool.num_ps
+        ready, described, history = self._ps_pool.ready, await self._ps_pool.describe(), self._journal.history
+        is_same = self._ps_pool.ready == ready  # else what is described may be from before the number of ps changed
+        is_all_here = is_same and len(described) == len(ready) == self._ps_pool.num_ps
         holding = sorted(one.task for one, each in described.items() if each.holds_rows)
         lacking = sorted(one.task for one, each in described.items() if not each.complete)
         self._has_begun = self._has_begun or bool(holding or history.initialized)
@@ -156,6 +157,7 @@ class Maintenance(ChiefPart):
         self._is_trained = is_complete and any(each.step for each in described.values())
         if is_complete and (history.is_rerouted or not history.initialized):
             self._journal.write("initialized", tasks=holding)
+            await self._recovery.ps_return.lost_after_restarts(self._lease_book.positions())
 
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""

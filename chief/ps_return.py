@@ -233,10 +233,16 @@ class PsReturn(ChiefPart):
         return True
 
     async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
-        """Counts and closes accepted units that a ps has no update of; their number, and the step of the ps."""
+        """Counts and closes accepted units that a ps has no update of; their number, and the step of the ps.
+
+        Of one that no worker has told yet whether it is to hold rows, among another number of ps, this comes later.
+        """
         described = await self._ps_pool.insist(server, lambda each: each.describe_units())
-        if described is None or (described.complete and not described.holds_rows):
-            return 0, 0  # no update has a part there, and what it has closed says nothing
+        if described is None:
+            return 0, 0
+        is_untold = self._journal.history.is_rerouted and not self._sessions.work_is_done
+        if not described.holds_rows and (described.complete or is_untold):
+            return 0, described.step  # no update has a part there, and what it has closed says nothing
         absent = minus(accepted, described.applied())
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
@@ -271,14 +277,14 @@ class PsReturn(ChiefPart):
         self._changed.notify()
         return True
 
+    async def close_lost(self) -> None:
+        """Staleness 0: closes on all ps what was lost when they went back: the chief may have died before it had."""
+        if lost := self._journal.history.lost.get(""):
+            await self._ps_pool.insist_all(lambda each: each.mark_lost(lost))
+
     async def lost_after_restarts(self, units: Positions) -> None:
         """Counts and closes those of the reported units that a ps lacks which was put back alone."""
         for server in [each for each in self._ps_pool.servers if each.incarnation in self._restarted]:
             num_lost, _ = await self._mark_lost(server, units)
             if num_lost:
                 logger.warning("%s lacks %d more updates reported after its restore", server.incarnation.task, num_lost)
-    async def close_lost(self) -> None:
-        """Staleness 0: closes on all ps what was lost when they went back: the chief may have died before it had."""
-        if lost := self._journal.history.lost.get(""):
-            await self._ps_pool.insist_all(lambda each: each.mark_lost(lost))
-

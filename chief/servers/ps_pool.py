@@ -86,10 +86,11 @@ class PsPool:
         return None
 
     async def insist_all(self, call: Callable[[Server], Awaitable[_Result]]) -> dict[Incarnation, _Result]:
-        """As :meth:`insist` on every ps at once; lost ones are left out."""
+        """As :meth:`insist` on every ps at once, without those that serve no more when all have answered."""
         servers = self.servers
-        answers = await asyncio.gather(*(self.insist(server, call) for server in servers))
-        return {server.incarnation: each for server, each in zip(servers, answers, strict=True) if each is not None}
+        answers = zip(servers, await asyncio.gather(*(self.insist(server, call) for server in servers)), strict=True)
+        here = self.servers
+        return {server.incarnation: each for server, each in answers if each is not None and server in here}
 
     async def describe(self) -> dict[Incarnation, ServerDescription]:
         """What every ps has applied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,88 @@ async def test_a_ps_that_is_to_end_is_no_newcomer_and_one_that_held_nothing_has_
                 assert job.sessions.tasks["ps:1"].open and not job.sessions.newcomers
                 job.scaling.tick()
                 assert job.journal.history.wanted_ps == 1
+
+
+class Told(FakePs):
+    """It begins from a checkpoint of another number of ps, and says that it holds rows when a worker has told it so."""
+
+    num_taken: int | None = None
+    """Elements; None: nobody has told it yet."""
+
+    def describe(self) -> Any:
+        described = super().describe()
+        described.origin_elements, described.taken_elements = 8, self.num_taken or 0
+        described.complete = self.num_taken is not None
+        return described
+
+
+@pytest.mark.parametrize("num_taken", [0, 8])
+async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows(
+    tmp_path: Path, num_taken: int
+) -> None:
+    """It came back before any worker had told it, and updates that had no part there were told to be lost."""
+    async with cluster(**folders(tmp_path)) as (running, [worker], [first]):
+        job = running.job
+        await begun(running, worker, first)
+        await ask(worker, 2)
+        async with ps(running.address, Told(1)) as dead:
+            await until(lambda: len(job.sessions.live("ps")) == 2 and not first.token)
+            await worker.next([0], wait=False)
+            assert dead.session is not None
+            await dead.session.die()
+            await until(lambda: len(job.sessions.servers) == 1)
+        second = Told(1)
+        async with ps(running.address, second):
+            await until(lambda: len(job.sessions.live("ps")) == 2)
+            assert second.restored_from and job.get_status().updates_lost == 0
+            second.num_taken = num_taken
+            await until(lambda: not job.journal.history.is_rerouted)
+            await until(lambda: job.get_status().updates_lost == (1 if num_taken else 0))
+            assert job.journal.history.initialized == (["ps:0", "ps:1"] if num_taken else ["ps:0"])
+
+
+class Late(FakePs):
+    """Its answer to one question takes a while."""
+
+    gate: asyncio.Event | None = None
+
+    async def DescribeUnits(self, request: Any, context: Any) -> Any:
+        described, gate, self.gate = await super().DescribeUnits(request, context), self.gate, None
+        if gate is not None:
+            await gate.wait()
+        return described
+
+    async def RestoreShards(self, request: Any, context: Any) -> Any:
+        self.complete = False
+        return await super().RestoreShards(request, context)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_what_ps_said_before_their_number_changed_says_nothing_of_what_they_hold_now(
+    tmp_path: Path, dies: bool
+) -> None:
+    """The one that was left out was taken for all there were; when the other came back, it was put back to nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(**{**folders(tmp_path), "num_ps": 2}))
+        servers = [Late(index) for index in range(2)]
+        for server in servers:
+            await stack.enter_async_context(ps(running.address, server))
+        worker, job = Task(running.address, "worker:0"), running.job
+        stack.push_async_callback(worker.die)
+        await worker.ready()
+        await begun(running, worker, servers[0])
+        servers[0].gate = gate = asyncio.Event()
+        looking = asyncio.create_task(job._maintenance._watch())
+        await until(lambda: servers[0].gate is None)
+        await ask(worker, 1)
+        await until(lambda: worker.membership.num_ps == 1 and not servers[0].token)
+        assert servers[0].session is not None
+        if dies:
+            await servers[0].session.die()
+            await until(lambda: not job.sessions.servers)
+        gate.set()
+        await looking
+        assert job.journal.history.initialized == ["ps:0"] and job.journal.history.is_rerouted
 
 
 @pytest.mark.parametrize(
