@@ -67,7 +67,7 @@ class Backup:
         with self._changed:
             if self._lane is not None:
                 assert self._asker is not None
-                return self._asker[0] if self._whole == self._asker else f"{self._asker[0]} copies"
+                return self._asker[0] if self._is_told else f"{self._asker[0]} copies"
             return f"{self._whole[0]} broke off" if self._whole is not None else "none"
 
     @property
@@ -146,7 +146,7 @@ class Backup:
             told = self._told
 
             def is_settled() -> bool:
-                return self._whole is None or (self._lane is not None and self._confirmed >= told)
+                return self._whole is None or (self._is_told and self._confirmed >= told)
 
             self._wait(lambda: is_settled() or self._closed)
             if not is_settled():
@@ -194,9 +194,16 @@ class Backup:
                 self._go_on_alone()
         self._close_ended()
 
+    @property
+    def _is_told(self) -> bool:
+        """With the lock held: whether the copy with everything acknowledged is the one that is told what changes. It is
+        not while its process follows anew, until that says that it has dropped it."""
+        is_same = (self._whole, self._whole_number) == (self._asker, self._number)
+        return self._lane is not None and self._whole is not None and is_same
+
     def _go_on_alone(self) -> None:
         """With the lock held."""
-        lane = self._lane if self._number == self._whole_number else None
+        lane = self._lane if self._is_told else None
         self._whole = None
         self._end(lane)
 

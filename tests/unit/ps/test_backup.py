@@ -117,6 +117,17 @@ def test_from_then_on_a_change_is_acknowledged_when_the_backup_has_it(backup: Ba
     assert backup.words == "ps:1"
 
 
+def test_a_backup_that_follows_anew_has_its_last_copy_until_it_says_that_it_dropped_it(backup: Backup) -> None:
+    """What that lacked was acknowledged, and the ps died before the backup had heard that it begins again."""
+    whole(backup)
+    tell(backup)
+    waiting = Waiting(backup.settle)
+    backup.begin(FIRST, 2, Lane(), 1, lambda told: None)
+    assert waiting.waits and backup.words == "ps:1 copies"
+    backup.confirm(FIRST, 0)
+    waiting.returns()
+
+
 @pytest.mark.parametrize("end", ["lets go", "dies", "is fenced", "another process"])
 def test_a_copy_that_broke_off_holds_everybody_up_until_nobody_can_take_it(backup: Backup, end: str) -> None:
     lane, _ = whole(backup)
