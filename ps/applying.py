@@ -120,7 +120,7 @@ class Applying:
         """Counts by how many updates the weights lacked that a gradient was computed with."""
         for commit in groups:
             now = self._state.locked_group(commit.group).version
-            if commit.have is not None and commit.have.store_epoch == now.store_epoch:
+            if commit.have is not None and commit.have.epoch == now.epoch:
                 bucket = measures.staleness_bucket(now.counter - commit.have.counter)
                 self._state.totals.add(labelled(measures.STALENESS, bucket), 1)
                 return

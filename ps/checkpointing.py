@@ -184,7 +184,7 @@ class Checkpointing:
         state.store_epoch = epoch  # from here on nobody new gets inside: waiting calls see another epoch
         state.changed.notify_all()
         state.changed.wait_for(lambda: state.gate.num_inside == 0)
-        state.locked_groups = {group.spec.group: LockedGroup(group, epoch) for group in content.groups}
+        state.locked_groups = {group.spec.group: LockedGroup(group) for group in content.groups}
         state.units = content.units
         state.steps.clear()
         state.staging.clear()

@@ -69,7 +69,7 @@ class StoreCopy:
         """Somebody goes on from it: nothing of the process that it is of is believed any more."""
         self.state = state
         self._applying = Applying(state)
-        state.locked_groups = {group.spec.group: LockedGroup(group, state.store_epoch) for group in groups}
+        state.locked_groups = {group.spec.group: LockedGroup(group) for group in groups}
         state.units, state.is_told = image.content.units, True
         state.senders.inherit(image.done)
 

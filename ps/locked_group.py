@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import torch
@@ -21,17 +22,16 @@ class LockedGroup:
 
     Args:
         group: the group.
-        store_epoch: of the store it belongs to.
     """
 
-    def __init__(self, group: ShardGroup, store_epoch: int) -> None:
+    def __init__(self, group: ShardGroup) -> None:
         self.group = group
         self.publisher = Publisher(group.spec.group)
         self.lock = threading.RLock()
         self.is_awaited = False
         """Somebody who can give it values has told of it: they are on their way."""
         self.apply_measure = labelled(measures.GROUP_APPLY, str(group.spec.group))
-        self._store_epoch = store_epoch
+        self._epoch = random.getrandbits(63)
         self._scratch: torch.Tensor | None = None
 
     @property
@@ -42,7 +42,7 @@ class LockedGroup:
     @property
     def version(self) -> Version:
         """Version of the weights now."""
-        return Version(self._store_epoch, self.group.counter)
+        return Version(self._epoch, self.group.counter)
 
     def scratch(self) -> torch.Tensor:
         """A flat tensor of the group's size to merge slices in; kept, because fresh memory costs page faults."""

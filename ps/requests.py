@@ -14,8 +14,8 @@ from stratagem.ps.units import UnitClose
 class Version(NamedTuple):
     """Version of a shard group."""
 
-    store_epoch: int
-    """Changes with every restore."""
+    epoch: int
+    """Of the group in this process, since its last restore: nobody else counts on under it."""
     counter: int
     """Grows with every change of the weights."""
 

@@ -71,7 +71,7 @@ class Variables:
                         check_group(spec)
                 check_new_groups(new, [locked.spec for locked in state.locked_groups.values()], state.limits)
                 for spec in new:
-                    state.locked_groups[spec.group] = LockedGroup(new_group(spec), state.store_epoch)
+                    state.locked_groups[spec.group] = LockedGroup(new_group(spec))
                 empty = [spec.group for spec in groups if not state.locked_groups[spec.group].group.initialized]
                 state.changed.notify_all()
                 locked_groups = [state.locked_groups[spec.group] for spec in groups]
@@ -131,8 +131,6 @@ class Variables:
             versions = tuple(locked.send_slot(lane, request.reply_transfer, request.slot) for locked in locked_groups)
         else:
             versions = send_weights(state, request.sender, request.groups, request.reply_transfer, call)
-        if state.backup is not None:
-            state.backup.settle()  # else the process that takes the copy has another content of this version
         if not locked_groups:
             return PullResult(versions)
         with locked_groups[0].lock:
@@ -179,7 +177,7 @@ class Variables:
                 taken = origin.take(spec)
                 with state.changed:
                     if taken is not None and state.origin is origin:
-                        state.locked_groups[spec.group] = LockedGroup(taken, state.store_epoch)
+                        state.locked_groups[spec.group] = LockedGroup(taken)
                         state.changed.notify_all()
 
     def _make_tables(self, locked_groups: Sequence[LockedGroup]) -> None:

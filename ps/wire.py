@@ -193,7 +193,7 @@ def add_versions(target: Any, versions: Iterable[GroupVersion]) -> None:
     for group, version, num_frames, num_updates in versions:
         message = target.add()
         message.group, message.num_frames, message.num_updates = group, num_frames, num_updates
-        message.version.store_epoch, message.version.counter = version
+        message.version.epoch, message.version.counter = version
 
 
 def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
@@ -259,7 +259,7 @@ def _transfer(message: ps_pb2.TransferRef) -> TransferRef:
 
 
 def _version(message: ps_pb2.Version) -> Version:
-    return Version(message.store_epoch, message.counter)
+    return Version(message.epoch, message.counter)
 
 
 def _group_commits(messages: Iterable[ps_pb2.GroupCommit]) -> tuple[GroupCommit, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stratagem.cluster.backups import backup_of
@@ -16,6 +16,7 @@ from stratagem.ps.requests import CommitResult, CommitUpdate
 from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitLedger
+from stratagem.worker.push.variables import RemoteVariables
 from tests.simulation.invariants import Invariants, variables_of
 from tests.simulation.threads import here
 
@@ -48,7 +49,8 @@ class Copies:
         """The process that a copy is of."""
         self.contents: dict[tuple[_Process, int, int, int], bytes] = {}
         """What a group holds after so many updates, by its process, number, store epoch and version."""
-        self.num_taken = 0
+        self.doomed: set[str] = set()
+        """ps that die once a worker has an update of theirs that the copy lacks yet."""
 
     @property
     def is_kept(self) -> bool:
@@ -91,7 +93,6 @@ class Copies:
 
     def taken(self, heir: str, image: StoreImage) -> None:
         """Nothing that the ps acknowledged is lacking; weights and ledger of the copy say the same."""
-        self.num_taken += 1
         checks, ledger, source = self._checks, image.content.units, image.source
         lacking = [
             update
@@ -122,16 +123,33 @@ class Copies:
         stores = {task: store for task, store in self._checks.stores.items() if store.state.locked_groups}
         return bool(stores) and all(self._is_whole(store) for store in stores.values())
 
+    def came(self, task: str, have: Mapping[int, Any]) -> None:
+        """A worker has weights of a ps, which may be one to die now."""
+        if task not in self.doomed or not self.are_whole():
+            return
+        copy = self._checks.stores[backup_of(task, self._checks.cluster.job.num_ps)].copies.kept[task]
+        if any(version.counter > copy.state.locked_groups[group].group.counter for group, version in have.items()):
+            self.doomed.discard(task)
+            cluster, world = self._checks.cluster, self._world
+            for name, process in cluster.tasks.items():
+                if name.startswith("worker:") and process is not world.process:  # the update comes again late
+                    process.paused_until = max(process.paused_until, world.now + 4 * world.random.random())
+            world.after(0.0, None, cluster.network.lose, cluster.tasks[task])
+
     def _is_whole(self, store: Store) -> bool:
         cluster, backup = self._checks.cluster, store.state.backup
         holder = backup_of(store.task, cluster.job.num_ps)
-        if backup is None or backup._lane is None or backup._whole is None or backup._whole != backup._asker:
+        if backup is None or not backup._is_told:
             return False
         if backup._waiting and self._world.now - backup._silent_since > SILENCE_S / 2:
             return False  # it may be told to drop what it has
         copy = self._checks.stores[holder].copies.kept.get(store.task)
-        is_there = all(cluster.tasks[task].alive for task in (store.task, holder))
-        return is_there and copy is not None and copy.is_whole and copy.source.key == (store.task, store.incarnation)
+        is_told = any(
+            (call.client, call.server) == (cluster.tasks[holder], cluster.tasks[store.task])
+            for call in cluster.network.calls
+            if call.method.endswith("/Transfer")
+        )
+        return is_told and copy is not None and copy.is_whole and copy.source.key == (store.task, store.incarnation)
 
 
 def hooks() -> Iterator[tuple[Any, str, Any]]:
@@ -191,6 +209,15 @@ def hooks() -> Iterator[tuple[Any, str, Any]]:
 
         return init
 
+    def on_come(real: Any) -> Any:
+        def take(self: RemoteVariables, client: Any, call: Any) -> Any:
+            reply = real(self, client, call)
+            copies().came(client.task, self.have(client.index))
+            return reply
+
+        return take
+
+    yield RemoteVariables, "take", on_come
     yield Commits, "commit_update", on_commit
     yield Applying, "apply", on_apply
     yield StoreCopy, "__init__", on_copy

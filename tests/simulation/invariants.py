@@ -21,11 +21,12 @@ from stratagem.chief.recovery import NOBODY, Recovery
 from stratagem.data.order import epoch_order
 from stratagem.errors import CheckpointError
 from stratagem.ps import snapshot
-from stratagem.ps.locked_group import LockedGroup
+from stratagem.ps.published import Publisher
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitLedger
+from stratagem.worker.push.variables import RemoteVariables
 from tests.simulation.threads import here
 from tests.simulation.world import World
 
@@ -101,13 +102,17 @@ class Invariants:
         if incarnation in self.released and is_member:
             self.world.fail(f"{self.task()} takes an update from {incarnation}, whose units have gone to others")
 
-    def publish(self, group: LockedGroup) -> None:
-        """A version says which weights are meant, for ever."""
-        version = group.version
-        key = (self.task(), group.spec.group, version.store_epoch, version.counter)
-        data = group.group.weights.numpy().tobytes()
-        if self.published.setdefault(key, data) != data:
-            self.world.fail(f"{key[0]} has two contents of version {version}")
+    def publish(self, ps: str, group: int, version: Any, weights: torch.Tensor) -> None:
+        """A version says which weights are meant, for ever: on the ps that sends it, and on the worker that has it."""
+        data = weights.numpy().tobytes()
+        if self.published.setdefault((ps, group, version.epoch, version.counter), data) != data:
+            self.world.fail(f"{self.task()} has another content of version {version} of {ps}")
+
+    def came(self, variables: RemoteVariables, ps: int) -> None:
+        """A worker has what a reply says that it has, whether that brought it or not."""
+        for group, version in variables.have(ps).items():
+            tensors = [variables.targets.tensors[shard.variable] for shard in variables.layout.shards[group, ps]]
+            self.publish(f"ps:{ps}", group, version, torch.cat([tensor.detach() for tensor in tensors]))
 
     def note_lost(self, units: Any, closed: Any) -> None:
         """A ps is told to do without units that it has not."""
@@ -125,10 +130,18 @@ class Invariants:
             self.world.fail(f"unit {unit} is leased to {incarnation}, and it was accepted")
         if incarnation == NOBODY:
             return
-        is_given_up = before in (None, incarnation) or (before.task, before.number) in self.released
+        is_given_up = before in (None, incarnation) or self._is_released(before)
         if not is_given_up and (chief is self.cluster.chief_job or self._knows_of_lease(before, unit)):
             self.world.fail(f"unit {unit} is leased to {incarnation}, and {before} has it still")
         self.holders[unit] = incarnation, self.cluster.chief_job
+
+    def _is_released(self, incarnation: Any) -> bool:
+        """Whether its units may go to others: a chief that follows has every ps refuse it, and releases nothing."""
+        key, job = (incarnation.task, incarnation.number), self.cluster.chief_job
+        servers = [self.stores[str(session.task)] for session in job.sessions.live("ps")]
+        if all(store.state.senders._fenced.get(key[0], 0) >= key[1] for store in servers):
+            self.released.add(key)
+        return key in self.released
 
     def _knows_of_lease(self, incarnation: Any, unit: tuple[int, int, int]) -> bool:
         """Whether a worker has heard of a lease: the chief that gave it may have died with the reply."""
@@ -270,11 +283,19 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return enter
 
     def on_send(real: Any) -> Any:
-        def send_weights(self: Any, *arguments: Any, **named: Any) -> Any:
-            checks().publish(self)
-            return real(self, *arguments, **named)
+        def send(self: Any, version: Any, weights: Any, *arguments: Any) -> Any:
+            checks().publish(checks().task(), self._group, version, weights)
+            return real(self, version, weights, *arguments)
 
-        return send_weights
+        return send
+
+    def on_take(real: Any) -> Any:
+        def take(self: Any, client: Any, call: Any) -> Any:
+            reply = real(self, client, call)
+            checks().came(self, client.index)
+            return reply
+
+        return take
 
     def on_release(real: Any) -> Any:
         async def release(self: Any, incarnation: Any) -> Any:
@@ -373,7 +394,8 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
     yield ShardGroup, "apply", after_apply
     yield StoreState, "enter", on_enter
-    yield LockedGroup, "send_weights", on_send
+    yield Publisher, "send", on_send
+    yield RemoteVariables, "take", on_take
     yield Recovery, "release", on_release
     yield LeaseBook, "epoch", on_epoch
     yield EpochLeases, "acquire", on_acquire

@@ -18,6 +18,7 @@ from stratagem.ps.backup import Backup
 from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.copies import StoreCopy
 from stratagem.ps.senders import Senders
+from stratagem.ps.state import StoreState
 from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.units import UnitLedger
 
@@ -134,6 +135,18 @@ def _forgetful_copy() -> Iterator[_Change]:
     yield StoreCopy, "commit", commit
 
 
+def _inherited_versions() -> Iterator[_Change]:
+    """A process that takes a copy over counts versions on under the epoch of the one that died."""
+    real = StoreState.locked_group
+
+    def locked_group(self: Any, group: int) -> Any:
+        found = real(self, group)
+        found._epoch = self.store_epoch
+        return found
+
+    yield StoreState, "locked_group", locked_group
+
+
 MUTATIONS = {
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
@@ -150,6 +163,7 @@ MUTATIONS = {
     "early reply": _early_reply,
     "copy left behind": _copy_left_behind,
     "forgetful copy": _forgetful_copy,
+    "inherited versions": _inherited_versions,
 }
 """By name."""
 

@@ -148,6 +148,12 @@ class Network:
         if server is None or not server.process.alive:
             raise ConnectionRefusedError("connection refused")
 
+    def lose(self, process: Process) -> None:
+        """Its machine is gone, and what was on its way from there."""
+        for call in [call for call in self.calls if call.server is process]:
+            self.world.after(0.0, call.client, call._end_at_client, unavailable("Socket closed"))
+        process.kill()
+
     def process_died(self, process: Process) -> None:
         """Its kernel closes its connections."""
         for address in [address for address, server in self.servers.items() if server.process is process]:

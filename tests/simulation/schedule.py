@@ -134,7 +134,11 @@ def _copied(rng: random.Random, job: Job, faults: list[Fault]) -> tuple[Job, lis
     job = dataclasses.replace(job, ps_replicas=2, num_ps=num_ps, num_variables=num_variables, max_ps=0)
     if rng.random() < 0.5:
         times = [0.2 + 3 * rng.random() for _ in range(rng.choice((1, 2, 3)))]
-        faults = [Fault(at_s, "kill copied", f"ps:{rng.randrange(num_ps)}") for at_s in times]
+        kill, ahead = KILLS_OF_COPIED
+        faults = [Fault(at_s, kill, f"ps:{rng.randrange(num_ps)}") for at_s in times]
+        if rng.random() < 0.5:  # when several workers commit at once
+            job = dataclasses.replace(job, num_workers=3, step_s=0.03)
+            faults = [dataclasses.replace(fault, kind=ahead, at_s=fault.at_s / 3) for fault in faults]
         return dataclasses.replace(job, epochs=job.epochs + 2), faults
     faults = [fault for fault in faults if fault.kind != "come" and (fault.kind, fault.task) != ("scale", "ps")]
     if rng.random() < 0.8:
@@ -147,6 +151,7 @@ def _copied(rng: random.Random, job: Job, faults: list[Fault]) -> tuple[Job, lis
     return job, faults
 
 
+KILLS_OF_COPIED = ("kill copied", "kill ahead")
 KINDS = (
     *("kill", "kill", "kill", "crash", "pause", "pause", "cut", "cut one way", "cut one way", "reset", "reset"),
     *("clock", "leave", "disk full", "flip"),
@@ -200,6 +205,7 @@ class _Faults:
         kinds: dict[str, Callable[[Fault], None]] = {
             "kill": lambda fault: self._kill(fault.task),
             "kill copied": self._kill_copied,
+            "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,
             "pause": self._pause,
             "cut": lambda fault: self._cut(fault, both=True),
@@ -292,7 +298,7 @@ class _Faults:
 
 def _check_copies(schedule: Schedule, cluster: Cluster) -> None:
     """Ps that die one at a time, when another one has all of what they hold, cost no update."""
-    is_copied = all(fault.kind == "kill copied" for fault in schedule.faults)
+    is_copied = all(fault.kind in KILLS_OF_COPIED for fault in schedule.faults)
     if cluster.job.ps_replicas > 1 and is_copied and (num_lost := cluster.chief_job.journal.history.updates_lost):
         cluster.world.fail(f"{num_lost} updates are lost, though there were copies")
 

@@ -190,7 +190,7 @@ class CommitMessage:
             if version is None:
                 commit.ClearField("have")
             else:
-                commit.have.store_epoch, commit.have.counter = version.store_epoch, version.counter
+                commit.have.epoch, commit.have.counter = version.epoch, version.counter
 
     def commit(
         self,

@@ -134,23 +134,25 @@ Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
 
 @_typing.final
 class Version(_message.Message):
-    """The version of a shard group: (store epoch, updates applied)."""
+    """The version of a shard group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    STORE_EPOCH_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     COUNTER_FIELD_NUMBER: _builtins.int
-    store_epoch: _builtins.int
+    epoch: _builtins.int
+    """Of the group in one process of the ps; another one after a restore, and in a process that took a copy over."""
     counter: _builtins.int
+    """Changes of the weights."""
     def __init__(
         self,
         *,
-        store_epoch: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         counter: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "store_epoch", b"store_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "epoch", b"epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -486,7 +488,7 @@ class GroupCommit(_message.Message):
 
     @_builtins.property
     def have(self) -> Global___Version:
-        """Store epoch and counter of the weights that the sender has; the reply sends only what is newer."""
+        """Version of the weights that the sender has; the reply sends only what is newer."""
 
     def __init__(
         self,

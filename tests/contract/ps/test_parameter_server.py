@@ -187,7 +187,7 @@ def test_hold_admit_save_release_restore(
     saved = stub.SaveShards(save, timeout=TIMEOUT_S)
     assert [file.name for file in saved.files] == ["ps-0.safetensors", "ps-0.json"] and saved.step == 1
     stub.ReleaseCommits(ps_pb2.ReleaseCommitsRequest(sender=CHIEF, token=5), timeout=TIMEOUT_S)
-    stub.CommitUpdate(worker.commit_request(4, worker.stage(4, torch.ones(SIZE)), 1), timeout=TIMEOUT_S)
+    reply = stub.CommitUpdate(worker.commit_request(4, worker.stage(4, torch.ones(SIZE)), 1), timeout=TIMEOUT_S)
     worker.receive(SIZE, 1)
     restore = ps_pb2.RestoreShardsRequest(sender=CHIEF, directory=str(tmp_path))
     assert isinstance(refusal(lambda: stub.RestoreShards(restore, timeout=TIMEOUT_S)), CheckpointError)
@@ -201,7 +201,7 @@ def test_hold_admit_save_release_restore(
     hello = stub.Hello(ps_pb2.HelloRequest(sender=worker.sender(0), next_sequence=40), timeout=TIMEOUT_S)
     assert (hello.store_epoch, hello.next_sequence) == (epoch, 40)
     worker.open_lane()
-    assert worker.pull(8).versions[0].version.store_epoch == epoch
+    assert worker.pull(8, have=reply.versions[0].version).versions[0].version.epoch != reply.versions[0].version.epoch
     assert torch.equal(worker.receive(SIZE, 1), torch.full((SIZE,), -0.5))
 
 
