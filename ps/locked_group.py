@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 import threading
 
 import torch
@@ -31,7 +31,7 @@ class LockedGroup:
         self.is_awaited = False
         """Somebody who can give it values has told of it: they are on their way."""
         self.apply_measure = labelled(measures.GROUP_APPLY, str(group.spec.group))
-        self._epoch = random.getrandbits(63)
+        self._epoch = secrets.randbits(63)  # a script that is ps too may have seeded `random`, in each process alike
         self._scratch: torch.Tensor | None = None
 
     @property

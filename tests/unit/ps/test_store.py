@@ -446,3 +446,12 @@ def test_optimizer_state_travels() -> None:
     assert torch.equal(weights(stores[0]), weights(stores[1]))
     with pytest.raises(ProtocolError, match=r"expected one of its slots \(exp_avg, exp_avg_sq\), got 'ax'"):
         first.pull(slot="ax")
+
+
+def test_processes_count_versions_under_epochs_of_their_own_though_a_script_seeds_them_alike() -> None:
+    def version() -> object:
+        random.seed(1)
+        store, _ = started()
+        return store.state.locked_group(SPEC.group).version
+
+    assert version() != version()
