@@ -31,7 +31,7 @@ from benchmarks.options import (
 from benchmarks.peers import MPI, TENSORFLOW
 from benchmarks.training.cases import LANES as TRAIN_LANES
 from benchmarks.training.cases import fit_cases, ps_cases, step_cases, train_cases
-from benchmarks.training.workloads import ALL_REDUCED, CHANNELS_LAST, CLASSIFIERS, ON_SERVERS, WORKLOADS
+from benchmarks.training.workloads import ALL_REDUCED, CHANNELS_LAST, CLASSIFIERS, ON_SERVERS, TOWERS, WORKLOADS
 
 LINK_SIZES = "4MB,16MB"
 
@@ -210,13 +210,17 @@ def rows_command(blocks: int, as_json: bool) -> None:
 
 
 @click.command("memory")
+@workload_option(TOWERS)
 @lane_option(ALL_LANES, ("shm", "tcp"))
 @workers_option
 @blocks_option
 @json_option
-def memory_command(lanes: tuple[str, ...], num_workers: int, blocks: int, as_json: bool) -> None:
+def memory_command(
+    workloads: tuple[str, ...], lanes: tuple[str, ...], num_workers: int, blocks: int, as_json: bool
+) -> None:
     """What each process of a large model has, by ring and by one ps, beside DistributedDataParallel."""
-    report([memory.memory_cases(lanes, num_workers)], blocks, as_json)
+    cases = [memory.memory_cases(WORKLOADS[name], lanes, num_workers) for name in workloads or TOWERS]
+    report(cases, blocks, as_json)
 
 
 @click.command("start")

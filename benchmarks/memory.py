@@ -15,7 +15,7 @@ from benchmarks import machine
 from benchmarks.runner import Case, Sample, Value
 from benchmarks.training import jobs
 from benchmarks.training.result import JobResult
-from benchmarks.training.workloads import WIDE
+from benchmarks.training.workloads import Workload
 from benchmarks.window import ROLES, family_cpu_s, role_of
 from stratagem.rpc import heap
 
@@ -25,8 +25,6 @@ BASE_MIB = {"worker": 260, "ps": 230, "chief": 60}
 """What a process has that holds no tensor: Python, torch with its compiler in a worker, grpc."""
 _GIVES_BACK = {name: str(128 << 10) if name.startswith("MALLOC_") else "" for name in heap.ENVIRONMENT}
 """What glibc begins with: freed memory of this size goes back. All systems are started with `heap.ENVIRONMENT`."""
-_PART_MIB = 64
-"""The largest layer: a gradient has memory of its own between backward and its bucket."""
 
 
 @dataclasses.dataclass
@@ -95,30 +93,34 @@ def read_pss(rollup: str) -> Peak:
     return Peak(pss, shared)
 
 
-def formula_mib(role: str, num_ps: int) -> float | None:
+def formula_mib(workload: Workload, role: str, num_ps: int) -> float | None:
     """Docs/guides/performance.md: what a process of the workload should have at most; None: nothing is promised."""
-    weights = WIDE.num_parameters * 4 / MIB
+    weights = workload.num_parameters * 4 / MIB
     slots = weights  # of momentum
     if role == "worker":
-        gradients = weights
-        return BASE_MIB[role] + weights + gradients + (0 if num_ps else slots) + _PART_MIB
+        gradients, largest = weights, workload.example_shape[0] ** 2 * 4 / MIB
+        return BASE_MIB[role] + weights + gradients + (0 if num_ps else slots) + largest
     if role == "ps":
         return BASE_MIB[role] + 4 * weights / num_ps
     return float(BASE_MIB[role])
 
 
-def memory_cases(lanes: Sequence[str], num_workers: int) -> list[Case]:
+def memory_cases(workload: Workload, lanes: Sequence[str], num_workers: int) -> list[Case]:
     """Rings and parameter servers over the lanes, and DDP."""
-    ring = [("stratagem", lane, 0, functools.partial(jobs.run_ring, WIDE, num_workers, lane)) for lane in lanes]
-    ps = [("stratagem", lane, 1, functools.partial(jobs.run_ps, WIDE, num_workers, 1, lane)) for lane in lanes]
-    ddp = functools.partial(jobs.run_ddp, WIDE, num_workers)
+    ring = [("stratagem", lane, 0, functools.partial(jobs.run_ring, workload, num_workers, lane)) for lane in lanes]
+    ps = [("stratagem", lane, 1, functools.partial(jobs.run_ps, workload, num_workers, 1, lane)) for lane in lanes]
+    ddp = functools.partial(jobs.run_ddp, workload, num_workers)
     peers = [("ddp", "gloo", 0, ddp), ("ddp, glibc's malloc as it is", "gloo", 0, functools.partial(ddp, _GIVES_BACK))]
-    return [_case(system, lane, num_workers, num_ps, run) for system, lane, num_ps, run in (*ring, *peers, *ps)]
+    return [
+        _case(workload, system, lane, num_workers, num_ps, run) for system, lane, num_ps, run in (*ring, *peers, *ps)
+    ]
 
 
-def _case(system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[], JobResult]) -> Case:
+def _case(
+    workload: Workload, system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[], JobResult]
+) -> Case:
     identity: dict[str, Value] = {
-        "benchmark": "memory", "system": system, "workload": WIDE.name, "lane": lane, "workers": num_workers,
+        "benchmark": "memory", "system": system, "workload": workload.name, "lane": lane, "workers": num_workers,
         "ps": num_ps,
     }  # fmt: skip
 
@@ -127,7 +129,7 @@ def _case(system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[
         watch = Watch(os.getpid(), _ddp_role if system.startswith("ddp") else role_of)
         with watch.running():
             result = run()
-        result.check(WIDE.timed_steps)
+        result.check(workload.timed_steps)
         sample: dict[str, float | None] = {}
         for role in ROLES:
             peak = watch.of(role)
@@ -135,7 +137,7 @@ def _case(system: str, lane: str, num_workers: int, num_ps: int, run: Callable[[
             sample[f"{role}_usual_mib"] = None if peak is None else peak.usual_bytes / MIB
             sample[f"{role}_shared_mib"] = None if peak is None else peak.shared_bytes / MIB
             sample[f"{role}_formula_mib"] = (
-                None if peak is None or system.startswith("ddp") else formula_mib(role, num_ps)
+                None if peak is None or system.startswith("ddp") else formula_mib(workload, role, num_ps)
             )
         return sample, machine.library_versions()
 

@@ -106,7 +106,7 @@ class QueueLane:
 
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         if piece.numel() > LENT_ELEMENTS:
-            return HeldFrame(group, offset, piece, LentPiece(piece, self._memory))
+            return HeldFrame(group, offset, piece, LentPiece(piece, self._memory, from_malloc=True))
         message = weights_message(transfer, group, offset, piece)
         return HeldFrame(group, offset, payload_of(message), (transfer, message))
 
@@ -211,6 +211,8 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
     finally:
         lane.close()
         store.close_lane(sender, lane)
+        if not store.state.senders.num_lanes:
+            store.give_back()
 
 
 @dataclasses.dataclass(frozen=True)

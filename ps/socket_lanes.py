@@ -22,7 +22,7 @@ from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
-from stratagem.rpc import heap, shm_message, tcp_lane
+from stratagem.rpc import shm_message, tcp_lane
 from stratagem.rpc.frame_memory import FrameMemory
 from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces, ReceivingLane
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
@@ -283,10 +283,7 @@ class SocketLanes:
             self._num_open -= 1
             if self._num_open:
                 return
-            for locked in [*self._store.state.locked_groups.values()]:
-                locked.forget_published()
+            self._store.give_back()
             if self._pool is not None:
                 self._pool.close()
                 self._pool = None
-            self._store.state.memory.empty()
-            heap.give_back_freed_memory()

@@ -23,6 +23,7 @@ from stratagem.ps.sync_steps import StepKey
 from stratagem.ps.variables import Variables
 from stratagem.ps.waiting import Call, wait
 from stratagem.rpc.confinement import AllowedFolders
+from stratagem.rpc.heap import give_back_freed_memory
 
 FRAMES_TIMEOUT_S = 30.0
 """Seconds that a control message waits for its frames; they leave the worker before it."""
@@ -120,6 +121,13 @@ class Store:
                 self.state.staging.drop_all(sender)
             if self.state.backup is not None:
                 self.state.backup.lost(lane)
+
+    def give_back(self) -> None:
+        """The last lane is gone: of what was for frames on their way nothing is kept."""
+        for locked in [*self.state.locked_groups.values()]:
+            locked.forget_published()
+        self.state.memory.empty()
+        give_back_freed_memory()
 
     def fence(self, sender: Sender, task: str, incarnation: int, call: Call) -> list[tuple[StepKey, Unit]]:
         """Refuses incarnations of ``task`` up to ``incarnation``; answers once none of them is changing weights.

@@ -18,6 +18,7 @@ from benchmarks.training.workloads import (
     SEED,
     TABLE_ROWS,
     TABLE_WIDTH,
+    TOWERS,
     Workload,
     make_examples,
 )
@@ -40,8 +41,9 @@ def make_model(workload: Workload) -> nn.Module:
         )  # fmt: skip
     if workload.name == "empty":
         return SumOfWeights(workload.num_parameters)
-    if workload.name == "wide":
-        return nn.Sequential(TwoTowers(4096, 3), nn.Linear(4096, NUM_CLASSES))
+    if workload.name in TOWERS:
+        (width,) = workload.example_shape
+        return nn.Sequential(TwoTowers(width, 3), nn.Linear(width, NUM_CLASSES))
     if workload.name == "charlm":
         return GPT(workload.example_shape[0], GPT_WIDTH, GPT_LAYERS)
     if workload.name == "sparse":

@@ -66,6 +66,10 @@ WIDE = Workload("wide", (4096,), 8, 100_704_266, warmup_steps=4, timed_steps=12,
 """Two towers of three dense layers of 4096, and 10 classes: 384 MiB of weights in parts of 64 MiB, and as much
 momentum."""
 WORKLOADS[WIDE.name] = WIDE
+MEDIUM = Workload("medium", (2048,), 8, 25_186_314, warmup_steps=12, timed_steps=48, momentum=0.9)
+"""The same towers at half the width: 96 MiB of weights, for many workers on a small machine."""
+WORKLOADS[MEDIUM.name] = MEDIUM
+TOWERS = (WIDE.name, MEDIUM.name)
 CHANNELS_LAST = dataclasses.replace(WORKLOADS["cnn"], name="cnn-channels-last")
 """The cnn with its weights in torch's memory format channels_last, under every system of torch; TensorFlow's cnn has no
 other."""

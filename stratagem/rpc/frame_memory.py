@@ -15,6 +15,11 @@ MIN_BYTES = 1 << 20
 """Smaller frames are malloc's matter."""
 
 
+def fresh(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """What :meth:`FrameMemory.take` gives, from malloc."""
+    return torch.empty(num_elements, dtype=dtype)
+
+
 class FrameMemory:
     """As much as was ever in use at once, in pieces of the sizes that came. Thread-safe."""
 

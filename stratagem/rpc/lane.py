@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from stratagem.rpc.codec import Frame
-from stratagem.rpc.frame_memory import FrameMemory
+from stratagem.rpc.frame_memory import FrameMemory, fresh
 
 Pieces = Callable[[], Sequence[torch.Tensor]]
 """Gives the tensors whose elements, one after the other, are the payload; called when the lane is ready to send. Their
@@ -22,10 +22,17 @@ def nothing() -> None:
 
 class LentPiece:
     """A piece of a tensor that is sent from where it lies, although its owner may change it first: he says :meth:`keep`
-    before he does, and what has not left by then is copied."""
+    before he does, and what has not left by then is copied.
 
-    def __init__(self, tensor: torch.Tensor, memory: FrameMemory) -> None:
+    Args:
+        tensor: the elements.
+        memory: keeps count, and has room for copies.
+        from_malloc: copies take their room from malloc, as what comes over this lane does: none lies idle beside that.
+    """
+
+    def __init__(self, tensor: torch.Tensor, memory: FrameMemory, *, from_malloc: bool = False) -> None:
         self._memory = memory
+        self._take = fresh if from_malloc else memory.take
         self.tensor = tensor
         """The elements; only with :attr:`guard` held, which nobody holds while a peer does not read."""
         self.guard = threading.RLock()  # a reader may end by the garbage collector, at any point
@@ -36,7 +43,7 @@ class LentPiece:
         """The elements are about to change. Returns whether they had to be copied."""
         with self.guard:
             if self._num_readers:
-                self.tensor = self._memory.take(self.tensor.numel(), self.tensor.dtype).copy_(self.tensor)
+                self.tensor = self._take(self.tensor.numel(), self.tensor.dtype).copy_(self.tensor)
                 self._memory.note(0, self.tensor.nbytes)
                 self._kept = True
             return self._kept

@@ -21,7 +21,7 @@ import torch
 from stratagem.errors import FrameError, PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame, byte_view, dtype_of, frame_of, from_wire_dtype, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
-from stratagem.rpc.frame_memory import FrameMemory
+from stratagem.rpc.frame_memory import FrameMemory, fresh
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
 from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
@@ -270,7 +270,7 @@ class TcpReceiver(SocketReceiver):
         spins: bool = False,
     ) -> None:
         super().__init__(sock, peer, meter, on_wait)
-        self._take = _fresh if memory is None else memory.take
+        self._take = fresh if memory is None else memory.take
         self._max_inbox_bytes = max_inbox_bytes
         self._secure = isinstance(sock, ssl.SSLSocket)
         if self._secure:
@@ -338,10 +338,6 @@ class TcpReceiver(SocketReceiver):
             if not count:
                 raise self._closed()
             return count
-
-
-def _fresh(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(num_elements, dtype=dtype)
 
 
 class TcpLane(TcpSender, TwoSocketLane):

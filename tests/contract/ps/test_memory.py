@@ -18,6 +18,7 @@ from stratagem.cluster.communication import Transport
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import JobStoppedError
+from stratagem.ps import store as ps_store
 from stratagem.ps import waiting
 from stratagem.ps.published import FRAME_BYTES
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
@@ -191,6 +192,17 @@ def test_memory_of_what_is_on_its_way_is_given_back_with_the_last_lane(
     with pushed(address, 2, transport):
         assert _shared_bytes() - before + store.state.memory.num_bytes > 4 * SIZE
     poll(lambda: _shared_bytes() <= before + slots.SEGMENT_BYTES and not store.state.memory.num_bytes)
+
+
+def test_memory_of_messages_is_given_back_with_the_last_lane(
+    store: Store, address: str, patient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr(ps_store, "give_back_freed_memory", lambda: given_back.append(store.state.senders.num_lanes))
+    with pushed(address, 2, "grpc"):
+        assert not given_back
+    poll(lambda: bool(given_back))
+    assert set(given_back) == {0} and store.state.memory.num_bytes == 0
 
 
 def _shared_bytes() -> int:

@@ -133,4 +133,5 @@ def test_frames_of_the_grpc_lane_are_built_when_they_leave(memory: FrameMemory) 
     assert publisher.num_kept_bytes == FLAT.nbytes - first.nbytes
     rest = [decode_frame(next(messages)).tensor for _ in range(NUM_FRAMES - 1)]
     assert torch.equal(torch.cat([first, *rest]), FLAT)
+    assert memory.num_bytes == 0, "beside messages, which malloc holds, memory for frames would lie idle"
     lane.close()
