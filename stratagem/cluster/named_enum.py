@@ -16,6 +16,8 @@ class NamedEnum(enum.Enum):
         ConfigurationError: anything else.
     """
 
+    __hash__ = object.__hash__  # a member is equal to itself alone; Enum's own is written in Python
+
     @classmethod
     def _missing_(cls, value: object) -> NamedEnum:
         for member in cls:

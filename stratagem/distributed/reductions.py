@@ -25,6 +25,7 @@ _OPS: Mapping[str, ReduceOp] = {
     "PRODUCT": ReduceOp.PRODUCT,
 }
 _SUMS = ("SUM", "AVG", "PREMUL_SUM")
+_NAMES = {member.value: name for name, member in dist.ReduceOp.RedOpType.__members__.items()}
 _BITWISE: Mapping[str, Callable[..., torch.Tensor]] = {
     "BAND": torch.bitwise_and,
     "BOR": torch.bitwise_or,
@@ -47,6 +48,8 @@ class RankReduction:
     """Of the group; None: bitwise."""
     factor: Any = None
     """PREMUL_SUM: what this rank's values are multiplied with, a number or a tensor of one element."""
+    is_of_pairs: bool = False
+    """Of complex numbers: the group gets them as pairs."""
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor) -> Run:
         """``out`` = the reduction of every rank's ``source``; it may be the same memory."""
@@ -55,7 +58,7 @@ class RankReduction:
             if self.op is None:
                 out.copy_(self._combined(source, group, tag))
             else:
-                group.all_reduce(self._scaled(source), _real(out), self.op, tag)
+                group.all_reduce(self._scaled(source), self._real(out), self.op, tag)
             self.finish(out, group.size)
 
         return run
@@ -67,13 +70,16 @@ class RankReduction:
             if self.op is None:
                 out.copy_(self._combined(source, group, tag).view(group.size, -1)[group.rank])
             else:
-                group.reduce_scatter(self._scaled(source), _real(out), self.op, tag)
+                group.reduce_scatter(self._scaled(source), self._real(out), self.op, tag)
             self.finish(out, group.size)
 
         return run
 
     def _scaled(self, source: torch.Tensor) -> torch.Tensor:
-        return _real(source if self.factor is None else source * self.factor)
+        return self._real(source if self.factor is None else source * self.factor)
+
+    def _real(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(values).view(-1) if self.is_of_pairs else values
 
     def _combined(self, source: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
         every = [torch.empty_like(source) for _ in range(group.size)]
@@ -98,7 +104,7 @@ def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
     """
     # Not isinstance: torch says of its enum's members, too, that they are ReduceOps.
     kind = op.op if type(op) is dist.ReduceOp else op  # type: ignore[attr-defined]
-    reduction = _reduction(kind, dtype)
+    reduction = _reduction(kind.value, dtype)  # torch makes an object of each, and is slow to compare them
     if reduction.name != "PREMUL_SUM":
         return reduction
     _, factor = op.__getstate__()
@@ -106,18 +112,13 @@ def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
 
 
 @functools.cache
-def _reduction(kind: Any, dtype: torch.dtype) -> RankReduction:
-    name = kind.name
+def _reduction(number: int, dtype: torch.dtype) -> RankReduction:
+    name = _NAMES[number]
     if name in _BITWISE and not (dtype.is_floating_point or dtype.is_complex):
         return RankReduction(name, None)
     is_known = name in _OPS and (name in _SUMS if dtype.is_complex else can_travel(dtype))
     if is_known and not (name == "AVG" and dtype is torch.bool):
-        return RankReduction(name, _OPS[name])
+        return RankReduction(name, _OPS[name], is_of_pairs=dtype.is_complex)
     raise ConfigurationError(
         f"there is no {name} of {name_of(dtype)}: convert the tensor to float32, or gather it and reduce it yourself"
     )
-
-
-def _real(values: torch.Tensor) -> torch.Tensor:
-    """Complex numbers are summed as pairs."""
-    return torch.view_as_real(values).view(-1) if values.is_complex() else values

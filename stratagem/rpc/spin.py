@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SPIN_S = 100e-6
 """Looks for so long before it sleeps: about what two changes of threads and a wake-up cost."""
@@ -53,22 +56,22 @@ class Spin:
         self._pause = 0
         self._num_skipped = 0
 
-    def poll(self, watch: select.poll) -> list[tuple[int, int]]:
-        """What is ready now or within a moment; nothing: sleep."""
-        ready = watch.poll(0)
-        if ready:
-            return ready
+    def until(self, look: Callable[[], T]) -> T:
+        """What ``look`` finds now or within a moment; something false: sleep."""
+        found = look()
+        if found:
+            return found
         if self._num_skipped < self._pause:
             self._num_skipped += 1
-            return ready
+            return found
         self._num_skipped = 0
         if not cores.are_enough():
-            return ready
+            return found
         end = time.monotonic() + SPIN_S
         while time.monotonic() < end:
-            ready = watch.poll(0)
-            if ready:
+            found = look()
+            if found:
                 self._pause = 0
-                return ready
+                return found
         self._pause = min(2 * self._pause + 1, MAX_PAUSE)
-        return ready
+        return found

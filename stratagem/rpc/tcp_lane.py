@@ -7,6 +7,7 @@ from :mod:`stratagem.rpc.lane_listener`, which has checked who is at the other e
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import select
 import socket
@@ -278,8 +279,9 @@ class TcpReceiver(SocketReceiver):
         else:
             wake_reads(sock)
         self._spin = Spin() if spins and not self._secure else None
-        self._watch = select.poll()
-        self._watch.register(sock, select.POLLIN)
+        watch = select.poll()
+        watch.register(sock, select.POLLIN)
+        self._look = functools.partial(watch.poll, 0)
 
     def _keep(self, frame: Frame) -> None:
         super()._keep(frame)
@@ -324,7 +326,7 @@ class TcpReceiver(SocketReceiver):
         """See :data:`stratagem.rpc.read_ahead.Receive`."""
         flags = socket.MSG_WAITALL if whole and not self._secure else 0
         if not whole and self._spin is not None:
-            self._spin.poll(self._watch)
+            self._spin.until(self._look)
         while True:
             if self._error is not None:
                 raise self._error

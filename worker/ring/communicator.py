@@ -273,11 +273,11 @@ class Communicator:
         with self._turn:
             if self._error is not None:
                 raise self._error
-            self.position = Position(self.position.ordinal + 1, self.step, what)
+            self.position = position = Position(self.position.ordinal + 1, self.step, what)
             self._since = time.monotonic()
             try:
-                with FLIGHT.happening("", self.position):
-                    return run(self.position.tag)
+                with FLIGHT.happening("", position):
+                    return run(position.tag)
             except CollectiveError as error:
                 self._error = self._explain(error, self.position)
                 if self.healing is None:  # else those who are left may make it again

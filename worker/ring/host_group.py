@@ -1,6 +1,6 @@
 """Collectives of ranks on one host, through shared memory.
 
-Every rank has segments that all peers map; what moves on sockets is signals of 40 bytes
+Every rank has segments that all peers map; besides there are signals of 40 bytes
 (:mod:`stratagem.worker.ring.host_signals`). Three ways, chosen alike on every rank by size and place:
 
 *Short* all-reduces (:data:`_SHORT_BYTES`) take one round through the scratch memory: each rank writes its values, one
@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
+from stratagem.worker.ring import host_cells
 from stratagem.worker.ring.group import Arena, Tag
 from stratagem.worker.ring.host_arenas import HostArenas
 from stratagem.worker.ring.host_reduction import Reduction, empty
@@ -86,7 +87,9 @@ class HostGroup:
         self._plans = functools.lru_cache(_NUM_CACHED_PLANS)(self._make_plan)
         try:
             with self._signals.collective(Tag(0, 0)):
-                self._scratch = Scratch(self._signals.share(2 * _SLOT_BYTES))
+                shared = self._signals.share(2 * _SLOT_BYTES + host_cells.NUM_BYTES)
+                self._scratch = Scratch([segment[: 2 * _SLOT_BYTES] for segment in shared])
+                self._signals.use_cells([segment[2 * _SLOT_BYTES :] for segment in shared])
         except BaseException:
             self._signals.close("it could not be set up")
             raise
@@ -237,8 +240,7 @@ class HostGroup:
         if self.size == 1 and out is not None:
             out.copy_(source)
             return
-        num_bytes = source.numel() * source.itemsize
-        if num_bytes * self.size <= _SHORT_BYTES:
+        if source.nbytes * self.size <= _SHORT_BYTES:
             self._reduce_short(source, out, op)
             return
         arena, start, result = self._arenas.place(source, out)

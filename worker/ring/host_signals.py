@@ -1,20 +1,23 @@
 """Small messages between the ranks of one host: who stands where, who is ready, who is gone. No payload.
 
-One signal is 40 bytes on an AF_UNIX socket: the tag of the collective, the round within it, and three numbers. An
-exchange sends one to every peer and waits for one from each. Waiting is a blocking system call, after a short look
-where every rank has a core (:mod:`stratagem.rpc.spin`); every peer's end of life wakes it. Whoever breaks a collective
-says why to every peer before it shuts the sockets, so that all ranks name the same culprit.
+One signal is 40 bytes: the tag of the collective, the round within it, and three numbers. An exchange gives one to
+every peer and waits for one from each. Once there is memory for them, signals lie in
+:mod:`stratagem.worker.ring.host_cells`, and the AF_UNIX sockets wake who sleeps; before, and where the processor
+reorders what memory sees, they travel on the sockets. Waiting is a blocking system call, after a short look where every
+rank has a core (:mod:`stratagem.rpc.spin`); every peer's end of life wakes it. Whoever breaks a collective says why to
+every peer before it shuts the sockets, so that all ranks name the same culprit.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import select
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -24,6 +27,7 @@ from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.rpc.spin import Spin
 from stratagem.worker.ring.group import Tag
+from stratagem.worker.ring.host_cells import IS_ORDERED, Cells
 
 _SIGNAL = struct.Struct("=QIIQQQ")
 """Ordinal, fingerprint, round, three numbers."""
@@ -31,6 +35,8 @@ _SIZE = _SIGNAL.size
 _ABORT = 2**64 - 1
 """In place of an ordinal: the sender broke off. Fingerprint: the culprit's rank, or :data:`_NOBODY`; round: bytes of
 text that follow."""
+_BELL = _SIGNAL.pack(2**64 - 2, 0, 0, 0, 0, 0)
+"""Wakes who sleeps until there is something in a cell. One that comes too late says nothing."""
 _NOBODY = 2**32 - 1
 _MAX_TEXT_BYTES = 1000
 LONGEST_WAIT_S = 2_000_000.0
@@ -60,7 +66,7 @@ class Signals:
         self._turn = threading.RLock()
         self._tag = Tag(0, 0)
         self._round = 0
-        self._buffer = bytearray(_SIZE)
+        self._cells: Cells | None = None
         interval = struct.pack("@ll", *divmod(max(1, int(self.timeout_s * 1e6)), 1_000_000))
         for link in self._links.values():
             link.setblocking(True)
@@ -127,27 +133,40 @@ class Signals:
         tag = self._tag
         message = _SIGNAL.pack(tag.ordinal, tag.fingerprint, self._round, first, second, third)
         self._round += 1
-        for peer, link in self._links.items():
-            try:
-                link.send(message)
-            except OSError as error:
-                raise self._lost(peer, error) from None
+        if (cells := self._cells) is None:
+            for peer in self._links:
+                self._send(peer, message)
+        else:
+            if self._failure is not None:
+                raise self._error()
+            for peer in cells.tell(message):
+                self._send(peer, _BELL)
         same = True
-        buffer = self._buffer
-        for peer, link in self._links.items():
-            self.waiting_on = peer
-            self._wait(peer, more)
-            try:
-                count = link.recv_into(buffer, _SIZE, socket.MSG_WAITALL)
-            except OSError as error:
-                raise self._lost(peer, error) from None
-            if buffer != message or count != _SIZE:
+        theirs: bytes | memoryview
+        for peer in self._links:
+            if cells is None:
+                theirs = self._receive(peer, more)
+            else:
+                if not cells.has_told(peer):
+                    self._wait_for_cell(cells, peer, more)
+                theirs = cells.message(peer)
+            if theirs != message:
                 if same:
                     self.told.clear()
                     same = False
-                self.told[peer] = self._differing(peer, count, message)
+                self.told[peer] = self._differing(peer, theirs, message)
         self.waiting_on = None
         return same
+
+    def use_cells(self, memory: Sequence[torch.Tensor]) -> None:
+        """Signals lie in shared memory from now on, where that is possible. Every rank calls it after the same
+        exchange.
+
+        Args:
+            memory: see :class:`stratagem.worker.ring.host_cells.Cells`.
+        """
+        if IS_ORDERED:
+            self._cells = Cells(self.rank, memory, _SIZE)
 
     def share(self, num_bytes: int) -> list[torch.Tensor]:
         """New shared memory for every rank: ``result[r]`` is rank r's, mapped here.
@@ -190,6 +209,7 @@ class Signals:
         """Wakes whoever waits, waits until it has left, and closes the sockets."""
         self._fail(f"rank {self.rank} closed the group: {reason}", None, reason)
         with self._turn:
+            self._cells = None
             for link in self._links.values():
                 link.close()
 
@@ -200,11 +220,57 @@ class Signals:
 
     # -- waiting for one peer ---------------------------------------------------------------------------------
 
-    def _wait(self, peer: int, more: bool) -> None:
-        """Returns when something can be read from ``peer``, or its socket is shut."""
+    def _send(self, peer: int, message: bytes) -> None:
+        """A signal, or a bell: of these a full socket has enough to wake its other end."""
+        try:
+            self._links[peer].send(message, socket.MSG_DONTWAIT if message is _BELL else 0)
+        except OSError as error:
+            if message is not _BELL or not isinstance(error, BlockingIOError):
+                raise self._lost(peer, error) from None
+
+    def _receive(self, peer: int, more: bool) -> bytes:
+        """A signal on a socket, which may be torn."""
+        self.waiting_on = peer
+        look = functools.partial(self._watches[more, peer].poll, 0)
+        self._wait(peer, more, () if self._spin is None else self._spin.until(look))
+        try:
+            return self._links[peer].recv(_SIZE, socket.MSG_WAITALL)
+        except OSError as error:
+            raise self._lost(peer, error) from None
+
+    def _wait_for_cell(self, cells: Cells, peer: int, more: bool) -> None:
+        """Returns when a peer has told something in this exchange."""
+        self.waiting_on = peer
+
+        def look() -> bool:
+            if cells.has_told_soon(peer):
+                return True
+            self._watches[more, peer].poll(0)  # gives other threads of this process a turn
+            return False
+
+        if self._spin is not None and self._spin.until(look):
+            return
+        cells.sleep_for(peer)
+        try:
+            while not cells.has_told(peer):
+                self._wait(peer, more)
+                try:
+                    record = self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT)
+                except OSError as error:
+                    raise self._lost(peer, error) from None
+                if record != _BELL:
+                    raise self._lost(peer, None, record)
+        finally:
+            cells.sleep_for(None)
+
+    def _wait(self, peer: int, more: bool, events: Sequence[tuple[int, int]] = ()) -> None:
+        """Returns when something can be read from ``peer``, or its socket is shut.
+
+        Args:
+            events: what was found so far.
+        """
         watch = self._watches[more, peer]
         awaited = self._descriptors[peer]
-        events = self._spin.poll(watch) if self._spin is not None else []
         while True:
             events = events or watch.poll(self.timeout_s * 1000)
             if not events:
@@ -212,7 +278,7 @@ class Signals:
             ended = {descriptor for descriptor, _ in events}
             if awaited in ended:
                 return
-            events, watch = [], self._watch(peer, more)
+            events, watch = (), self._watch(peer, more)
             for other, descriptor in self._descriptors.items():
                 if descriptor in ended:
                     if more or not self._has_signalled(other):
@@ -220,18 +286,20 @@ class Signals:
                     watch.unregister(descriptor)  # it has done its part and ended in peace
 
     def _has_signalled(self, peer: int) -> bool:
-        """Whether a signal that is no abort can be read from a peer that has shut its socket."""
+        """Whether a peer that has shut its socket gave its signal before."""
+        if self._cells is not None:
+            return self._cells.has_told(peer)
         try:
             head = self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except OSError:
             return False
         return len(head) == _SIZE and _SIGNAL.unpack(head)[0] != _ABORT
 
-    def _differing(self, peer: int, count: int, message: bytes) -> tuple[int, int, int]:
-        """The numbers in the buffer, when it holds a signal of the same place in the same collective."""
-        if count != _SIZE:
+    def _differing(self, peer: int, theirs: bytes | memoryview, message: bytes) -> tuple[int, int, int]:
+        """The numbers of a peer's signal, when it is one of the same place in the same collective."""
+        if len(theirs) != _SIZE:
             raise self._lost(peer, None)
-        ordinal, fingerprint, place, first, second, third = _SIGNAL.unpack(self._buffer)
+        ordinal, fingerprint, place, first, second, third = _SIGNAL.unpack(theirs)
         if ordinal == _ABORT:
             raise self._aborted(peer, fingerprint, place)
         own_ordinal, own_fingerprint, own_place, *_ = _SIGNAL.unpack(message)
@@ -260,15 +328,16 @@ class Signals:
     def _receive_segment(self, peer: int, num_bytes: int) -> Segment | None:
         """None: the peer has none."""
         self.waiting_on = peer
-        self._wait(peer, True)
+        message = _BELL
+        while message == _BELL:  # one that came too late
+            self._wait(peer, True)
+            try:
+                message, descriptor = receive_descriptor(self._links[peer], _SIZE)
+            except OSError as error:
+                raise self._lost(peer, error) from None
         try:
-            message, descriptor = receive_descriptor(self._links[peer], _SIZE)
-        except OSError as error:
-            raise self._lost(peer, error) from None
-        try:
-            self._buffer[: len(message)] = message
             own = _SIGNAL.pack(self._tag.ordinal, self._tag.fingerprint, self._round, 1, 0, 0)
-            has_one, _, _ = self._differing(peer, len(message), own)
+            has_one, _, _ = self._differing(peer, message, own)
         except BaseException:
             if descriptor is not None:
                 os.close(descriptor)
@@ -286,8 +355,8 @@ class Signals:
         assert self._failure is not None
         return CollectiveError(*self._failure)
 
-    def _lost(self, peer: int, error: Exception | None) -> CollectiveError:
-        """The error for a socket that gave no signal."""
+    def _lost(self, peer: int, error: Exception | None, record: bytes = b"") -> CollectiveError:
+        """The error for a socket that gave no signal, but perhaps a ``record`` of something else."""
         if self._failure is not None:
             return self._error()
         if isinstance(error, BlockingIOError):
@@ -297,10 +366,11 @@ class Signals:
                 peer,
             )
         try:  # what it said before it shut the socket
-            while len(data := self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT)) == _SIZE:
-                ordinal, culprit, length, *_ = _SIGNAL.unpack(data)
+            while len(record := record or self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT)) == _SIZE:
+                ordinal, culprit, length, *_ = _SIGNAL.unpack(record)
                 if ordinal == _ABORT:
                     return self._aborted(peer, culprit, length)
+                record = b""
         except OSError:
             pass
         return self._failed(f"rank {peer} is gone: its socket closed in collective {self._tag.ordinal}", peer)

@@ -14,6 +14,7 @@ from concurrent import futures
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
+import pytest
 import torch
 
 from stratagem.errors import PeerUnavailableError
@@ -23,6 +24,7 @@ from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane, ServedGrpcLane
 from stratagem.rpc.lane import Pieces, ReceivingLane, SendingLane
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender, tune
+from stratagem.worker.ring import host_signals
 from stratagem.worker.ring.group import Group
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.ring_group import RingGroup
@@ -155,6 +157,13 @@ def host_groups(size: int, stack: contextlib.ExitStack, timeout_s: float) -> lis
     return in_threads([functools.partial(make, rank, size, links[rank]) for rank in range(size)])
 
 
+def host_groups_on_sockets(size: int, stack: contextlib.ExitStack, timeout_s: float) -> list[HostGroup]:
+    """As on a machine whose processors reorder what memory sees."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_signals, "IS_ORDERED", False)
+        return host_groups(size, stack, timeout_s)
+
+
 def two_level_groups(size: int, stack: contextlib.ExitStack, timeout_s: float) -> list[TwoLevelGroup]:
     """Even ranks on one host, odd ranks on another."""
     hosts = [list(range(first, size, 2)) for first in range(min(2, size))]
@@ -180,6 +189,7 @@ FACTORIES: dict[str, MakeGroups] = {
     "ring over tcp": ring_over(tcp_lane),
     "ring over grpc": ring_over(grpc_lane),
     "shm": host_groups,
+    "shm, signals on sockets": host_groups_on_sockets,
     "two levels": two_level_groups,
 }
 """A new kind of group gets a row here, and has to pass the whole suite."""

@@ -24,8 +24,9 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, SegmentError
 from stratagem.rpc import forks
 from stratagem.rpc.segment import Segment
-from stratagem.worker.ring import host_group
+from stratagem.worker.ring import host_group, host_signals
 from stratagem.worker.ring.group import Arena, Tag
+from stratagem.worker.ring.host_cells import NUM_BYTES, Cells
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.host_reduction import Reduction
 from stratagem.worker.ring.host_scratch import Scratch
@@ -565,14 +566,44 @@ def test_a_closed_group_frees_nothing_under_a_running_reduction(monkeypatch: pyt
         assert texts == ["enough", "rank 0 closed the group: enough"]
 
 
-@pytest.fixture
-def wires() -> Iterator[tuple[Signals, dict[int, socket.socket]]]:
+class FarRank:
+    """What another rank would do, at the far end of its link to rank 2."""
+
+    def __init__(self, signals: Signals, link: socket.socket, cells: Cells | None) -> None:
+        self.link = link
+        self._signals, self._cells = signals, cells
+
+    def tell(self, message: bytes) -> None:
+        """Gives rank 2 a signal."""
+        if self._cells is None:
+            self.link.send(message)
+        elif self._cells.tell(message):
+            self.link.send(host_signals._BELL)
+
+    def hear(self) -> bytes:
+        """The first signal of rank 2."""
+        cells = self._signals._cells
+        if cells is None:
+            return self.link.recv(40)
+        wait_until(lambda: cells._count == 1)
+        return bytes(cells.message(2))
+
+
+Wires = tuple[Signals, dict[int, FarRank]]
+
+
+@pytest.fixture(params=["cells", "sockets"])
+def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
     """Rank 2 of three, and the far ends of its links."""
     near, far = {}, {}
     for peer in (0, 1):
         near[peer], far[peer] = socket.socketpair()
     signals = Signals(2, near, 20.0)
-    yield signals, far
+    memory = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(3)]
+    if request.param == "cells":
+        signals.use_cells(memory)
+    made = {p: Cells(p, memory, 40) if request.param == "cells" else None for p in far}
+    yield signals, {peer: FarRank(signals, link, made[peer]) for peer, link in far.items()}
     signals.close("the test is over")
     for link in far.values():
         link.close()
@@ -587,80 +618,132 @@ def exchanged(signals: Signals, more: bool) -> bool:
         return signals.exchange(more)
 
 
-def test_a_peer_may_end_in_peace_after_its_last_signal(wires: tuple[Signals, dict[int, socket.socket]]) -> None:
+def test_a_peer_may_end_in_peace_after_its_last_signal(wires: Wires) -> None:
     signals, far = wires
     results: list[bool] = []
     waiting = threading.Thread(target=lambda: results.append(exchanged(signals, False)))
     waiting.start()
-    assert far[1].recv(40) == signal_of(9)
-    far[1].send(signal_of(9))
-    far[1].close()
+    assert far[1].hear() == signal_of(9)
+    far[1].tell(signal_of(9))
+    far[1].link.close()
     wait_until(lambda: signals.waiting_on == 0)
-    far[0].send(signal_of(9))
+    far[0].tell(signal_of(9))
     waiting.join(DEADLINE_S)
     assert results == [True]
 
 
-@pytest.mark.parametrize("sent", [b"", signal_of(9)], ids=["before its signal", "between two rounds"])
-def test_a_peer_that_dies_is_named_while_another_is_awaited(
-    wires: tuple[Signals, dict[int, socket.socket]], sent: bytes
-) -> None:
+@pytest.mark.parametrize("tells", [False, True], ids=["before its signal", "between two rounds"])
+def test_a_peer_that_dies_is_named_while_another_is_awaited(wires: Wires, tells: bool) -> None:
     signals, far = wires
     outcomes: list[Outcome[bool]] = []
     waiting = threading.Thread(target=lambda: outcomes.extend(outcomes_of([lambda: exchanged(signals, True)])))
     waiting.start()
-    assert far[1].recv(40) == signal_of(9)
+    assert far[1].hear() == far[0].hear() == signal_of(9)
     wait_until(lambda: signals.waiting_on == 0)
-    far[1].send(sent)
-    far[1].close()
+    if tells:
+        far[1].tell(signal_of(9))
+    far[1].link.close()
     waiting.join(DEADLINE_S)
     error = outcomes[0].error
     assert isinstance(error, CollectiveError)
     assert (str(error), error.rank) == ("rank 1 is gone: its socket closed in collective 9", 1)
-    assert far[0].recv(40) == signal_of(9)
-    assert b"rank 1 is gone" in far[0].recv(1000)
-    assert far[0].recv(1) == b""  # shut
+    assert b"rank 1 is gone" in far[0].link.recv(1000)
+    assert far[0].link.recv(1) == b""  # shut
 
 
-def test_a_peer_that_dies_after_its_signal_is_named_when_more_rounds_follow(
-    wires: tuple[Signals, dict[int, socket.socket]],
-) -> None:
+def test_a_peer_that_dies_after_its_signal_is_named_when_more_rounds_follow(wires: Wires) -> None:
     signals, far = wires
     outcomes: list[Outcome[bool]] = []
     waiting = threading.Thread(target=lambda: outcomes.extend(outcomes_of([lambda: exchanged(signals, True)])))
     waiting.start()
-    assert far[0].recv(40) == signal_of(9)
-    far[0].send(signal_of(9))
+    assert far[0].hear() == signal_of(9)
+    far[0].tell(signal_of(9))
     wait_until(lambda: signals.waiting_on == 1)
-    far[0].close()
+    far[0].link.close()
     waiting.join(DEADLINE_S)
     assert str(outcomes[0].error) == "rank 0 is gone: its socket closed in collective 9"
 
 
-@pytest.mark.parametrize("more", [True, False])
-def test_the_signals_come_in_any_order(wires: tuple[Signals, dict[int, socket.socket]], more: bool) -> None:
+def test_a_peer_may_end_in_peace_when_it_was_heard_and_another_is_awaited(wires: Wires) -> None:
     signals, far = wires
-    far[1].send(signal_of(9))
-    far[0].send(signal_of(9))
+    results: list[bool] = []
+    waiting = threading.Thread(target=lambda: results.append(exchanged(signals, False)))
+    waiting.start()
+    assert far[0].hear() == signal_of(9)
+    far[0].tell(signal_of(9))
+    far[0].link.close()
+    wait_until(lambda: signals.waiting_on == 1)
+    far[1].tell(signal_of(9))
+    waiting.join(DEADLINE_S)
+    assert results == [True]
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_the_signals_come_in_any_order(wires: Wires, more: bool) -> None:
+    signals, far = wires
+    far[1].tell(signal_of(9))
+    far[0].tell(signal_of(9))
     assert exchanged(signals, more)
 
 
-def test_a_torn_signal_is_no_signal(wires: tuple[Signals, dict[int, socket.socket]]) -> None:
+@pytest.mark.parametrize("wires", ["cells"], indirect=True)
+def test_a_signal_that_is_there_needs_no_system_call(wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
     signals, far = wires
-    far[0].send(signal_of(9)[:17])
-    far[0].shutdown(socket.SHUT_RDWR)
+    for rank in far.values():
+        rank.tell(signal_of(9))
+    for name in ("_send", "_receive", "_wait", "_wait_for_cell"):
+        monkeypatch.setattr(Signals, name, lambda *_: pytest.fail("nobody had to wait"))
+    assert exchanged(signals, False)
+
+
+@pytest.mark.parametrize("wires", ["cells"], indirect=True)
+def test_what_a_peer_said_before_it_broke_off_is_heard_where_its_cell_was_awaited(wires: Wires) -> None:
+    signals, far = wires
+    far[0].link.send(host_signals._BELL)  # too late for anything
+    text = b"rank 5 is gone"
+    far[0].link.send(struct.pack("=QIIQQQ", host_signals._ABORT, 5, len(text), 0, 0, 0) + text)
+    far[0].link.close()
+    with pytest.raises(CollectiveError, match="rank 5 is gone") as caught:
+        exchanged(signals, False)
+    assert caught.value.rank == 5
+
+
+def test_a_torn_signal_is_no_signal(wires: Wires) -> None:
+    signals, far = wires
+    far[0].link.send(signal_of(9)[:17])
+    far[0].link.shutdown(socket.SHUT_RDWR)
     with pytest.raises(CollectiveError, match="rank 0 is gone"):
         exchanged(signals, False)
 
 
+def test_bells_that_come_too_late_harm_nothing() -> None:
+    """Neither a wait, nor segments that come behind them, nor a socket that takes no more of them."""
+    with connected(2) as groups:
+        link = groups[0]._signals._links[1]
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(10**6):
+                link.send(host_signals._BELL, socket.MSG_DONTWAIT)
+        barriers = [threading.Thread(target=group.barrier, args=(Tag(1, 1),)) for group in groups]
+        barriers[1].start()
+        wait_until(lambda: groups[1].waiting_on() == 0)
+        barriers[0].start()
+        for barrier in barriers:
+            barrier.join(DEADLINE_S)
+        for _ in range(3):
+            link.send(host_signals._BELL)
+        in_threads([functools.partial(make_arena, group, 4096, 2) for group in groups])
+        assert all(in_threads([functools.partial(works, group, 3) for group in groups]))
+
+
 @pytest.mark.parametrize("num_extra", [0, 1], ids=["no descriptor", "another file"])
-def test_a_peer_that_shares_no_memory(wires: tuple[Signals, dict[int, socket.socket]], num_extra: int) -> None:
+@pytest.mark.parametrize("wires", ["sockets"], indirect=True)
+def test_a_peer_that_shares_no_memory(wires: Wires, num_extra: int) -> None:
     """A signal that promises a segment and brings none breaks the group; a bad one is refused, and all hear of it."""
     signals, far = wires
     promise = struct.pack("=QIIQQQ", 9, 1, 0, 1, 0, 0)
     for peer in (0, 1):
-        socket.send_fds(far[peer], [promise], [far[peer].fileno()][:num_extra])
-        far[peer].send(signal_of(9, place=1))
+        socket.send_fds(far[peer].link, [promise], [far[peer].link.fileno()][:num_extra])
+        far[peer].tell(signal_of(9, place=1))
     with pytest.raises((SegmentError, CollectiveError)) as caught, signals.collective(Tag(9, 1)):
         signals.share(4096)
     expected = "expected a shared segment of 4,096 bytes" if num_extra else "rank 0 sent no descriptor"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 import types
 from pathlib import Path
@@ -15,16 +14,15 @@ from stratagem.rpc.spin import Cores, Spin
 
 
 class Watch:
-    """A poll that finds something at the n-th look; counts them."""
+    """Finds something at the n-th look; counts them."""
 
     def __init__(self, ready_at: int = 10**9) -> None:
         self.num_looks = 0
         self._ready_at = ready_at
 
-    def poll(self, timeout: float) -> list[tuple[int, int]]:
-        assert timeout == 0
+    def look(self) -> bool:
         self.num_looks += 1
-        return [(3, select.POLLIN)] if self.num_looks >= self._ready_at else []
+        return self.num_looks >= self._ready_at
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def looks(spinner: Spin, watch: Watch) -> int:
     """How often one wait looks."""
     before = watch.num_looks
-    spinner.poll(watch)  # type: ignore[arg-type]
+    spinner.until(watch.look)
     return watch.num_looks - before
 
 
@@ -75,7 +73,7 @@ def test_what_is_ready_is_found_at_the_first_look_without_asking_for_cores(monke
 @pytest.mark.usefixtures("free_cores")
 def test_finds_what_comes_within_a_moment() -> None:
     watch = Watch(ready_at=5)
-    assert Spin().poll(watch)  # type: ignore[arg-type]
+    assert Spin().until(watch.look)
     assert watch.num_looks == 5
 
 
@@ -99,6 +97,6 @@ def test_waits_that_last_make_it_look_more_seldom_and_one_that_does_not_makes_it
     while looks(spinner, watch) == 1:
         pass
     soon = Watch(ready_at=2)
-    while not spinner.poll(soon):  # type: ignore[arg-type]
+    while not spinner.until(soon.look):
         soon.num_looks = 0
     assert looks(spinner, Watch()) > 1
