@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import collections.abc
+import functools
+import inspect
 import operator
-from collections.abc import Mapping
-from types import NoneType
-from typing import Any, SupportsFloat
+import os
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Any, SupportsFloat, TypeVar
 
 from stratagem.errors import ConfigurationError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_MANY = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection, list, tuple)
+_WORDS: dict[Any, str] = {
+    **{bool: "True or False", int: "a whole number", float: "a number", str: "a string", NoneType: "None"},
+    **{os.PathLike: "a path", collections.abc.Callable: "a function"},
+    **{collections.abc.Mapping: "a dict", **dict.fromkeys(_MANY, "a list")},
+}
+"""Kinds of arguments, for people; a class is called by its name."""
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
@@ -42,9 +56,7 @@ def above_zero(**values: Any) -> None:
         ConfigurationError: anything else, not-a-number included.
     """
     for name, value in values.items():
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, SupportsFloat) or not float(value) > 0
-        ):
+        if value is not None and not (_is_number(value) and float(value) > 0):
             raise ConfigurationError(f"expected {name} above 0 or None, got {value!r}")
 
 
@@ -72,3 +84,96 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
         raise ConfigurationError(f"expected args as a tuple, (batch,) for one argument, got {type(args).__name__}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ConfigurationError(f"expected kwargs as a dict, got {type(kwargs).__name__}")
+
+
+def checked(function: _Function) -> _Function:
+    """``function``, or a class with its constructor, whose arguments are of the kinds that their annotations say before
+    anything is done with them.
+
+    A number may be one of numpy or torch, True is none, and a string is no list. What an annotation says of elements
+    and literals is left to the function.
+
+    Raises:
+        ConfigurationError: in the call: names the argument, what it takes and what came.
+    """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # Python's own error names the function
+        hints = _hints_of(function)
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            given = value.items() if kind is inspect.Parameter.VAR_KEYWORD else [(name, value)]
+            for key, one in given if name in hints and kind is not inspect.Parameter.VAR_POSITIONAL else ():
+                if not any(_takes(hint, one) for hint in hints[name]):
+                    came = repr(one) if isinstance(one, str | int | float | NoneType) else f"a {type(one).__name__}"
+                    came = f"the class {one.__name__}" if isinstance(one, type) else came
+                    raise ConfigurationError(f"expected {key}= {_in_words(hints[name])}, got {came}")
+        return function(*args, **kwargs)
+
+    return typing.cast(_Function, call)
+
+
+@functools.cache
+def _hints_of(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
+    """What each argument may be. Resolved at the first call, when all that annotations name is loaded.
+
+    What may be given by a name or as a class (an enum, a device, an optimizer) is left out: who looks it up knows the
+    names, and says them.
+    """
+    hints = {name: tuple(_members(hint)) for name, hint in typing.get_type_hints(function).items() if name != "return"}
+    return {name: kinds for name, kinds in hints.items() if type not in kinds and not _are_named(kinds)}
+
+
+def _are_named(kinds: tuple[Any, ...]) -> bool:
+    return str in kinds and not _WORDS.keys() >= {*kinds}
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    """Of a union; of literals their classes."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, UnionType):
+        for one in typing.get_args(hint):
+            yield from _members(one)
+    elif origin is typing.Literal:
+        yield from {type(value) for value in typing.get_args(hint)}
+    else:
+        yield origin or hint
+
+
+def _takes(kind: Any, value: Any) -> bool:
+    if kind is bool:
+        return isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's
+    if kind is int:
+        return _gives(operator.index, value)
+    if kind is float:
+        return _is_number(value)
+    if kind in _MANY:
+        return isinstance(value, kind) and not isinstance(value, str | bytes | Mapping)
+    is_class = isinstance(kind, type) and kind is not Any
+    is_told = is_class and (not getattr(kind, "_is_protocol", False) or getattr(kind, "_is_runtime_protocol", False))
+    return not is_told or isinstance(value, kind)
+
+
+def _is_number(value: Any) -> bool:
+    """Of Python or of a library; no bool."""
+    return isinstance(value, SupportsFloat) and _gives(float, value)
+
+
+def _gives(convert: Callable[[Any], float], value: Any) -> bool:
+    try:
+        return not isinstance(value, bool) and convert(value) is not None
+    except (TypeError, ValueError, RuntimeError):  # a class, a tensor of several elements
+        return False
+
+
+def _in_words(kinds: tuple[Any, ...]) -> str:
+    named = [kind for kind in kinds if not (kind is str and os.PathLike in kinds)]
+    return " or ".join(dict.fromkeys(_WORDS.get(kind) or str(getattr(kind, "__name__", kind)) for kind in named))

@@ -12,6 +12,7 @@ from typing import Any
 import safetensors
 import torch
 
+from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import HOST, check, newest, offer, read_step
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.checkpoint.server_state import ServerState, has_server_state
@@ -150,6 +151,7 @@ def _decode(tree: Json, tensors: Mapping[str, torch.Tensor], variable: Callable[
     return decode(tree, tensor, variable)
 
 
+@checked
 def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> dict[str, Any]:
     """A model of a checkpoint as a plain ``state_dict``, whichever strategy wrote it.
 
@@ -176,6 +178,7 @@ def load_checkpoint(path: str | os.PathLike[str], name: str | None = None) -> di
     return state
 
 
+@checked
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     """Path of the newest complete checkpoint in a directory: the highest step, then the one written last. None if none.
 

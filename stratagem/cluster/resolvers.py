@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from stratagem.arguments import checked
 from stratagem.cluster.slurm import read_slurm
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
@@ -13,6 +14,7 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError
 
 
+@runtime_checkable
 class ClusterResolver(Protocol):
     """What a strategy asks a resolver."""
 
@@ -63,6 +65,7 @@ class _Resolved:
         return self._task.index if self._task else None
 
 
+@checked
 class SimpleClusterResolver(_Resolved):
     """A cluster given by the caller.
 
@@ -86,6 +89,7 @@ class SimpleClusterResolver(_Resolved):
         super().__init__(cluster_spec, _override(None, task_type, task_id))
 
 
+@checked
 class TFConfigClusterResolver(_Resolved):
     """The cluster of TF_CONFIG, of torchrun's variables, or of a step of Slurm: what scripts are told by default.
 
@@ -106,6 +110,7 @@ class TFConfigClusterResolver(_Resolved):
         super().__init__(cluster, _override(task, task_type, task_id))
 
 
+@checked
 class KubernetesClusterResolver(_Resolved):
     """The cluster and the task of a pod, from its environment; nothing is asked of the API server.
 
@@ -154,6 +159,7 @@ def _task_of_pod(task: TaskId | None, task_type: str, environ: Mapping[str, str]
     return TaskId.parse(f"{task_type}:{int(index)}")
 
 
+@checked
 class SlurmClusterResolver(_Resolved):
     """The cluster of a step that ``srun`` started: one task a process, the chief beside worker 0.
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+from stratagem.arguments import check_kind
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
@@ -58,6 +59,7 @@ class ClusterSpec:
         if isinstance(self.chief, Mapping):
             self.__dict__.update(ClusterSpec.from_mapping(self.chief).__dict__)
         for role in TASK_TYPES:
+            check_kind(getattr(self, role), tuple, list)
             for address in getattr(self, role):
                 split_address(address)
         for role in _SINGLE:

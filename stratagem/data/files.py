@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from stratagem.arguments import checked
 from stratagem.data.loaders import rebuild_over
 from stratagem.data.readers import common_of
 from stratagem.errors import ConfigurationError
@@ -28,6 +29,7 @@ class FileBased(Protocol):
         """The same over some of the files."""
 
 
+@checked
 class FileDataset(IterableDataset[T], Generic[T]):
     """The examples of some files, one file after the other. Implements :class:`FileBased`.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from stratagem.arguments import checked
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class MachineConfig:
     """What one task asks of its machine; names as in TensorFlow Cloud.
@@ -27,7 +29,7 @@ class MachineConfig:
     """Accelerators of this task."""
 
     def __post_init__(self) -> None:
-        if self.cpu_cores <= 0 or self.memory_gib <= 0 or self.accelerator_count < 0:
+        if not (self.cpu_cores > 0 and self.memory_gib > 0) or self.accelerator_count < 0:
             raise ConfigurationError(
                 "expected a machine with cpu_cores and memory_gib above 0 and no negative accelerator_count, got "
                 f"{self}"

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, check_rows, has_sparse_gradient
@@ -48,6 +49,7 @@ class Embedding(nn.Embedding):
         remote = cls is Embedding and is_built and current_strategy().holds_tables
         return super().__new__(RemoteEmbedding if remote else cls)
 
+    @checked
     def __init__(
         self,
         num_embeddings: int,
@@ -87,6 +89,7 @@ class Embedding(nn.Embedding):
             fill(self.weight, initial)
 
     @classmethod
+    @checked
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.nn.Embedding.from_pretrained``: a table of these rows, not trained unless ``freeze=False``.
 

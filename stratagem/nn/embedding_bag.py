@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.nn.embedding import check_sparse, checked_sizes, own_weight
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
@@ -46,6 +47,7 @@ class EmbeddingBag(nn.EmbeddingBag):
         remote = cls is EmbeddingBag and is_built and current_strategy().holds_tables
         return super().__new__(RemoteEmbeddingBag if remote else cls)
 
+    @checked
     def __init__(
         self,
         num_embeddings: int,
@@ -88,6 +90,7 @@ class EmbeddingBag(nn.EmbeddingBag):
             fill(self.weight, initial)
 
     @classmethod
+    @checked
     def from_pretrained(cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any) -> Any:
         """As ``torch.nn.EmbeddingBag.from_pretrained``; see :meth:`Embedding.from_pretrained`."""
         return super().from_pretrained(embeddings, freeze, *args, **{"sparse": True, **kwargs})

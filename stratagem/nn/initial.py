@@ -7,11 +7,13 @@ import math
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.cluster.initial_rows import InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.ps.row_values import fill_rows
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Normal:
     """Normally distributed numbers."""
@@ -20,6 +22,7 @@ class Normal:
     std: float = 1.0
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Uniform:
     """Numbers from ``low`` up to ``high``."""
@@ -28,6 +31,7 @@ class Uniform:
     high: float
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class Constant:
     """One number everywhere."""

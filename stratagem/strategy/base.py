@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from stratagem.arguments import checked
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.values import PerReplica, ReduceOp, ValueContext, local_values
 from stratagem.errors import ConfigurationError
@@ -123,6 +124,7 @@ class Strategy:
         finally:
             OPEN_SCOPE.reset(token)
 
+    @checked
     def prepare(
         self,
         *objects: Any,
@@ -245,6 +247,7 @@ class Strategy:
         """
         raise ConfigurationError("distribute_datasets_from_function needs a strategy: build one, or enter its scope")
 
+    @checked
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """A :class:`PerReplica` of what ``value_fn`` returns, called once for each local replica."""
         numbers = range(self.first_replica_id, self.first_replica_id + len(self.local_devices))
@@ -269,6 +272,7 @@ class Strategy:
         """Around what runs outside of replicas in the middle of :meth:`run` (``merge_call`` sees to it)."""
         return contextlib.nullcontext()
 
+    @checked
     def load_once(self, load: Callable[[], object]) -> None:
         """Gives the job other weights after :meth:`prepare`; every worker calls it, at the same place of the script.
 
@@ -286,6 +290,7 @@ class Strategy:
         else:
             self.servers.load_once(load)
 
+    @checked
     def reduce(self, op: ReduceOp | str, value: Any, axis: int | None = None) -> Any:
         """Reduces a value over all replicas in sync; with ``axis=0`` over the batch as well. Every worker must call it.
 
@@ -312,6 +317,7 @@ class Strategy:
             self._saw_loss(mean)
         return mean
 
+    @checked
     def gather(self, value: Any, axis: int) -> Any:
         """The concatenation of all replicas' tensors along ``axis``, in replica order. Every worker must call it.
 
@@ -330,6 +336,7 @@ class Strategy:
         """The local replicas' values."""
         return local_values(value)
 
+    @checked
     def set_weight(self, weight: float) -> None:
         """Says in a step, before backward, what the loss was divided by, when that is not the number of examples."""
         if not weight >= 0:
@@ -356,18 +363,21 @@ class Strategy:
         """
         return {}
 
+    @checked
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Puts the replicas' streams back where :meth:`random_states` found them; those of others are left out."""
 
     def close(self) -> None:
         """Ends the threads of local replicas; nothing can be run after that. A script that ends need not call it."""
 
+    @checked
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
         """Calls ``callback(before, now)`` when ``num_replicas_in_sync`` has changed, because a ring has lost a worker
         or taken one in (``--min-workers``): on all before one step, the first with the new number, for example to scale
         the learning rate. The global batch stays as large as it was.
         """
 
+    @checked
     def report(self, **metrics: float) -> None:
         """Named numbers for the progress display and ``--summary``."""
         if self._meter is not None:

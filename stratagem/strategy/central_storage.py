@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import parse_device, parse_devices
 from stratagem.strategy.replicas.central_replicas import CentralReplicas
@@ -14,6 +15,7 @@ from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.step_meter import StepMeter
 
 
+@checked
 class CentralStorageStrategy(SynchronousStrategy):
     """Synchronous training on several devices of this host with ONE copy of parameters and of optimizer state.
 

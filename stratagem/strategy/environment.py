@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
@@ -19,6 +20,7 @@ from stratagem.strategy.one_device import OneDeviceStrategy
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 
 
+@checked
 def strategy_from_environment(
     name: str | None = None, devices: str | Sequence[str | torch.device] | None = None
 ) -> Strategy:

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.preparation import Preparation
@@ -14,6 +15,7 @@ _divided: set[int] = set()
 """Backwards that have come through a loss of this module, by torch's number of them, while they run."""
 
 
+@checked
 def compute_average_loss(
     per_example_loss: torch.Tensor, sample_weight: torch.Tensor | None = None, global_batch_size: float | None = None
 ) -> torch.Tensor:
@@ -42,6 +44,7 @@ def compute_average_loss(
     return _watched(per_example_loss.sum() / global_batch_size)
 
 
+@checked
 def scale_regularization_loss(regularization_loss: torch.Tensor) -> torch.Tensor:
     """A loss that does not depend on examples, over the replicas in sync: all replicas add it, so it counts once.
 

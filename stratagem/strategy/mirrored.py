@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.strategy.devices import parse_devices
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.step_meter import StepMeter
 
 
+@checked
 class MirroredStrategy(SynchronousStrategy):
     """Synchronous training on several devices of this host, one replica each, in one process.
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
 
-from stratagem.arguments import check_kind
+from stratagem.arguments import checked
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
@@ -29,6 +28,7 @@ from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.step_meter import StepMeter
 
 
+@checked
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
     """Synchronous training: after ``backward()`` every replica's ``.grad`` is the gradient of the global batch.
 
@@ -80,7 +80,6 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "ps; use ParameterServerStrategy (--strategy ps) or leave the ps out"
             )
         own = parse_devices(devices or named_devices(config.devices))
-        check_kind(communication_options, CommunicationOptions, NoneType)
         self.options = communication_options or options_from(config)
         if communication is not None:
             self.options = dataclasses.replace(self.options, implementation=CommunicationImplementation(communication))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.strategy.devices import parse_device
 from stratagem.strategy.synchronous import SynchronousStrategy
 from stratagem.worker.step_meter import StepMeter
 
 
+@checked
 class OneDeviceStrategy(SynchronousStrategy):
     """Trains on one device.
 

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from stratagem.arguments import check_call
+from stratagem.arguments import check_call, checked
 from stratagem.cluster.resolvers import ClusterResolver
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease, Unit
@@ -51,6 +51,7 @@ from stratagem.worker.unit_tracker import UnitTracker
 logger = logging.getLogger(__name__)
 
 
+@checked
 class ParameterServerStrategy(Strategy):
     """Asynchronous (default), bounded-staleness or synchronous training with parameter servers.
 

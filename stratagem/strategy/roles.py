@@ -8,9 +8,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import cast
 
+from stratagem.arguments import check_kind
 from stratagem.chief.__main__ import run as run_chief
 from stratagem.cluster.config import ChiefConfig, PsConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.resolvers import ClusterResolver
@@ -61,6 +62,7 @@ def is_evaluator(resolver: ClusterResolver | None = None) -> bool:
 
 
 def _told(resolver: ClusterResolver | None) -> tuple[TaskId | None, ClusterSpec | None]:
+    check_kind(resolver, ClusterResolver, NoneType)
     if resolver is not None:
         return resolver.task, resolver.cluster_spec()
     placement = placement_from_environment(os.environ)

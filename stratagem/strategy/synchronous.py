@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stratagem.arguments import check_call
+from stratagem.arguments import check_call, checked
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.closure_loss import share_loss
@@ -374,6 +374,7 @@ class SynchronousStrategy(SynchronousInput):
     def random_states(self) -> dict[str, torch.Tensor]:
         return self._local.random_states()
 
+    @checked
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
         self._local.set_random_states(states)
 

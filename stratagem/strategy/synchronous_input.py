@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from stratagem.arguments import checked
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
@@ -36,6 +37,7 @@ class SynchronousInput(Strategy):
     _newcomers: Newcomers | None = None
     """How others come into a ring that heals; None: nobody does."""
 
+    @checked
     def on_membership_change(self, callback: Callable[[int, int], None]) -> None:
         self._membership_callbacks.append(callback)
 

@@ -127,7 +127,10 @@ def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabiliti
 
 
 def _listed(given: Metrics | None) -> Iterable[Any]:
-    return [given] if isinstance(given, str) or callable(given) else cast(Iterable[Any], given or ())
+    if given is None:
+        return ()
+    is_one = isinstance(given, str) or callable(given) or not isinstance(given, Iterable)
+    return [given] if is_one else cast(Iterable[Any], given)
 
 
 def _made(key: str | None, item: Any, device: torch.device, takes_probabilities: bool) -> Iterator[tuple[str, Metric]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stratagem.arguments import whole_number, whole_numbers
+from stratagem.arguments import checked, whole_number, whole_numbers
 from stratagem.data.nested import num_examples
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
@@ -78,6 +78,7 @@ class Model(SingleBatches):
 
     # -- compiling ---------------------------------------------------------------------------------------------
 
+    @checked
     def compile(
         self,
         optimizer: str | torch.optim.Optimizer | OptimizerFactory | None = None,
@@ -147,6 +148,7 @@ class Model(SingleBatches):
 
     # -- training ----------------------------------------------------------------------------------------------
 
+    @checked
     def fit(
         self,
         x: Any,
@@ -205,8 +207,6 @@ class Model(SingleBatches):
             raise ConfigurationError("fit needs compile(optimizer=..., loss=...)")
         whole_numbers(0, epochs=epochs, initial_epoch=initial_epoch)
         whole_numbers(steps_per_epoch=steps_per_epoch, validation_steps=validation_steps)
-        if not isinstance(shuffle, bool):
-            raise ConfigurationError(f"expected shuffle to be True or False, got {shuffle!r}")
         callbacks = listed(callbacks)
         held_out: list[Arrays] = []
 
@@ -259,6 +259,7 @@ class Model(SingleBatches):
 
     # -- asking ------------------------------------------------------------------------------------------------
 
+    @checked
     def evaluate(
         self,
         x: Any,
@@ -297,6 +298,7 @@ class Model(SingleBatches):
             print(f"evaluation  {numbers(logs)}", file=sys.stderr, flush=True)
         return as_asked(logs, return_dict)
 
+    @checked
     def predict(
         self,
         x: Any,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -154,6 +155,7 @@ class ModelState:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
+    @checked
     def save(
         self,
         path: str | os.PathLike[str],
@@ -182,6 +184,7 @@ class ModelState:
             if self.strategy.communicator is not None:
                 self.strategy.communicator.barrier()
 
+    @checked
     def save_weights(self, path: str | os.PathLike[str]) -> str:
         """Saves the weights as the only checkpoint in the folder ``path``, and returns where.
 
@@ -189,6 +192,7 @@ class ModelState:
         """
         return Checkpoint(strategy=self.strategy, model=self.module).write(path, step=next_number(path, self.num_steps))
 
+    @checked
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Loads the weights of a checkpoint of any strategy, or of the newest one in a folder.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import stratagem as sg
-from stratagem.arguments import above_zero, check_kind, whole_number
+from stratagem.arguments import above_zero, check_kind, checked, whole_number
 from stratagem.data.distribute import leasable
 from stratagem.errors import ConfigurationError
 
@@ -28,7 +31,7 @@ def test_what_is_no_whole_number_of_at_least_two(value: Any) -> None:
         whole_number("count", value, 2)
 
 
-@pytest.mark.parametrize("value", [0, -0.5, float("nan"), "5", True, [1.0]])
+@pytest.mark.parametrize("value", [0, -0.5, float("nan"), "5", True, [1.0], int, torch.ones(2)])
 def test_what_is_not_above_zero(value: Any) -> None:
     above_zero(seconds=None, more=np.float32(0.5))
     with pytest.raises(ConfigurationError, match="expected seconds above 0 or None, got "):
@@ -37,7 +40,7 @@ def test_what_is_not_above_zero(value: Any) -> None:
 
 def test_a_dict_is_no_options() -> None:
     check_kind(None, sg.DistributeOptions, NoneType)
-    with pytest.raises(ConfigurationError, match="expected CommunicationOptions or None, got dict"):
+    with pytest.raises(ConfigurationError, match="communication_options= CommunicationOptions or None, got a dict"):
         sg.MultiWorkerMirroredStrategy(communication_options={"transport": "tcp"})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected DistributeOptions or None, got dict"):
         sg.OneDeviceStrategy().distribute_dataset([torch.ones(2)], options={"prefetch": 2})  # type: ignore[arg-type]
@@ -45,7 +48,123 @@ def test_a_dict_is_no_options() -> None:
         leasable(TensorDataset(torch.ones(4)), 2, {"prefetch": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected a global batch size of at least 1"):
         sg.InputContext().get_per_replica_batch_size("64")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="expected Checkpoint, got Linear"):
+    with pytest.raises(ConfigurationError, match="expected checkpoint= Checkpoint, got a Linear"):
         sg.CheckpointManager(torch.nn.Linear(1, 1), "x")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"expected a function that gets an InputContext .*, got list"):
         sg.OneDeviceStrategy().distribute_datasets_from_function([torch.ones(2)])  # type: ignore[arg-type]
+
+
+@checked
+def _takes(
+    *things: Any,
+    count: int = 1,
+    rate: float | None = None,
+    is_on: bool = False,
+    path: str | os.PathLike[str] = "",
+    names: Sequence[str] = (),
+    table: Mapping[str, int] | None = None,
+    act: Callable[[], None] | None = None,
+    layer: torch.nn.Module | None = None,
+    kind: Literal["a"] | int = "a",
+    **numbers: float,
+) -> tuple[Any, ...]:
+    """What it was given."""
+    return things, count, rate, is_on, path, names, table, act, layer, kind, numbers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"count": np.int32(2), "rate": np.float32(2), "is_on": np.bool_(True), "names": ["a"], "kind": 3},
+        {"count": torch.tensor(2), "rate": torch.tensor(2.5), "path": os.curdir, "names": ("a",), "kind": "b"},
+        {"rate": 2, "table": {}, "act": print, "layer": torch.nn.Linear(1, 1), "more": 1.5, "most": float("inf")},
+        {"rate": None, "table": None, "act": None, "layer": None},
+    ],
+)
+def test_what_the_annotations_allow(given: dict[str, Any]) -> None:
+    assert _takes(1, "x", **given)[0] == (1, "x")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"count": "3"}, "count= a whole number, got '3'"),
+        ({"count": True}, "count= a whole number, got True"),
+        ({"count": None}, "count= a whole number, got None"),
+        ({"count": torch.ones(2)}, "count= a whole number, got a Tensor"),
+        ({"rate": int}, "rate= a number or None, got the class int"),
+        ({"rate": False}, "rate= a number or None, got False"),
+        ({"is_on": 1}, "is_on= True or False, got 1"),
+        ({"path": b"x"}, "path= a path, got a bytes"),
+        ({"names": "abc"}, "names= a list, got 'abc'"),
+        ({"names": {"a": 1}}, "names= a list, got a dict"),
+        ({"table": [1]}, "table= a dict or None, got a list"),
+        ({"act": 3.5}, "act= a function or None, got 3.5"),
+        ({"layer": torch.nn.Linear}, "layer= Module or None, got the class Linear"),
+        ({"kind": None}, "kind= a string or a whole number, got None"),
+        ({"more": "x"}, "more= a number, got 'x'"),
+    ],
+)
+def test_what_they_do_not_allow(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        _takes(**given)
+    assert str(error.value) == f"expected {expected}"
+
+
+def test_a_missing_argument_is_pythons_error() -> None:
+    with pytest.raises(TypeError, match=r"_two\(\) missing 1 required positional argument: 'second'"):
+        checked(_two)(1)  # type: ignore[call-arg]
+
+
+def _two(first: int, second: int) -> None: ...
+
+
+X, Y = torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
+
+
+def _fit(x: Any = X, y: Any = Y, **given: Any) -> Any:
+    model = sg.Model(torch.nn.Linear(4, 2))
+    model.compile(optimizer="SGD", loss="cross_entropy")
+    return model.fit(x, y, **{"verbose": 0, **given})
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: _fit(x=None), "expected x=, the inputs, got None"),
+        (lambda: _fit(x="data.csv"), "expected arrays or tensors of numbers, got str"),
+        (lambda: _fit(y=3), "expected arrays .* whose first dimension is the examples, got single numbers"),
+        (lambda: _fit(epochs=None), "expected epochs= a whole number, got None"),
+        (lambda: _fit(validation_split="0.2"), "expected validation_split= a number, got '0.2'"),
+        (lambda: _fit(validation_split=float("nan")), "expected a validation_split between 0 and 1"),
+        (lambda: _fit(callbacks="EarlyStopping"), "expected callbacks= Callback or a list or None"),
+        (lambda: sg.callbacks.EarlyStopping(baseline="0.5"), "expected baseline= a number or None"),  # type: ignore
+        (lambda: sg.callbacks.LearningRateScheduler(0.1), "expected schedule= a function"),  # type: ignore[arg-type]
+        (lambda: sg.FileDataset("ab", print), "expected files= a list"),  # type: ignore[arg-type]
+        (lambda: sg.TrainSpec(None), "expected input_fn= a function"),  # type: ignore[arg-type]
+        (lambda: sg.RunConfig(seed="1"), "expected seed= a whole number or None"),  # type: ignore[arg-type]
+        (lambda: sg.MachineConfig(cpu_cores=float("nan")), "with cpu_cores and memory_gib above 0"),
+        (lambda: sg.ClusterSpec(worker=None), "expected tuple or list, got NoneType"),  # type: ignore[arg-type]
+        (lambda: sg.MirroredStrategy(2), "expected devices= a list or None, got 2"),  # type: ignore[arg-type]
+        (lambda: sg.MultiWorkerMirroredStrategy({"worker": []}), "expected ClusterResolver or None, got dict"),  # type: ignore
+        (lambda: sg.OneDeviceStrategy().load_once({}), "expected load= a function, got a dict"),  # type: ignore[arg-type]
+        (lambda: sg.nn.Embedding("10", 4), "expected num_embeddings= a whole number"),  # type: ignore[arg-type]
+        (lambda: sg.nn.Embedding.from_pretrained([[1.0]]), "expected embeddings= Tensor"),  # type: ignore[arg-type]
+        (lambda: sg.latest_checkpoint(None), "expected directory= a path, got None"),  # type: ignore[arg-type]
+    ],
+)
+def test_public_functions_say_what_they_take(call: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        call()
+
+
+def test_annotations_of_the_public_names_can_be_resolved() -> None:
+    found = 0
+    for owner in (getattr(sg, name) for name in sg.__all__):
+        members = vars(owner).values() if isinstance(owner, type) else [owner]
+        for member in members:
+            inner = getattr(getattr(member, "__func__", member), "__wrapped__", None)
+            if str(getattr(member, "__module__", "")).startswith("stratagem.") and callable(inner):
+                typing.get_type_hints(inner)
+                found += 1
+    assert found > 30

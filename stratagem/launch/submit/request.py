@@ -55,7 +55,7 @@ class JobRequest:
         self._check_arguments()
         whole_number("worker_count", self.worker_count, 0)
         whole_number("ps_count", self.ps_count, 0)
-        if math.isnan(self.staleness) or self.staleness < 0:
+        if not (isinstance(self.staleness, int | float) and self.staleness >= 0):
             raise ConfigurationError(
                 f"expected a staleness of at least 0 (math.inf: asynchronous), got {self.staleness}"
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from stratagem.arguments import whole_number
+from stratagem.arguments import checked, whole_number
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import parse_device
@@ -94,6 +94,7 @@ class CrossDeviceOps(abc.ABC):
         """:meth:`reduce` of tensors that have been checked."""
 
 
+@checked
 class ReductionToOneDevice(CrossDeviceOps):
     """Brings all values to one device, reduces them there in replica order, and copies the result to all.
 

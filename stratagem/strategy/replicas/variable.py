@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stratagem.arguments import checked
 from stratagem.cluster.named_enum import NamedEnum
 from stratagem.data.values import PerReplica, ReduceOp
 from stratagem.errors import ConfigurationError, VariableError
@@ -45,6 +46,7 @@ _OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceO
 _Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@checked
 class Variable(TensorOperators):
     """A named tensor that belongs to the strategy in whose scope it is created; outside any scope, a plain one.
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import scan
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -21,6 +22,7 @@ from stratagem.worker.preemption_request import preemption
 logger = logging.getLogger(__name__)
 
 
+@checked
 class BackupAndRestore(Callback):
     """Saves what ``fit`` needs to go on, and goes on there when the script is started again.
 

@@ -6,9 +6,11 @@ import csv
 import os
 from pathlib import Path
 
+from stratagem.arguments import checked
 from stratagem.training.callbacks.base import Callback, LogsArgument
 
 
+@checked
 class CSVLogger(Callback):
     """Writes a line for each epoch, on the lead. Columns are those of the first epoch's logs.
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stratagem.arguments import whole_number
+from stratagem.arguments import checked, whole_number
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
@@ -15,6 +15,7 @@ from stratagem.training.callbacks.monitor import Mode, Monitor
 logger = logging.getLogger(__name__)
 
 
+@checked
 class LearningRateScheduler(Callback):
     """Sets the learning rate before each epoch, and puts it into the epoch's logs as "learning_rate".
 
@@ -44,6 +45,7 @@ class LearningRateScheduler(Callback):
             logs["learning_rate"] = self.model.learning_rate
 
 
+@checked
 class ReduceLROnPlateau(Callback):
     """Lowers the learning rate when ``monitor`` has not become better for ``patience`` epochs.
 

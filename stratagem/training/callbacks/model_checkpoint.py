@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from stratagem.arguments import checked
 from stratagem.checkpoint.catalog import next_number
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -16,6 +17,7 @@ from stratagem.training.saving.checkpoint import Checkpoint
 logger = logging.getLogger(__name__)
 
 
+@checked
 class ModelCheckpoint(Callback):
     """Saves a checkpoint after each epoch, or every n-th batch; all workers together save one.
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.measuring import measures
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+@checked
 class TensorBoard(Callback):
     """Writes scalars, on the lead: those of epochs as "epoch_loss" and so on, in folders "train" and "validation", and
     where its time went as "phases/data_wait_s" and so on.

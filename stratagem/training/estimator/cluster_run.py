@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratagem.arguments import check_kind, whole_numbers
+from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import newest, read_step, was_removed
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedError
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
     """What to train on."""
@@ -38,6 +39,7 @@ class TrainSpec:
     """Updates of the whole cluster, over all trainings of the model; None: one pass over the input."""
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """What to evaluate, and what becomes of it.
@@ -84,6 +86,7 @@ class Evaluated:
     """Folders that its exporters wrote."""
 
 
+@checked
 def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> Evaluated | None:
     """Trains to ``max_steps`` and evaluates on the way. Call it in every task of the cluster, with the same arguments.
 
@@ -99,9 +102,6 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         ConfigurationError: arguments that do not go together.
         JobStoppedError: in the evaluator: the job failed.
     """
-    check_kind(estimator, Estimator)
-    check_kind(train_spec, TrainSpec)
-    check_kind(eval_spec, EvalSpec)
     placement = placement_from_environment(os.environ)
     task = placement.task if placement is not None else None
     if task is not None and task.type == "evaluator":

@@ -7,12 +7,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
 
-from stratagem.arguments import check_kind, whole_numbers
+from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import newest
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
@@ -37,6 +36,7 @@ from stratagem.worker.runtime import active_runtime
 logger = logging.getLogger(__name__)
 
 
+@checked
 class Estimator:
     """Trains, evaluates and asks the model of a ``model_fn``.
 
@@ -76,8 +76,6 @@ class Estimator:
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
     ) -> None:
-        check_kind(config, RunConfig, NoneType)
-        check_kind(params, Mapping, NoneType)
         self.config = config or RunConfig()
         self.params = dict(params or {})
         self.model_dir = _model_dir(model_dir, self.config.model_dir)

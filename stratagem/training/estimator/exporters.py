@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from stratagem.arguments import whole_numbers
+from stratagem.arguments import checked, whole_numbers
 
 if TYPE_CHECKING:
     from stratagem.training.estimator.estimator import Estimator
@@ -49,6 +49,7 @@ class Exporter(Protocol):
         """
 
 
+@checked
 class LatestExporter:
     """Exports every evaluated checkpoint and keeps the newest: ``<model_dir>/export/<name>/step-00000100``.
 
@@ -92,6 +93,7 @@ class LatestExporter:
         """There is an export of what was evaluated."""
 
 
+@checked
 class FinalExporter(LatestExporter):
     """Exports the last checkpoint of the training.
 
@@ -112,6 +114,7 @@ def loss_smaller(best: Results, current: Results) -> bool:
     return current["loss"] < best["loss"]
 
 
+@checked
 class BestExporter(LatestExporter):
     """Exports a checkpoint that is better than all before it, also than those before this process was started.
 

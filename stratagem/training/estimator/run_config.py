@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from stratagem.arguments import above_zero, whole_numbers
+from stratagem.arguments import above_zero, checked, whole_numbers
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 
@@ -17,6 +17,7 @@ DEFAULT_SAVE_S = 600.0
 StrategyOrFactory = Strategy | Callable[[], Strategy]
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Choices for an Estimator.
@@ -49,10 +50,6 @@ class RunConfig:
         whole_numbers(save_summary_steps=self.save_summary_steps, save_checkpoints_steps=self.save_checkpoints_steps)
         above_zero(save_checkpoints_secs=self.save_checkpoints_secs)
         whole_numbers(0, keep_checkpoint_max=self.keep_checkpoint_max)
-        for name in ("train_distribute", "eval_distribute"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Strategy) and not callable(value):
-                raise ConfigurationError(f"expected {name} to be a strategy or to make one, got {type(value).__name__}")
 
     @property
     def save_every_s(self) -> float | None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import stratagem
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.default import is_lead
 from stratagem.training.export import folder as export_folder
@@ -24,6 +25,7 @@ from stratagem.training.export.to_onnx import missing_packages, write_onnx
 logger = logging.getLogger(__name__)
 
 
+@checked
 def export_model(
     module: nn.Module,
     path: str | os.PathLike[str],

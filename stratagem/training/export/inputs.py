@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from stratagem.arguments import checked
 from stratagem.data.nested import is_rows, leaves, map_leaves
 from stratagem.errors import ConfigurationError
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
     """An input tensor without its elements."""

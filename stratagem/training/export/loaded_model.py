@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.training.export import folder as export_folder
 
@@ -99,6 +100,7 @@ class LoadedModel(nn.Module):
         return twin
 
 
+@checked
 def load_model(path: str | os.PathLike[str]) -> LoadedModel:
     """Reads the folder that :func:`export_model` wrote, on the CPU; every file is checked first.
 

@@ -37,6 +37,11 @@ class Arrays(Dataset[Any]):
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = tuple(map_leaves(part, _tensor) for part in parts)
+        if any(not leaf.dim() for leaf in leaves(self.parts)):
+            raise ConfigurationError(
+                "expected arrays or tensors whose first dimension is the examples, got single numbers; lists of "
+                "numbers become one with numpy.array(x)"
+            )
         self._length = num_examples(self.parts)
 
     def __len__(self) -> int:
@@ -51,8 +56,8 @@ class Arrays(Dataset[Any]):
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
         """Two of them: without the last ``fraction`` of the examples, and with those alone."""
-        stop = int(len(self) * (1 - fraction))
-        if not 0 < fraction < 1 or not 0 < stop < len(self):
+        stop = int(len(self) * (1 - fraction)) if 0 < fraction < 1 else 0
+        if not 0 < stop < len(self):
             raise ConfigurationError(
                 f"expected a validation_split between 0 and 1 that leaves both parts examples, got {fraction!r} of "
                 f"{len(self)} examples"
@@ -87,6 +92,8 @@ def source_of(
         ConfigurationError: arguments that do not go together.
     """
     num_in_batch = DEFAULT_BATCH_SIZE if batch_size is None else whole_number("a batch_size", batch_size)
+    if x is None:
+        raise ConfigurationError("expected x=, the inputs, got None")
     if _is_arrays(x, y):
         if sample_weight is not None and y is None:
             raise ConfigurationError("sample_weight needs y: the weights are those of the targets' losses")
@@ -222,7 +229,13 @@ def _with_tensors(batch: Any) -> Any:
 
 def _tensor(leaf: Any) -> torch.Tensor:
     """Floats of numpy are float64 unless somebody says otherwise, parameters are not."""
-    tensor = torch.as_tensor(leaf)
+    try:
+        tensor = torch.as_tensor(leaf)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"expected arrays or tensors of numbers, got {type(leaf).__name__}; a table of pandas gives them with "
+            ".to_numpy()"
+        ) from None
     if isinstance(leaf, torch.Tensor) or tensor.dtype != torch.float64:
         return tensor
     return tensor.to(torch.get_default_dtype())

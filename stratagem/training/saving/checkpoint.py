@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import torch
 
-from stratagem.arguments import whole_numbers
+from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.manifest import Manifest
@@ -52,6 +52,7 @@ class Restored:
     """Its number."""
 
 
+@checked
 class Checkpoint:
     """Saves objects together and restores them, under any strategy and across strategies.
 
@@ -143,6 +144,7 @@ class Checkpoint:
         """Seconds for which the last save held this process up."""
         return self._stall_s
 
+    @checked
     def save(self, prefix: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
         """Saves a checkpoint ``<prefix>-00000012`` and returns its path.
 
@@ -162,6 +164,7 @@ class Checkpoint:
         with timed_phase(measures.SAVE):
             return self._save(folder, name, step, blocking, lambda written: None)
 
+    @checked
     def write(self, folder: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
         """Saves the only checkpoint in ``folder``: once it is complete, older ones in there are removed.
 
@@ -188,6 +191,7 @@ class Checkpoint:
     @overload
     def restore(self, path: str | os.PathLike[str] | None, *, random: bool = True) -> Restored | None: ...
 
+    @checked
     def restore(self, path: str | os.PathLike[str] | None, *, random: bool = True) -> Restored | None:
         """Gives every object the state it had.
 

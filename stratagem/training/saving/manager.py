@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pathlib
 
-from stratagem.arguments import check_kind, whole_numbers
+from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import named, newest_undamaged, remove
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.training.saving.checkpoint import Checkpoint
 
 
+@checked
 class CheckpointManager:
     """Saves into one directory, keeps the newest, and finds the one to go on from.
 
@@ -31,7 +32,6 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         checkpoint_name: str = "step",
     ) -> None:
-        check_kind(checkpoint, Checkpoint)
         whole_numbers(max_to_keep=max_to_keep)
         self.checkpoint = checkpoint
         self.directory = pathlib.Path(directory)
@@ -48,6 +48,7 @@ class CheckpointManager:
         """The newest of them."""
         return next(reversed(self.checkpoints), None)
 
+    @checked
     def save(self, step: int | None = None, *, blocking: bool | None = None) -> str:
         """Saves, and removes checkpoints beyond ``max_to_keep``. See :meth:`Checkpoint.save`."""
         return self.checkpoint._save(self.directory, self._name, step, blocking, self._prune)

@@ -464,9 +464,9 @@ def test_what_an_input_fn_cannot_be(tmp_path: Path, input_fn: Any, match: str) -
 
 
 def test_what_an_estimator_is_not_made_of(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="expected RunConfig or None, got dict"):
+    with pytest.raises(ConfigurationError, match="expected config= RunConfig or None, got a dict"):
         Estimator(model_fn, tmp_path, {"seed": 1})  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="expected Mapping or None, got list"):
+    with pytest.raises(ConfigurationError, match="expected params= a dict or None, got a list"):
         Estimator(model_fn, tmp_path, params=[1])  # type: ignore[arg-type]
 
 
@@ -481,7 +481,7 @@ def test_numbers_that_contradict_each_other(tmp_path: Path) -> None:
         RunConfig(save_checkpoints_steps=1, save_checkpoints_secs=1)
     with pytest.raises(ConfigurationError, match="save_summary_steps of at least 1"):
         RunConfig(save_summary_steps=0)
-    with pytest.raises(ConfigurationError, match="to be a strategy or to make one"):
+    with pytest.raises(ConfigurationError, match="expected train_distribute= Strategy or a function or None"):
         RunConfig(train_distribute="ring")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected a strategy from"):
         make(tmp_path, lambda: 1).train(loader, steps=1)  # type: ignore[arg-type,return-value]

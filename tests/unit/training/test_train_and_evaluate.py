@@ -161,9 +161,9 @@ def test_specs_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="exports_to_keep of at least 1"):
         LatestExporter(exports_to_keep=0)
     estimator, train, evaluate = Estimator(model_fn, tmp_path), TrainSpec(loader, max_steps=1), EvalSpec(loader)
-    with pytest.raises(ConfigurationError, match="expected TrainSpec, got EvalSpec"):
+    with pytest.raises(ConfigurationError, match="expected train_spec= TrainSpec, got a EvalSpec"):
         train_and_evaluate(estimator, evaluate, train)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="expected Estimator, got function"):
+    with pytest.raises(ConfigurationError, match="expected estimator= Estimator, got a function"):
         train_and_evaluate(model_fn, train, evaluate)  # type: ignore[arg-type]
 
 
