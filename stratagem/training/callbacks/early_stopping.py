@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from stratagem.arguments import whole_number
+from stratagem.arguments import checked, whole_number
+from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 from stratagem.training.callbacks.monitor import Mode, Monitor
 
 logger = logging.getLogger(__name__)
 
 
+@checked
 class EarlyStopping(Callback):
     """Ends training when ``monitor`` has not become better for ``patience`` epochs.
 
@@ -59,6 +61,11 @@ class EarlyStopping(Callback):
         self.wait, self.best_epoch, self.stopped_epoch = 0, -1, -1
 
     def on_train_begin(self, logs: LogsArgument = None) -> None:
+        if self._restores and any(weight.device.type == "meta" for weight in self.model.module.parameters()):
+            raise ConfigurationError(
+                "restore_best_weights keeps a copy of all weights, and tables on parameter servers are in no process: "
+                "add ModelCheckpoint(path, monitor=..., save_best_only=True), and in the end model.load_weights(path)"
+            )
         self._start()
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:

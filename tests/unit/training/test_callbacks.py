@@ -171,6 +171,13 @@ def test_early_stopping_restores_the_best_weights() -> None:
         torch.testing.assert_close(kept[1], kept[3])
 
 
+def test_best_weights_of_what_is_in_no_process_are_refused_before_the_first_epoch() -> None:
+    stopping = EarlyStopping("loss", restore_best_weights=True)
+    stopping.set_model(sg.Model(torch.nn.Linear(2, 1, device="meta")))  # as a table on parameter servers is
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint\(path, monitor=\.\.\., save_best_only=True\)"):
+        stopping.on_train_begin()
+
+
 def test_whether_more_is_better_follows_from_the_name() -> None:
     assert Monitor("val_accuracy").improves(0.9, 0.8) and not Monitor("val_loss").improves(0.9, 0.8)
     assert Monitor("val_accuracy", "min").improves(0.7, 0.8)
