@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -33,6 +34,9 @@ REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
 CHIEF_TIMEOUT_S = 10.0
 """Seconds in which a chief must answer a script that has ended."""
 
+THREADS_S = 5.0
+"""Seconds that threads of a script may outlive it without a word."""
+
 
 def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence[str]) -> int:
     """Runs the script and says goodbye to the chief. Returns the exit code.
@@ -46,8 +50,11 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     num_replicas = _num_replicas(config) if isinstance(config, WorkerConfig) else 1
     if isinstance(config, WorkerConfig):
         job_script.begin(num_replicas)
+    process = os.getpid()
     before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
     outcome = run_script(script, arguments)
+    if os.getpid() != process:
+        _end_child(outcome)
     alone = not job_script.uses_torch_distributed()
     if outcome.exit_code == 0 and num_replicas > 1 and alone and job_script.awaits_strategy():
         outcome = Outcome(EXIT_USAGE, job_script.trains_alone(num_replicas, "and has ended"))
@@ -68,7 +75,32 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     _leave(config, outcome)
     if outcome.exit_code and not alone:
         _end_at_once(outcome.exit_code)
+    _watch_threads(config.task)
     return outcome.exit_code
+
+
+def _end_child(outcome: Outcome) -> NoReturn:
+    """Ends a process that the script has forked and that has left it, by ``sys.exit`` for example: it is no worker, and
+    the chief's connection, whose threads it does not have, is not its own."""
+    sys.stderr.write(outcome.traceback or (f"{outcome.message}\n" if outcome.message else ""))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(outcome.exit_code)
+
+
+def _watch_threads(task: str) -> None:
+    """Says in a while which threads keep this process, if any do: the job waits for its end."""
+
+    def say() -> None:
+        others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+        names = ", ".join(thread.name for thread in others if not thread.daemon)
+        print(
+            f"{task}: the script is over, but its threads run: {names}. End them, or make them daemons", file=sys.stderr
+        )
+
+    watch = threading.Timer(THREADS_S, say)
+    watch.daemon = True
+    watch.start()
 
 
 def _num_replicas(config: WorkerConfig) -> int:

@@ -19,7 +19,7 @@ from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
-from stratagem.launch.supervisor import Phase, Supervisor
+from stratagem.launch.supervisor import EXIT_DONE, EXIT_FAILED, Phase, Supervisor
 from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView
 
@@ -169,6 +169,9 @@ class LocalCluster:
         assert code is not None
         if task.type == "worker" and self._poller is not None and self._poller.ask(LAST_QUESTION_S):
             self._new_status(now, gone=process)
+            if code == EXIT_DONE and self._owes_goodbye(process):
+                code = EXIT_FAILED
+                self.output.say(f"{task} ended with exit code 0 in the middle of its script: it has failed")
         had_failed, lost = self.supervisor.failure is not None, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self.resumes():
@@ -186,6 +189,12 @@ class LocalCluster:
             self.failure_tail = self.output.tail(self.supervisor.failure.task)
             self.output.say(f"{task} ended ({describe_exit(code)}): {self.supervisor.failure.reason}")
         self._do(actions)
+
+    def _owes_goodbye(self, process: TaskProcess) -> bool:
+        """Whether its chief still counts on a worker, which says goodbye when its script is over, whatever the end."""
+        assert self.status is not None
+        known = [task for task in self.status.tasks if (task.task, task.pid) == (str(process.task), process.pid)]
+        return not self.status.stop_reason and any(task.state in ("live", "lost") for task in known)
 
     def _new_status(self, now: float, gone: TaskProcess | None = None) -> None:
         assert self._poller is not None and self._poller.latest is not None

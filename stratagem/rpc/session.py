@@ -19,6 +19,7 @@ from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Lease
 from stratagem.errors import (
     ClusterTimeoutError,
+    ConfigurationError,
     FencedError,
     IdentityError,
     JobStoppedError,
@@ -82,6 +83,7 @@ class SessionClient:
         self.task = task
         self.address = address
         self.incarnation = 0
+        self._process = os.getpid()
         self.membership = Membership()
         self.job_started = False
         self.ps_replicas = 1
@@ -190,6 +192,13 @@ class SessionClient:
             return accept(self.membership)
 
     def raise_if_stopped(self) -> None:
+        """Raises the reason when the session is over, or this process is a fork of the one that has it: gRPC would wait
+        for ever for threads that a fork does not have."""
+        if os.getpid() != self._process:
+            raise ConfigurationError(
+                f"this process was forked by {self.task}, and is no task of the job: let it end with os._exit(), or "
+                "use subprocess or multiprocessing"
+            )
         if self.stopped is not None:
             raise self.stopped
 

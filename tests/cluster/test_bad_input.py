@@ -59,6 +59,34 @@ def test_a_script_that_leaves_at_once_says_goodbye(cluster: Start, tmp_path: Pat
 
 
 @pytest.mark.parametrize("num_ps", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_a_worker_that_leaves_with_0_in_mid_script_has_failed(cluster: Start, tmp_path: Path, num_ps: int) -> None:
+    body = "strategy.prepare(model, optimizer)\nimport ctypes\nctypes.CDLL(None)._exit(0)\n"  # as a library may
+    done = cluster(1, num_ps, script(tmp_path, body), flags=("--strategy", "ps" if num_ps else "ring")).finish()
+    assert done.code == 1
+    check_words(done.stderr, "worker:0 ended with exit code 0 in the middle of its script", "worker:0 failed first")
+    assert done.summary["first_failure"]["task"] == "worker:0"
+
+
+FORKS = """
+import os, sys
+strategy.prepare(model, optimizer)
+data = strategy.distribute_dataset([torch.ones(4, 2)] if sys.argv[1] == "ring" else torch.utils.data.DataLoader(
+    torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=4))
+for batch in data:
+    if not (child := os.fork()):
+        sys.exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("num_ps", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_what_a_script_forks_leaves_by_itself(cluster: Start, tmp_path: Path, num_ps: int) -> None:
+    name = "ps" if num_ps else "ring"
+    done = cluster(1, num_ps, script(tmp_path, FORKS), name, flags=("--strategy", name)).finish()
+    assert done.code == 0 and "child 0" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("num_ps", [1, pytest.param(0, marks=pytest.mark.thorough)])
 def test_a_second_strategy_in_a_process_is_refused(cluster: Start, tmp_path: Path, num_ps: int) -> None:
     done = cluster(
         1,
