@@ -69,6 +69,12 @@ class DistributedDataset:
         """Passes completed, or left, by this worker."""
         return self._epoch - (self._current is not None)
 
+    def begin_at(self, epoch: int) -> None:
+        """Leaves the passes before ``epoch`` out, unless one has begun: a job before this one has completed them. What
+        was done of a pass that was under way is the chief's to know, which does where it goes on from a checkpoint."""
+        if not self._epoch:
+            self._epoch = epoch
+
     def __len__(self) -> int:
         """Global batches in an epoch."""
         return self.plan.num_batches

@@ -91,7 +91,7 @@ def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:
     if kind == VARIABLE:
         return item.value()
     if kind in (VALUE, LEASED):
-        return item if kind == VALUE else None
+        return item if kind == VALUE else item.epoch
     state = item.state_dict()
     if kind == MODEL and names:
         for key, value in state.items():
@@ -183,7 +183,9 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
     elif kind == VARIABLE:
         objects[name].assign(state)
     elif kind == LEASED or saved == LEASED:
-        if kind != saved:
+        if kind == saved and state is not None:
+            objects[name].begin_at(state)
+        else:
             logger.warning(
                 "%s starts at the beginning: the checkpoint is of a job whose data was dealt out otherwise", name
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+import stratagem as sg
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan
@@ -97,3 +99,21 @@ def test_what_is_held_goes_back_when_a_loop_is_left_in_whatever_way() -> None:
             raise RuntimeError
     assert source.lending.num_held(WORKER) == 0
     assert torch.equal(dataset.first_example(), torch.tensor([0]))
+
+
+def test_a_checkpoint_knows_how_many_passes_are_over(tmp_path: Path) -> None:
+    before, _ = leased(8, 2, shuffle=True)
+    for _ in range(2):
+        assert len(list(before)) == 4
+    under_way = iter(before)
+    next(under_way)
+    saved = sg.Checkpoint(batches=before).save(tmp_path / "step")
+    again, source = leased(8, 2, shuffle=True)
+    sg.Checkpoint(batches=again).restore(saved)
+    assert again.epoch == 2
+    assert [batch.tolist() for batch in again] == epoch_order(8, True, 7, 1, 2).view(4, 2).tolist()
+    assert (
+        again.epoch == 3 and source.lending.epoch(1, 2).num_accepted == 4 and not source.lending.epoch(1, 1).has_begun
+    )
+    sg.Checkpoint(batches=again).restore(saved)  # what this process has gone through counts
+    assert again.epoch == 3
