@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from pathlib import Path
@@ -69,12 +70,13 @@ class OutputRouter:
         self._verbose = verbose
         self._colour = colour
         self._logs: dict[TaskId, IO[str]] = {}
+        self._cannot_log = False
         self._tails: dict[TaskId, deque[str]] = {}
         self._filter = TracebackFilter()
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def line(self, task: TaskId, stream: Stream, line: str) -> None:
-        self._log(task).write(line + "\n")
+        self._log(task, line + "\n")
         if stream == "stderr":
             self._tails.setdefault(task, deque(maxlen=TAIL_LINES)).append(line)
             for shown in self._filter.feed(task, line):
@@ -88,7 +90,7 @@ class OutputRouter:
         """A task's process has ended; nothing more comes from that life."""
         for shown in self._filter.flush(task):
             self._screen.show("stderr", self._prefix(task) + shown)
-        self._log(task).flush()
+        self._log(task)
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
@@ -104,12 +106,23 @@ class OutputRouter:
 
     def close(self) -> None:
         for log in self._logs.values():
-            log.close()
+            with contextlib.suppress(OSError):
+                log.close()
 
-    def _log(self, task: TaskId) -> IO[str]:
-        if task not in self._logs:
-            self._logs[task] = self.log_file(task).open("a", encoding="utf-8")
-        return self._logs[task]
+    def _log(self, task: TaskId, text: str = "") -> None:
+        """Adds to a task's log; nothing: what is there goes to the disk. A full disk ends the logs, not the job."""
+        if self._cannot_log:
+            return
+        try:
+            if task not in self._logs:
+                self._logs[task] = self.log_file(task).open("a", encoding="utf-8")
+            self._logs[task].write(text)
+            if not text:
+                self._logs[task].flush()
+        except OSError as error:
+            self._cannot_log = True
+            self.close()
+            self.say(f"the logs in {self._log_dir} end here: {error.strerror}")
 
     def _prefix(self, task: TaskId) -> str:
         return f"\x1b[{_COLOURS[task.type]}m[{task}]\x1b[0m " if self._colour else f"[{task}] "

@@ -56,6 +56,24 @@ def test_the_lead_moves(tmp_path: Path) -> None:
     assert (tmp_path / "worker-0.log").read_text() == "a\nc\nf\n"
 
 
+def test_a_full_disk_ends_the_logs_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "worker-0.log").symlink_to("/dev/full")
+    shown = Shown()
+    output = OutputRouter(shown, tmp_path, verbose=False, colour=False)
+    output.line(PS, "stdout", "a")
+    for line in ("b", "c"):
+        output.line(W0, "stdout", line)
+        output.ended(W0)
+    output.close()
+    assert [line for _, line in shown.lines] == [
+        "[ps:0] a",
+        "b",
+        f"stratagem: the logs in {tmp_path} end here: No space left on device",
+        "c",
+    ]
+    assert (tmp_path / "ps-0.log").read_text() == "a\n"
+
+
 def test_colour(tmp_path: Path) -> None:
     shown = Shown()
     output = OutputRouter(shown, tmp_path, verbose=False, colour=True)
