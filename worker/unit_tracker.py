@@ -14,7 +14,8 @@ MAX_IDLE = 64  # batches that a script may be ahead; what it left longer ago it 
 
 class UnitTracker:
     def __init__(self) -> None:
-        self._current: Unit | None = None
+        self.current: Unit | None = None
+        """The unit that the script works on; None before the first and after the last."""
         self._num_steps = 0
         self._has_gradients = False
         self._accumulating: list[Unit] = []
@@ -24,14 +25,9 @@ class UnitTracker:
         """Whether an update has held the gradients of several units."""
 
     @property
-    def current(self) -> Unit | None:
-        """The unit that the script works on; None before the first and after the last."""
-        return self._current
-
-    @property
     def open_units(self) -> tuple[Unit, ...]:
         """Units taken and not yet closed, those of the next update last and oldest first."""
-        return (*self._idle, *self._accumulating, *((self._current,) if self._current else ()))
+        return (*self._idle, *self._accumulating, *((self.current,) if self.current else ()))
 
     @property
     def num_idle(self) -> int:
@@ -44,8 +40,8 @@ class UnitTracker:
 
     def take(self, unit: Unit) -> None:
         """The script takes the batch of ``unit``."""
-        assert self._current is None, "leave() the last unit first"
-        self._current, self._num_steps, self._has_gradients = unit, 0, False
+        assert self.current is None, "leave() the last unit first"
+        self.current, self._num_steps, self._has_gradients = unit, 0, False
 
     @property
     def left_early(self) -> frozenset[Unit]:
@@ -54,26 +50,26 @@ class UnitTracker:
 
     def focus(self, unit: Unit) -> list[Unit]:
         """The script works on the batch of ``unit`` now, taken earlier. Returns the units that are complete with it."""
-        if unit == self._current:
+        if unit == self.current:
             return []
         closed = self.leave()
         self._left_early.discard(unit)
         if unit in self._idle:
             self._idle.remove(unit)
-            self._current = unit
+            self.current = unit
         return closed
 
     def leave(self) -> list[Unit]:
         """The script goes on to another batch. Returns the units that are complete now."""
         closed: list[Unit] = []
-        if self._current is not None:
+        if self.current is not None:
             if self._num_steps:
-                closed.append(self._current)
+                closed.append(self.current)
             else:
-                (self._accumulating if self._has_gradients else self._idle).append(self._current)
+                (self._accumulating if self._has_gradients else self._idle).append(self.current)
             if len(self._idle) > MAX_IDLE:
                 closed.append(self._idle.pop(0))
-        self._current, self._num_steps, self._has_gradients = None, 0, False
+        self.current, self._num_steps, self._has_gradients = None, 0, False
         return closed
 
     def end(self) -> list[Unit]:
@@ -91,7 +87,7 @@ class UnitTracker:
     def step(self) -> Update:
         """The identity of the ``optimizer.step()`` that happens now; without a current unit it is that of those which
         are accumulating, at the end of a loop."""
-        return Update((*self._accumulating, *((self._current,) if self._current else ())), self._num_steps)
+        return Update((*self._accumulating, *((self.current,) if self.current else ())), self._num_steps)
 
     def stepped(self) -> list[Unit]:
         """The step was accepted. Returns the accumulated units that are complete with it."""
@@ -106,5 +102,5 @@ class UnitTracker:
         """Forgets every open unit (the job went back to a checkpoint) and returns them."""
         dropped = self.open_units
         self._accumulating, self._idle = [], []
-        self._current, self._num_steps, self._has_gradients = None, 0, False
+        self.current, self._num_steps, self._has_gradients = None, 0, False
         return dropped

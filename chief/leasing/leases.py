@@ -34,7 +34,7 @@ class EpochLeases:
     def __init__(self, plan: Plan, accepted: UnitBitmap | None = None) -> None:
         self.plan = plan
         self.accepted = accepted if accepted is not None else UnitBitmap()
-        self._num_accepted = len(self.accepted)
+        self.num_accepted = len(self.accepted)
         self._leased: dict[int, Holding] = {}
         self._of_holder: dict[Incarnation, set[int]] = {}
         self._returned: list[int] = []
@@ -43,18 +43,14 @@ class EpochLeases:
         """Units that were leased or accepted when all ps went back: who reports one may not have heard of that."""
 
     @property
-    def num_accepted(self) -> int:
-        return self._num_accepted
-
-    @property
     def closed(self) -> bool:
         """Every unit is accepted."""
-        return self._num_accepted == self.plan.num_units
+        return self.num_accepted == self.plan.num_units
 
     @property
     def has_begun(self) -> bool:
         """Whether a unit is leased or accepted."""
-        return bool(self._leased or self._num_accepted)
+        return bool(self._leased or self.num_accepted)
 
     @property
     def first_pending(self) -> int | None:
@@ -114,7 +110,7 @@ class EpochLeases:
         """
         units = [index for index in self.held_by(incarnation) if index not in held]
         others = len(self._of_holder) + (incarnation not in self._of_holder)
-        num_left = min(stop, self.plan.num_units) - self._num_accepted - len(self._leased)
+        num_left = min(stop, self.plan.num_units) - self.num_accepted - len(self._leased)
         num = max(want, min(at_most, num_left // (2 * others)))
         while len(units) < num and (index := self.first_pending) is not None and index < stop:
             self.acquire(index, incarnation, restores)
@@ -150,7 +146,7 @@ class EpochLeases:
         """Counts one unit as accepted, whoever holds it; False if it was."""
         self._end(index)
         new = self.accepted.add(index)
-        self._num_accepted += new
+        self.num_accepted += new
         return new
 
     def give_back(self, index: int) -> None:
@@ -172,7 +168,7 @@ class EpochLeases:
             if index in self.accepted:
                 self.undone.add(index)
                 self.accepted.discard(index)
-                self._num_accepted -= 1
+                self.num_accepted -= 1
                 heapq.heappush(self._returned, index)
 
     def _end(self, index: int) -> None:

@@ -39,7 +39,7 @@ class ChiefPsClient:
     def __init__(
         self, incarnation: Incarnation, address: str, *, chief: str, chief_epoch: int, security: Security = OPEN
     ) -> None:
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._sender = common_pb2.Sender(task=chief, incarnation=chief_epoch)
         self._address = address
         self._security = security
@@ -48,10 +48,6 @@ class ChiefPsClient:
         self._channels: list[grpc.aio.Channel] = []
         self._stub: Any
         self._connect()
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self._incarnation
 
     async def fence(self, incarnation: Incarnation) -> list[CommittedSlice]:
         request = ps_pb2.FenceRequest(sender=self._sender, task=incarnation.task, incarnation=incarnation.number)
@@ -106,7 +102,7 @@ class ChiefPsClient:
     async def take_over(self, holder: Incarnation, address: str, of: Incarnation) -> str:
         request = ps_pb2.TakeOverRequest(
             sender=self._sender,
-            asked=common_pb2.Sender(task=self._incarnation.task, incarnation=self._incarnation.number),
+            asked=common_pb2.Sender(task=self.incarnation.task, incarnation=self.incarnation.number),
             holder=holder.task,
             address=address,
             incarnation=of.number,
@@ -127,7 +123,7 @@ class ChiefPsClient:
         try:
             return await getattr(self._stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, self._incarnation.task) from None
+            raise error_from_rpc(error, self.incarnation.task) from None
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if caller is None or not caller.cancelling():
@@ -137,9 +133,9 @@ class ChiefPsClient:
     def _check_open(self) -> None:
         """gRPC has no error of ours for a closed channel, and whoever lets go of a hold calls everybody."""
         if self._closed:
-            raise PeerUnavailableError(f"{self._incarnation} is gone") from None
+            raise PeerUnavailableError(f"{self.incarnation} is gone") from None
 
     def _connect(self) -> None:
         """A channel keeps the certificate it was made with: when that was renewed, later calls go over another one."""
-        self._channels.append(connect_aio(self._address, self._incarnation.task, self._security))
+        self._channels.append(connect_aio(self._address, self.incarnation.task, self._security))
         self._stub = ps_pb2_grpc.ParameterServerStub(self._channels[-1])

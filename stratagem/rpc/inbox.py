@@ -43,17 +43,13 @@ class Inbox:
         self._changed = threading.Condition()
         self._frames: collections.deque[Frame] = collections.deque()
         self._forgotten = 0
-        self._error: StratagemError | None = None
-
-    @property
-    def error(self) -> StratagemError | None:
+        self.error: StratagemError | None = None
         """Why nothing more comes; None while the lane lives."""
-        return self._error
 
     @property
     def has_something(self) -> bool:
         """Whether a frame lies here, or nothing more comes."""
-        return bool(self._frames) or self._error is not None
+        return bool(self._frames) or self.error is not None
 
     def put(self, *frames: Frame) -> bool:
         """Adds frames that came together; False when the lane is broken.
@@ -63,8 +59,8 @@ class Inbox:
         """
         with self._changed:
             if self._max_frames:
-                self._changed.wait_for(lambda: len(self._frames) < self._max_frames or self._error is not None)
-            if self._error is not None:
+                self._changed.wait_for(lambda: len(self._frames) < self._max_frames or self.error is not None)
+            if self.error is not None:
                 return False
             for frame in frames:
                 if not frame.transfer or frame.transfer > self._forgotten:
@@ -84,8 +80,8 @@ class Inbox:
                         self._num_bytes -= frame.num_bytes
                         self._changed.notify_all()
                         return frame
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PeerUnavailableError(f"{self._peer} sent no frame of transfer {transfer} in time")
@@ -103,8 +99,8 @@ class Inbox:
     def fail(self, error: StratagemError) -> None:
         """Nothing more comes; only the first reason counts. Frames that lie here can still be taken."""
         with self._changed:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
             self._changed.notify_all()
 
 

@@ -92,7 +92,7 @@ class BackupAndRestore(Callback):
         try:
             if self._is_watching and preemption.agree(self.model.strategy.communicator):
                 leave(self.model.strategy, lambda: str(self._folder))  # the next run comes straight here
-            if self._deletes and not self._is_left_to_others and self.model.strategy.is_lead:
+            if self._deletes and not self.model.has_servers and self.model.strategy.is_lead:
                 shutil.rmtree(self._folder, ignore_errors=True)
         finally:
             self.on_train_interrupted()
@@ -103,7 +103,7 @@ class BackupAndRestore(Callback):
             interrupts.unwatch()
 
     def _restore(self) -> None:
-        if self._is_left_to_others:
+        if self.model.has_servers:
             logger.info("BackupAndRestore: the chief and the parameter servers resume this job by themselves")
             return
         say_it_resumes()
@@ -113,7 +113,7 @@ class BackupAndRestore(Callback):
             logger.info("Going on at epoch %d, step %d, from %s", position.epoch + 1, position.step, found.path)
 
     def _save(self) -> str:
-        return "" if self._is_left_to_others else self._checkpoint().write(self._folder)
+        return "" if self.model.has_servers else self._checkpoint().write(self._folder)
 
     def _checkpoint(self) -> Checkpoint:
         model = self.model
@@ -124,7 +124,3 @@ class BackupAndRestore(Callback):
         found = torch.tensor(int(bool(scan(self._folder))))
         workers = self.model.strategy.communicator
         return bool(found if workers is None else workers.broadcast(found))
-
-    @property
-    def _is_left_to_others(self) -> bool:
-        return self.model.has_servers
