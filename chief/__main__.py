@@ -19,7 +19,7 @@ import pydantic
 
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal.journal import exit_code_of
-from stratagem.chief.journal.lock import JournalLock
+from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
@@ -94,15 +94,23 @@ async def _wait(lock: JournalLock, standby: bool) -> bool | None:
 async def _coordinate(
     config: ChiefConfig, security: Security, print_address: bool, until_eof: bool, owns_process: bool
 ) -> int:
-    connect = functools.partial(ChiefPsClient, chief=config.task, security=security)
-    job = ChiefJob(config, lambda chief_epoch: functools.partial(connect, chief_epoch=chief_epoch))
-    freezing = asyncio.create_task(_freeze(job)) if owns_process else None
-    try:
-        return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
-    finally:
-        if freezing is not None:
-            freezing.cancel()
-        job.close()
+    with contextlib.ExitStack() as held:
+        # Where there are no locks, or nothing can be written, saving will say so.
+        with contextlib.suppress(OSError):
+            if config.checkpoint_dir:
+                lock = CheckpointsLock(config.checkpoint_dir)
+                held.callback(lock.release)
+                if await _wait(lock, standby=False) is None:
+                    return PREEMPTED
+        connect = functools.partial(ChiefPsClient, chief=config.task, security=security)
+        job = ChiefJob(config, lambda chief_epoch: functools.partial(connect, chief_epoch=chief_epoch))
+        freezing = asyncio.create_task(_freeze(job)) if owns_process else None
+        try:
+            return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
+        finally:
+            if freezing is not None:
+                freezing.cancel()
+            job.close()
 
 
 async def _freeze(job: ChiefJob) -> None:

@@ -37,6 +37,11 @@ class JournalLock:
         OSError: the file cannot be opened.
     """
 
+    refusal = (
+        "the journal in {where} is that of a chief that runs: {holder}. End that one, give this one another "
+        "--state-dir, or start it with --standby, to go on with the job when that one is lost"
+    )
+
     def __init__(self, directory: str, name: str = NAME) -> None:
         self._path = pathlib.Path(directory) / name
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,26 +72,36 @@ class JournalLock:
         where = self._path.parent
         if standby:
             logger.info("Standing by: the chief is %s, with the journal in %s", holder, where)
-        deadline, turn = time.monotonic() + PREDECESSOR_S, JournalLock(str(where), STANDBY_NAME)
+        deadline, turn = time.monotonic() + PREDECESSOR_S, JournalLock(str(where), STANDBY_NAME) if standby else None
         is_next = False
         try:
             while not self.acquire():
-                if standby:
+                if turn is not None:
                     is_next = is_next or turn.acquire()
                 elif time.monotonic() > deadline:
-                    raise ConfigurationError(
-                        f"the journal in {where} is that of a chief that runs: {holder}. End that one, give this one "
-                        "another --state-dir, or start it with --standby, to go on with the job when that one is lost"
-                    )
+                    raise ConfigurationError(self.refusal.format(where=where, holder=holder))
                 await asyncio.sleep(LOOK_S)
         finally:
-            turn.release()
+            if turn is not None:
+                turn.release()
         return True
 
     def release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class CheckpointsLock(JournalLock):
+    """The same of a folder of checkpoints, that two jobs would go on from, and tidy up, as if they were one."""
+
+    refusal = (
+        "the checkpoints in {where} are those of a job that runs: its chief is {holder}. Wait for its end, or give "
+        "this job another --checkpoint-dir"
+    )
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory, ".chief.lock")
 
 
 def standing_by(directory: str) -> str:

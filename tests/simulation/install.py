@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stratagem.chief.journal.lock import JournalLock
+from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
 from stratagem.measuring.process_use import ProcessUse
 from stratagem.ps import optimizers, snapshot
 from stratagem.ps.peer_client import PeerStore
@@ -61,12 +61,15 @@ def _slow(read: Callable[..., bool]) -> Callable[..., bool]:
     return check
 
 
-class _Lock(JournalLock):
-    """As the system does, it is taken from a process that dies."""
+def _taken_from_the_dead(kind: type[JournalLock]) -> Callable[[str], JournalLock]:
+    """As the system does it."""
 
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory)
-        here().process.on_death.append(self.release)  # type: ignore[union-attr]
+    def make(directory: str) -> JournalLock:
+        lock = kind(directory)
+        here().process.on_death.append(lock.release)  # type: ignore[union-attr]
+        return lock
+
+    return make
 
 
 class _Gc:
@@ -129,7 +132,8 @@ def installed() -> Iterator[None]:
     for name in ("stratagem.ps.__main__", "stratagem.worker.runtime"):
         put(sys.modules[name], "serve", lambda *a, **k: _cluster().serve(*a, **k))
     put(sys.modules["stratagem.chief.__main__"], "serve_aio", lambda *a, **k: _cluster().serve_aio(*a, **k))
-    put(sys.modules["stratagem.chief.__main__"], "JournalLock", _Lock)
+    for lock in (JournalLock, CheckpointsLock):
+        put(sys.modules["stratagem.chief.__main__"], lock.__name__, _taken_from_the_dead(lock))
     put(sys.modules["stratagem.worker.runtime"], "preemption", _Preemption)
     put(PeerStore.__init__, "__defaults__", ("grpc",))
     put(optimizers, "warm_up", lambda: None)
