@@ -134,7 +134,7 @@ class Copies:
             for name, process in cluster.tasks.items():
                 if name.startswith("worker:") and process is not world.process:  # the update comes again late
                     process.paused_until = max(process.paused_until, world.now + 4 * world.random.random())
-            world.after(0.0, None, cluster.network.lose, cluster.tasks[task])
+            cluster.network.lose(cluster.tasks[task])  # at once: another one may be to die at the same moment
 
     def _is_whole(self, store: Store) -> bool:
         cluster, backup = self._checks.cluster, store.state.backup
