@@ -139,6 +139,7 @@ def installed() -> Iterator[None]:
     put(optimizers, "warm_up", lambda: None)
     put(roles, "say_goodbye_at_exit", lambda runtime: None)
     put(sys.modules["stratagem.ps.__main__"], "keep_freed_memory", lambda: None)
+    put(sys.modules["stratagem.ps.store"], "give_back_freed_memory", lambda: None)
     for name in ("stratagem.chief.__main__", "stratagem.ps.__main__"):
         put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
     put(snapshot, "check", _slow(snapshot.check))
