@@ -46,8 +46,6 @@ class Maintenance(ChiefPart):
         self._busy = False
         self._first = asyncio.Lock()
         self._saved_step: int | None = None
-        self._has_begun = False
-        """A ps had values, though it may be gone with them: units wait until all have values and a checkpoint."""
         self._is_blank = False
         """All ps are here, and initial values are yet to come."""
         self._is_trained = False
@@ -150,10 +148,12 @@ class Maintenance(ChiefPart):
         is_all_here = is_same and len(described) == len(ready) == self._ps_pool.num_ps
         holding = sorted(one.task for one, each in described.items() if each.holds_rows)
         lacking = sorted(one.task for one, each in described.items() if not each.complete)
-        self._has_begun = self._has_begun or bool(holding or history.initialized)
-        self._is_blank = is_all_here and not self._has_begun
-        self._lacking = lacking if self._has_begun else []
-        is_complete = is_all_here and self._has_begun and not lacking
+        if holding and not (history.has_begun or history.initialized):
+            self._journal.write("begun")  # units wait until all have values and a checkpoint, whoever is chief then
+        has_begun = history.has_begun or bool(history.initialized)
+        self._is_blank = is_all_here and not has_begun
+        self._lacking = lacking if has_begun else []
+        is_complete = is_all_here and has_begun and not lacking
         self._is_trained = is_complete and any(each.step for each in described.values())
         if is_complete and (history.is_rerouted or not history.initialized):
             self._journal.write("initialized", tasks=holding)

@@ -16,7 +16,7 @@ _AS_THEY_ARE = (
     *("checkpoint", "restored", "updates_undone", "ending", "stopped"),
 )
 """Fields of the history that are JSON."""
-_AS_THEY_ARE_SINCE = ("earlier_incarnations", "put_back", "is_rerouted", "joining", "taken_in")
+_AS_THEY_ARE_SINCE = ("earlier_incarnations", "put_back", "is_rerouted", "joining", "taken_in", "has_begun")
 """Further ones, which a summary of an older journal lacks."""
 
 
@@ -50,6 +50,8 @@ class JobHistory:
     num_ps: int = 0
     told_ps: int = 0
     """The number that the last chief was started with."""
+    has_begun: bool = False
+    """A ps had values, though it may be gone with them."""
     initialized: list[str] = dataclasses.field(default_factory=list)
     """The ps that have held values, once all initial values were there."""
     is_rerouted: bool = False
@@ -168,6 +170,9 @@ class JobHistory:
         self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
         self.prepared.clear()  # whatever they hold, it is for another number of them
 
+    def _on_begun(self, record: Mapping[str, Any]) -> None:
+        self.has_begun = True
+
     def _on_initialized(self, record: Mapping[str, Any]) -> None:
         self.initialized, self.is_rerouted = list(record["tasks"]), False
 
@@ -211,6 +216,7 @@ class JobHistory:
         self.agreed[Topic(*record["topic"])] = record["value"]
 
     def _on_anew(self, record: Mapping[str, Any]) -> None:
+        self.has_begun = False
         self.metric_states.clear()
         self.evaluations.clear()
         self.agreed.clear()

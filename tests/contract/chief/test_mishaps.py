@@ -89,6 +89,39 @@ async def test_no_unit_is_leased_while_a_ps_is_away_whose_initial_values_no_chec
             assert await asked, "the first checkpoint came first"
 
 
+async def test_the_next_chief_knows_that_a_ps_had_initial_values_which_are_gone_with_it(tmp_path: Path) -> None:
+    """It took all ps for new ones and leased units: an update on initial values that no checkpoint has is not counted
+    where it is lost."""
+    folders = {"state_dir": str(tmp_path / "state"), "checkpoint_dir": str(tmp_path / "checkpoints")}
+    sizes: dict[str, Any] = {"num_workers": 1, "num_ps": 2}
+    blank = [FakePs(0), FakePs(1), FakePs(0)]
+    for server in blank:
+        server.initialized = False
+    async with contextlib.AsyncExitStack() as stack:
+        async with chief(**folders, **sizes) as first:
+            for server in blank[:2]:
+                await stack.enter_async_context(ps(first.address, server))
+            worker = Task(first.address, "worker:0")
+            await worker.ready()
+            await worker.open()
+            blank[0].initialized = True
+            before = blank[0].num_described
+            await until(lambda: blank[0].num_described > before + 2)
+            assert not first.job.journal.history.initialized
+            await first.kill()
+        assert blank[1].session is not None
+        async with chief(bind=first.address, **folders, **sizes) as second, ps(second.address, blank[2]):
+            other = blank[1].session
+            tasks = [
+                Task(second.address, "ps:1", other.address, other.incarnation),
+                Task(second.address, "worker:0", resume=worker.incarnation),
+            ]
+            await until(lambda: second.job.is_open and len(second.job.sessions.live("ps")) == 2)
+            assert isinstance(await refused(tasks[1].next(wait=False)), StaleStoreError)
+            for task in tasks:
+                await task.die()
+
+
 @pytest.mark.parametrize("plan", [{}, SYNC], ids=["asynchronous", "staleness 0"])
 @pytest.mark.parametrize("ps_dies_first", [True, False])
 async def test_what_a_ps_loses_when_all_workers_have_finished_and_no_chief_is_there_is_counted(
