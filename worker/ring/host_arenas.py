@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+ArenaStep = tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]
+"""One chunk: the ranks' sources, where the reduction goes, and the other places that get a copy of it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Shared:
@@ -49,6 +52,50 @@ class HostArenas:
                 if 0 <= result <= shared.num_bytes - num_bytes:
                     return number, start, result
         return 0, 0, 0
+
+    def place_of_all(self, outs: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """Arena and offset of tensors that lie there one behind the other."""
+        ends = [out.data_ptr() + out.nbytes for out in outs]
+        arena, start, last = self.place(outs[0], outs[-1])
+        follow = all(end == out.data_ptr() for end, out in zip(ends, outs[1:], strict=False))
+        return (arena, start) if arena and follow and last >= start else (0, 0)
+
+    def steps(
+        self,
+        arena: int,
+        starts: tuple[int, int],
+        num_bytes: int,
+        chunk: int,
+        dtype: torch.dtype,
+        owners: tuple[int, Sequence[int]],
+        private: torch.Tensor | None,
+    ) -> list[ArenaStep]:
+        """A rank's slice in chunks, as views of all ranks' segments.
+
+        Args:
+            starts: where it begins in bytes, as source and as result.
+            num_bytes: its length.
+            chunk: elements.
+            owners: whose result is reduced into, and who gets one.
+            private: is reduced into instead.
+        """
+
+        def chunks(segment: torch.Tensor, start: int) -> Sequence[torch.Tensor]:
+            with torch.inference_mode(False):
+                return segment[start : start + num_bytes].view(dtype).split(chunk) if num_bytes > 0 else ()
+
+        first, targets = owners
+        segments = self.segments(arena)
+        sources = zip(*(chunks(segment, starts[0]) for segment in segments), strict=True)
+        results = zip(*(chunks(segments[rank], starts[1]) for rank in targets), strict=True)
+        own = list(targets).index(first)
+        steps: list[ArenaStep] = []
+        for parts, places in zip(sources, results, strict=True):
+            if private is not None:
+                steps.append((list(parts), private[: parts[0].numel()], list(places)))
+            else:
+                steps.append((list(parts), places[own], [*places[:own], *places[own + 1 :]]))
+        return steps
 
     def at(self, arena: int, start: int, like: torch.Tensor) -> list[torch.Tensor]:
         """What every rank has at an offset, in the dtype and length of a flat tensor."""

@@ -3,8 +3,8 @@
 Every rank has segments that all peers map; besides there are signals of 40 bytes
 (:mod:`stratagem.worker.ring.host_signals`). Three ways, chosen alike on every rank by size and place:
 
-*Short* all-reduces (:data:`_SHORT_BYTES`) take one round through the scratch memory: each rank writes its values, one
-exchange, each rank reduces all of them for itself.
+*Short* tensors (:data:`_SHORT_BYTES`) take one round through the scratch memory: each rank writes its values, one
+exchange, each rank reads what it needs of all; an all-reduce is made by each for itself.
 
 *In an arena* nothing is copied. Each rank owns one slice (:func:`~stratagem.worker.ring.schedule.cut`). It reduces the
 ranks' slices straight from their sources and writes the values into every rank's result: the writers' ranges are
@@ -37,7 +37,7 @@ import torch
 from stratagem.cluster.communication import ReduceOp
 from stratagem.worker.ring import host_cells
 from stratagem.worker.ring.group import Arena, Tag
-from stratagem.worker.ring.host_arenas import HostArenas
+from stratagem.worker.ring.host_arenas import ArenaStep, HostArenas
 from stratagem.worker.ring.host_reduction import Reduction, empty
 from stratagem.worker.ring.host_scratch import Scratch
 from stratagem.worker.ring.host_signals import LONGEST_WAIT_S, Signals
@@ -45,6 +45,8 @@ from stratagem.worker.ring.schedule import cut
 
 _SHORT_BYTES = 256 << 10
 """All ranks' values together, up to which every rank reduces them all: one exchange instead of two."""
+_COPIED_BYTES = 1 << 20
+"""The same, of an all-reduce of what lies in no arena, and is copied anyhow."""
 _CHUNK_BYTES = 256 << 10
 """What an owner reduces and spreads at once: stays in the L2 cache between the two."""
 _SLOT_BYTES = 3 << 20
@@ -53,9 +55,6 @@ _RESULT_SHIFT_BYTES = 1024
 """Source and result of an arena do not start at the same place of a page: a store would wait for loads 4 KiB away."""
 _PAGE_BYTES = 4096
 _NUM_CACHED_PLANS = 128
-
-_Step = tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]
-"""One chunk: the ranks' sources, where the reduction goes, and the other places that get a copy of it."""
 
 
 class HostGroup:
@@ -129,6 +128,11 @@ class HostGroup:
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         with self._signals.collective(tag) as signals:
+            if 4 * source.nbytes * self.size <= _SHORT_BYTES:  # more would be copied than calls are saved
+                self._show(source)
+                start, stop = cut(source.numel(), self.size)[self.rank]
+                self._reduction(op, source)(self._staged(1, start, stop - start, source.dtype), out)
+                return
             part = self._part_elements(self.size, source.dtype)
             slices = [source[start:stop] for start, stop in cut(source.numel(), self.size)]
             reduction = self._reductions(op, source.dtype, part)
@@ -162,8 +166,16 @@ class HostGroup:
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         with self._signals.collective(tag) as signals:
+            if sum(out.nbytes for out in outs) <= _SHORT_BYTES:
+                self._show(source)
+                if outs[self.rank].data_ptr() != source.data_ptr():  # before what comes lies where it is
+                    outs[self.rank].copy_(source)
+                for rank, out in enumerate(outs):
+                    if rank != self.rank:
+                        self._fetch(rank, 0, 0, out)
+                return
             part = self._part_elements(1, source.dtype)
-            arena, start = self._place_of_all(outs) if min(out.numel() for out in outs) > part else (0, 0)
+            arena, start = self._arenas.place_of_all(outs) if min(out.numel() for out in outs) > part else (0, 0)
             if arena and outs[self.rank].data_ptr() != source.data_ptr():
                 outs[self.rank].copy_(source)
             if self._all_are_at(arena, start, start):
@@ -252,7 +264,10 @@ class HostGroup:
                     copy.copy_(into)
             self._signals.exchange(False)
             return
-        self._reduce_in_pieces(source, out, op, root)
+        if source.nbytes * self.size <= _COPIED_BYTES:
+            self._reduce_short(source, out, op)
+        else:
+            self._reduce_in_pieces(source, out, op, root)
 
     def _all_are_at(self, arena: int, start: int, result: int) -> bool:
         """Whether all ranks have their tensors at the same place of an arena, and are ready."""
@@ -265,47 +280,32 @@ class HostGroup:
 
     def _reduce_short(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp) -> None:
         """Every rank reduces everything for itself; in rank order, so that bits are equal."""
-        self._scratch.next_round()
-        row = self._scratch.row(source.numel(), source.dtype)
-        row[self.rank].copy_(source)
-        self._signals.exchange(False)
+        row = self._show(source)
         if out is not None:
-            self._reductions(op, source.dtype, _SHORT_BYTES // source.itemsize)(row, out)
+            self._reduction(op, source)(row, out)
+
+    def _reduction(self, op: ReduceOp, source: torch.Tensor) -> Reduction:
+        """Of short tensors."""
+        return self._reductions(op, source.dtype, _COPIED_BYTES // self.size // source.itemsize)
+
+    def _show(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """One round after which every rank's slot begins with its values; as many of them of each."""
+        self._scratch.next_round()
+        row = self._scratch.row(values.numel(), values.dtype)
+        row[self.rank].copy_(values)
+        # Or else a rank has its tensors in an arena and has written nothing yet.
+        return row if self._signals.exchange(False) else self._show(values)
 
     def _make_plan(
         self, arena: int, start: int, result: int, num_elements: int, dtype: torch.dtype, op: ReduceOp, root: int | None
-    ) -> list[_Step]:
-        """The chunks of this rank's slice, as views of all ranks' segments."""
+    ) -> list[ArenaStep]:
         first, last = (element * dtype.itemsize for element in cut(num_elements, self.size)[self.rank])
         chunk = _CHUNK_BYTES // dtype.itemsize
-
-        def chunks(segment: torch.Tensor, offset: int) -> Sequence[torch.Tensor]:
-            with torch.inference_mode(False):
-                return segment[offset + first : offset + last].view(dtype).split(chunk) if last > first else ()
-
-        segments = self._arenas.segments(arena)
-        targets = segments if root is None else [segments[root]]
-        sources = zip(*(chunks(segment, start) for segment in segments), strict=True)
-        results = zip(*(chunks(segment, result) for segment in targets), strict=True)
-        reduction = self._reductions(op, dtype, chunk)
         # In place, the own result may be a source that is still to come.
-        aside = start == result and self.rank >= 2 and not reduction.wide
+        aside = start == result and self.rank >= 2 and not self._reductions(op, dtype, chunk).wide
         private = empty(chunk, dtype) if aside else None
-        own = self.rank if root is None else 0
-        steps: list[_Step] = []
-        for parts, places in zip(sources, results, strict=True):
-            if private is not None:
-                steps.append((list(parts), private[: parts[0].numel()], list(places)))
-            else:
-                steps.append((list(parts), places[own], [*places[:own], *places[own + 1 :]]))
-        return steps
-
-    def _place_of_all(self, outs: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """Arena and offset of tensors that lie there one behind the other."""
-        ends = [out.data_ptr() + out.nbytes for out in outs]
-        arena, start, last = self._arenas.place(outs[0], outs[-1])
-        follow = all(end == out.data_ptr() for end, out in zip(ends, outs[1:], strict=False))
-        return (arena, start) if arena and follow and last >= start else (0, 0)
+        owners = (self.rank, range(self.size)) if root is None else (root, [root])
+        return self._arenas.steps(arena, (start + first, result + first), last - first, chunk, dtype, owners, private)
 
     def _reduce_in_pieces(self, source: torch.Tensor, out: torch.Tensor | None, op: ReduceOp, root: int | None) -> None:
         """Round k: writes piece k of the source, and the own slice of the reduced piece k-1; reads both from peers."""

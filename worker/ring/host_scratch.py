@@ -45,7 +45,7 @@ class Scratch:
         return self.slot_bytes // num_parts // ALIGNMENT * ALIGNMENT
 
     def view(self, rank: int, start_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """A range of a rank's slot; ``start_bytes`` is a multiple of :data:`ALIGNMENT`."""
+        """A range of a rank's slot; fastest where ``start_bytes`` is a multiple of :data:`ALIGNMENT`."""
         return self._views(self._slot, rank, start_bytes, num_elements, dtype)
 
     def row(self, num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from stratagem.worker.ring.host_signals import Signals
 from stratagem.worker.ring.schedule import cut
 from tests.contract.ring.groups import Outcome, host_groups, in_threads, outcomes_of
 
-SHORT, SLOT, CHUNK = 1024, 6144, 512
+SHORT, COPIED, SLOT, CHUNK = 1024, 4352, 6144, 512
 LENGTHS = (0, 1, 5, 64, 257, 1000, 4001)
 """Elements of float32: nothing, one short round, one piece, several uneven pieces and chunks."""
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -50,6 +50,7 @@ FUNCTIONS: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_group, "_SHORT_BYTES", SHORT)
+    monkeypatch.setattr(host_group, "_COPIED_BYTES", COPIED)
     monkeypatch.setattr(host_group, "_SLOT_BYTES", SLOT)
     monkeypatch.setattr(host_group, "_CHUNK_BYTES", CHUNK)
 
@@ -729,10 +730,10 @@ def test_bells_that_come_too_late_harm_nothing() -> None:
         barriers[0].start()
         for barrier in barriers:
             barrier.join(DEADLINE_S)
-        for _ in range(3):
-            link.send(host_signals._BELL)
-        in_threads([functools.partial(make_arena, group, 4096, 2) for group in groups])
-        assert all(in_threads([functools.partial(works, group, 3) for group in groups]))
+        in_threads([functools.partial(make_arena, group, 4096, 2) for group in groups])  # whatever is left of them
+        link.send(host_signals._BELL * 3)
+        in_threads([functools.partial(make_arena, group, 4096, 3) for group in groups])
+        assert all(in_threads([functools.partial(works, group, 4) for group in groups]))
 
 
 @pytest.mark.parametrize("num_extra", [0, 1], ids=["no descriptor", "another file"])
