@@ -9,6 +9,7 @@ from typing import Any
 
 from stratagem.checkpoint.ended import take_end
 from stratagem.cluster.config import ChiefConfig, WorkerConfig
+from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.units import Lease
@@ -42,6 +43,20 @@ _newest: WorkerRuntime | None = None
 def active_runtime() -> WorkerRuntime | None:
     """The runtime of this process, if a strategy has joined a cluster."""
     return _newest
+
+
+def told_otherwise(cluster: ClusterSpec, membership: Membership) -> str:
+    """How many workers a task was told of, where its chief was told of others and their number is not to change.
+
+    No error: tasks of a job that is deployed anew come one after the other.
+    """
+    known = sum(TaskId.parse(member.task).type == "worker" for member in membership.members)
+    if membership.wanted_workers or membership.min_workers or cluster.num_workers == known:
+        return ""
+    return (
+        f"was told of another number of workers ({cluster.num_workers}) than its chief ({known}): replicas and input "
+        "pipelines are counted by the former. Give every task the same cluster (TF_CONFIG, --cluster)"
+    )
 
 
 class WorkerRuntime:
@@ -125,6 +140,8 @@ class WorkerRuntime:
                 continue
         self._server.set_serving(True)
         logger.info("Cluster is ready: %d workers, %d ps", self.cluster.num_workers, len(self.clients))
+        if difference := told_otherwise(self.cluster, self.session.membership):
+            logger.warning("%s %s", self.task, difference)
 
     def _no_chief(self) -> StratagemError | None:
         """Why there will be none; None: one may come yet."""
