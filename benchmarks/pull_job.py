@@ -56,16 +56,16 @@ def _halves(weights: list[torch.Tensor], num_ps: int) -> Layout:
     specs = [VariableSpec(f"weight{i}", tuple(w.shape), w.dtype, FIRST_GROUP) for i, w in enumerate(weights)]
     rows = []
     for spec in specs:
-        bounds = [spec.rows * ps // num_ps for ps in range(num_ps + 1)]
+        bounds = [spec.shape[0] * ps // num_ps for ps in range(num_ps + 1)]
         rows.append(
             [(ps, bounds[ps], bounds[ps + 1] - bounds[ps]) for ps in range(num_ps) if bounds[ps + 1] > bounds[ps]]
         )
-    return Layout(specs, rows, num_ps, CHUNK_BYTES)
+    return Layout(specs, rows, CHUNK_BYTES)
 
 
 def _variables(runtime: WorkerRuntime, layout: Layout, weights: list[torch.Tensor]) -> RemoteVariables:
     """Remote variables that know no version yet."""
-    return RemoteVariables(runtime.clients, layout, weights, {FIRST_GROUP: ""})
+    return RemoteVariables(runtime.clients, layout, weights, "")
 
 
 def _time(warm_up: Callable[[], bool], pulls: list[Callable[[], bool]]) -> tuple[float, float]:

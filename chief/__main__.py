@@ -26,7 +26,6 @@ from stratagem.cluster.config import ChiefConfig
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.rpc.chief_address import write_chief_address
 from stratagem.rpc.generated import chief_pb2_grpc
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.server import serve_aio
@@ -61,20 +60,30 @@ async def serve(
 ) -> int:
     """As :func:`run`, inside an event loop, in a process that may be somebody else's too."""
     security = security_of(config)
-    if not config.state_dir:
-        return await _coordinate(config, security, print_address, until_eof, owns_process)
-    lock = JournalLock(config.state_dir)
-    try:
-        has_waited = await _wait(lock, config.standby)
-        if has_waited is None:
-            logger.info("Told to end while it stood by")
-            return PREEMPTED
-        if has_waited and config.standby and (code := exit_code_of(config.state_dir)) is not None:
-            logger.info("The job that this chief stood by for is over, with exit code %d", code)
-            return code
-        return await _coordinate(config, security, print_address, until_eof, owns_process)
-    finally:
-        lock.release()
+    with contextlib.ExitStack() as held:
+        if config.state_dir:
+            journal_lock = JournalLock(config.state_dir)
+            held.callback(journal_lock.release)
+            has_waited = await _wait(journal_lock, config.standby)
+            if has_waited is None:
+                logger.info("Told to end while it stood by")
+                return PREEMPTED
+            if has_waited and config.standby and (code := exit_code_of(config.state_dir)) is not None:
+                logger.info("The job that this chief stood by for is over, with exit code %d", code)
+                return code
+        # Where there are no locks, or nothing can be written, saving will say so.
+        with contextlib.suppress(OSError):
+            if config.checkpoint_dir:
+                lock = CheckpointsLock(config.checkpoint_dir)
+                held.callback(lock.release)
+                if await _wait(lock, standby=False) is None:
+                    return PREEMPTED
+        connect = functools.partial(ChiefPsClient, chief=config.task, security=security)
+        job = ChiefJob(config, lambda chief_epoch: functools.partial(connect, chief_epoch=chief_epoch))
+        held.callback(job.close)
+        if owns_process:
+            held.callback(asyncio.create_task(_freeze(job)).cancel)
+        return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
 
 
 async def _wait(lock: JournalLock, standby: bool) -> bool | None:
@@ -91,28 +100,6 @@ async def _wait(lock: JournalLock, standby: bool) -> bool | None:
     return None if waiting.cancelled() else waiting.result()
 
 
-async def _coordinate(
-    config: ChiefConfig, security: Security, print_address: bool, until_eof: bool, owns_process: bool
-) -> int:
-    with contextlib.ExitStack() as held:
-        # Where there are no locks, or nothing can be written, saving will say so.
-        with contextlib.suppress(OSError):
-            if config.checkpoint_dir:
-                lock = CheckpointsLock(config.checkpoint_dir)
-                held.callback(lock.release)
-                if await _wait(lock, standby=False) is None:
-                    return PREEMPTED
-        connect = functools.partial(ChiefPsClient, chief=config.task, security=security)
-        job = ChiefJob(config, lambda chief_epoch: functools.partial(connect, chief_epoch=chief_epoch))
-        freezing = asyncio.create_task(_freeze(job)) if owns_process else None
-        try:
-            return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
-        finally:
-            if freezing is not None:
-                freezing.cancel()
-            job.close()
-
-
 async def _freeze(job: ChiefJob) -> None:
     """Once all are here their sessions stay: to look through those of 1,000 workers for garbage, again and again, kept
     everybody waiting for up to 0.16 s."""
@@ -125,11 +112,9 @@ async def _serve(
     config: ChiefConfig, job: ChiefJob, security: Security, *, print_address: bool, until_eof: bool
 ) -> int:
     server = await serve_aio(
-        config.bind,
+        config,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
         services=[SERVICE],
-        limits=ServerLimits.of(config),
-        insecure=config.insecure,
         security=security,
     )
     job.address = config.advertise or server.address

@@ -50,6 +50,8 @@ class Goodbye:
 
     exit_code: int
     message: str = ""
+    follows: bool = False
+    """It failed because another task had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,7 @@ class Welcome:
     """Answer to a join."""
 
     incarnation: int
-    chief_epoch: int
     heartbeat_interval_s: float
-    session_timeout_s: float
     job_started: bool
     ps_replicas: int
     wants_log: bool = False

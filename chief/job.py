@@ -77,7 +77,8 @@ class ChiefJob(ChiefState):
     async def leave_group(self, incarnation: Incarnation, group: str) -> None:
         """Nobody need wait for the caller in a group of agreements, nor in the steps that are asked for in it."""
         await self.admit(incarnation)
-        self.metric_store.leave(incarnation, group)
+        self.metric_store.agreements.leave(incarnation, group)
+        self.changed.notify()
         await self.recovery.carry_out(
             incarnation, self.lease_book.remove(self.lease_book.steps.reserved_in(incarnation, group), {})
         )
@@ -122,7 +123,7 @@ class ChiefJob(ChiefState):
                 self.streams.recent.add("chief:0", self.saving.totals.values(), self.clock())
                 await self.ps_pool.drop_lost()
                 self._maintenance.tick()
-                if self.scaling.tick() and self._maintenance.has_saved:
+                if self.scaling.tick() and self._maintenance.saved_step is not None:
                     self._background.spawn(self.scaling.move)
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()

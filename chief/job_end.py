@@ -61,7 +61,7 @@ class JobEnd(ChiefPart):
 
         def all_gone() -> bool:
             is_late = sessions.absent_servers or sessions.never_came
-            return sessions.deserted and not (is_good and is_late)
+            return not sessions.anybody_waits and not (is_good and is_late)
 
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)

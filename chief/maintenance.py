@@ -45,7 +45,8 @@ class Maintenance(ChiefPart):
         self._stop = stop
         self._busy = False
         self._first = asyncio.Lock()
-        self._saved_step: int | None = None
+        self.saved_step: int | None = None
+        """Of the newest checkpoint; None: the first one since this chief started is not taken yet."""
         self._is_blank = False
         """All ps are here, and initial values are yet to come."""
         self._is_trained = False
@@ -64,7 +65,7 @@ class Maintenance(ChiefPart):
                 self._start(self._recovery.open_books)
         elif not self._journal.history.initialized:
             self._start(self._watch)
-        elif self._config.checkpoint_dir and self._saved_step is None:
+        elif self._config.checkpoint_dir and self.saved_step is None:
             self._start(self._save_first)
         elif self._journal.history.is_rerouted:
             self._start(self._watch)
@@ -80,7 +81,8 @@ class Maintenance(ChiefPart):
         while True:
             await self._before_leasing()
             await self._admit(caller)
-            if self._may_lease:
+            # None between the initial values and the first checkpoint, unless some were before.
+            if not self._config.checkpoint_dir or self.saved_step is not None or self._is_blank or self._is_trained:
                 return
             await asyncio.sleep(RETRY_S)
             if self._lacking:
@@ -92,22 +94,11 @@ class Maintenance(ChiefPart):
         Returns at once when there are no variables yet, or updates already, or checkpoints are off; returns without one
         while a ps is away, or is back without values: what it holds may be initial values.
         """
-        if not self._config.checkpoint_dir or self._saved_step is not None:
+        if not self._config.checkpoint_dir or self.saved_step is not None:
             return
         await self._watch()
         if self._journal.history.initialized and not self._is_trained:
             await self._save_first()
-
-    @property
-    def _may_lease(self) -> bool:
-        """No unit may be leased between the initial values and the first checkpoint, unless some were before."""
-        has_checkpoint = self._saved_step is not None
-        return not self._config.checkpoint_dir or has_checkpoint or self._is_blank or self._is_trained
-
-    @property
-    def has_saved(self) -> bool:
-        """Whether the first checkpoint since this chief started is taken: nobody is about to take it."""
-        return self._saved_step is not None
 
     async def save_last(self) -> None:
         """The checkpoint at the end, if there is anything that the last one lacks.
@@ -115,7 +106,7 @@ class Maintenance(ChiefPart):
         Raises:
             StratagemError: it cannot be taken.
         """
-        if self._config.checkpoint_dir and self._journal.history.initialized and await self._step() != self._saved_step:
+        if self._config.checkpoint_dir and self._journal.history.initialized and await self._step() != self.saved_step:
             # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
             await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False)
 
@@ -162,7 +153,7 @@ class Maintenance(ChiefPart):
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""
         async with self._first:
-            if self._saved_step is not None:
+            if self.saved_step is not None:
                 return
             newest = checkpoints.newest(self._config.checkpoint_dir)
             try:
@@ -179,16 +170,16 @@ class Maintenance(ChiefPart):
 
     async def _save(self) -> None:
         try:
-            if await self._step() == self._saved_step:
-                self.saved(self._saved_step)
+            if await self._step() == self.saved_step:
+                self.saved(self.saved_step)
             else:
                 self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
         except StratagemError as error:
             logger.warning("No checkpoint: %s", error)
-            self.saved(self._saved_step)
+            self.saved(self.saved_step)
 
     def saved(self, step: int | None) -> None:
         """There is a checkpoint of this step."""
-        self._saved_step = step
+        self.saved_step = step
         every_s = self._config.checkpoint_every_s
         self._next_save_at = self._clock() + every_s if every_s else None

@@ -119,7 +119,8 @@ class PsReturn(ChiefPart):
             return True
         if self.origin is not None:
             if server.incarnation not in self.put_back:  # it died after all had been put back
-                await self._restoring.to(self.origin, server)
+                path, num_ps = str(self.origin.path), self._ps_pool.num_ps
+                await self._ps_pool.insist(server, lambda each: each.restore_shards(path, num_ps))
                 self.put_back[server.incarnation] = self.origin
             return True
         servers = self._ps_pool.servers

@@ -97,7 +97,8 @@ class Recovery(ChiefPart):
         """Journals and tells every ps what a removal closed, then makes its units pending; returns those."""
         for closing in removal.closings:
             self._journal.write("close_step", step=closing.step, included=encode_units(closing.included))
-        await self._ps_pool.close_steps(removal.closings)
+        for closing in removal.closings:
+            await self._ps_pool.insist_all(operator.methodcaller("close_step", closing))
         self.accepted(removal.accepted)
         back = self._lease_book.give_back(incarnation, removal.returned)
         self._changed.notify()

@@ -72,7 +72,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self, request: chief_pb2.SaveCheckpointRequest, context: Any
     ) -> chief_pb2.SaveCheckpointReply:
         saved = await self._job.save_checkpoint(incarnation_from_proto(request.sender), request.directory)
-        return chief_pb2.SaveCheckpointReply(path=saved.path, step=saved.step)
+        return chief_pb2.SaveCheckpointReply(path=saved.path)
 
     async def GetStatus(self, request: chief_pb2.GetStatusRequest, context: Any) -> chief_pb2.GetStatusReply:
         return wire.status_to_proto(self._job.get_status(), request.measures)

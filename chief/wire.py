@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from stratagem.chief import events
 from stratagem.chief.counting.metric_states import Logs, MetricState, Page
@@ -68,7 +69,7 @@ def leases_to_proto(leases: Leases) -> chief_pb2.NextUnitsReply:
     return chief_pb2.NextUnitsReply(leases=granted, end=leases.end, attempt=leases.attempt)
 
 
-def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseRequest:
+def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseRequest[Any]:
     """What a worker reports and wants.
 
     Raises:
@@ -96,7 +97,7 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
     )
 
 
-def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest:
+def step_report_from_proto(request: chief_pb2.StartStepRequest) -> LeaseRequest[TrainingPass]:
     """What a worker reports that wants to start a step."""
     states = states_from_proto(request.states, request.dataset, request.epoch)
     units_of = TrainingPass(request.dataset, request.epoch)
@@ -161,7 +162,7 @@ def request_from_proto(request: chief_pb2.SessionRequest) -> events.Request:
         said_of_it = progress.SerializeToString(), progress.waiting_step, measured, copies, progress.leaving
         return events.Heartbeat(*said_of_it, lines)
     if request.HasField("goodbye"):
-        return events.Goodbye(request.goodbye.exit_code, request.goodbye.message)
+        return from_message(events.Goodbye, request.goodbye)
     raise ProtocolError("expected Join, Heartbeat or Goodbye in a session, got an empty message")
 
 
@@ -184,15 +185,14 @@ def measures_to_proto(measured: Measures) -> chief_pb2.Measures:
 
 def status_to_proto(status: JobStatus, with_measures: bool = False) -> chief_pb2.GetStatusReply:
     tasks = []
-    for task in status.tasks:
-        progress = chief_pb2.Progress.FromString(task.progress)
+    for task, (said, measured) in zip(status.tasks, status.said, strict=True):
+        progress, info = chief_pb2.Progress.FromString(said), to_message(common_pb2.TaskInfo, task)
         if task.waiting_on:
             progress.waiting_on, progress.waiting_s = task.waiting_on, task.waiting_s or progress.waiting_s
-        info = to_message(common_pb2.TaskInfo, task.member)
-        shown = to_message(chief_pb2.TaskStatus, task, info=info, progress=progress)
+        shown = to_message(chief_pb2.TaskStatus, task, info=info, progress=progress, measures=None, earlier=None)
         if with_measures:
-            shown.measures.CopyFrom(measures_to_proto(task.measured.newest))
-            shown.earlier.CopyFrom(measures_to_proto(task.measured.earlier))
-            shown.window_s, shown.measures_age_s = task.measured.window_s, task.measured.age_s
+            shown.measures.CopyFrom(measures_to_proto(measured.newest))
+            shown.earlier.CopyFrom(measures_to_proto(measured.earlier))
+            shown.window_s, shown.measures_age_s = measured.window_s, measured.age_s
         tasks.append(shown)
     return to_message(chief_pb2.GetStatusReply, status, tasks=tasks)

@@ -33,7 +33,6 @@ from stratagem.ps.store import Store
 from stratagem.rpc.binding import advertised_address
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.heap import keep_freed_memory, share_one_heap
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.observer import OBSERVER, observed
 from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.segment import free_bytes
@@ -100,7 +99,13 @@ def _run(config: PsConfig) -> int:
     folders = AllowedFolders.of(config.checkpoint_dir, config.checkpoint_roots)
     store = Store(config.task, TaskId.parse(config.task).index, limits, folders=folders)
     lanes = SocketLanes(store, config.bind.rpartition(":")[0].strip("[]"), security, config.max_lanes_per_peer)
-    server = _serve(config, store, lanes, security)
+    FLIGHT.values = store.state.totals.values
+    server = serve(
+        config,
+        observed(SERVICE, ParameterServerServicer(store, lanes, config.max_message_bytes, security)),
+        services=[SERVICE.full_name, OBSERVER.full_name],
+        security=security,
+    )
     try:
         logger.info("Listening on %s%s", server.address, security.words)
         optimizers.warm_up()
@@ -112,19 +117,6 @@ def _run(config: PsConfig) -> int:
         store.state.close_lanes(JobStoppedError(f"{config.task} ends", 0))
         lanes.close()
         server.stop(1.0)
-
-
-def _serve(config: PsConfig, store: Store, lanes: SocketLanes, security: Security) -> RunningServer:
-    FLIGHT.values = store.state.totals.values
-    servicer = ParameterServerServicer(store, lanes, config.max_message_bytes, security)
-    return serve(
-        config.bind,
-        observed(SERVICE, servicer),
-        services=[SERVICE.full_name, OBSERVER.full_name],
-        limits=ServerLimits.of(config),
-        insecure=config.insecure,
-        security=security,
-    )
 
 
 def _stay(config: PsConfig, store: Store, server: RunningServer, security: Security) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from stratagem.cluster.units import Update
-from stratagem.errors import ProtocolError
+from stratagem.errors import ProtocolError, VariableError
 from stratagem.measuring import measures
 from stratagem.measuring.measures import labelled
 from stratagem.ps.backup import AsItCame
@@ -67,16 +67,15 @@ class Applying:
             VariableError: a group is unknown or has no values.
             ProtocolError: a group comes twice, or its mask is too long.
         """
-        masks = {commit.group: commit.present for commit in groups}
-        if len(masks) != len(groups):
+        present: Present = {}
+        for commit in sorted(groups, key=_group_of):
+            group = self._state.locked_group(commit.group).group
+            if not group.initialized:
+                raise VariableError(f"group {commit.group} has no values yet; the lead assigns them first")
+            present[commit.group] = presence(commit.present, len(group.spec.shards))
+        if len(present) != len(groups):
             raise ProtocolError(f"expected each group once in an update, got {[commit.group for commit in groups]}")
-        locked_groups = self._state.initialized_shelves(masks)
-        specs = [locked.group.spec for locked in locked_groups]
-        return {spec.group: presence(masks[spec.group], len(spec.shards)) for spec in specs}
-
-    def turn(self, sender: Sender, update: Update, store_epoch: int, call: Call) -> Turn:
-        """See :class:`Turn`."""
-        return Turn(self._state, sender, update, store_epoch, call)
+        return present
 
     def apply(
         self,
@@ -108,7 +107,7 @@ class Applying:
                 locked.publisher.outdate()
                 begun = time.perf_counter_ns()
                 group = commit.group
-                locked.group.apply(gradient[group], present[group], commit.hyper_parameters, scale)
+                locked.group.apply(gradient[group], present[group], scale)
                 state.totals.add_span(locked.apply_measure, begun)
         finally:
             for locked, _ in commits[:num_locked]:

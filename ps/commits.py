@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from stratagem.errors import ConfigurationError, ProtocolError
 from stratagem.measuring.flight import FLIGHT
-from stratagem.ps.applying import Applying, Gradient, Present
+from stratagem.ps.applying import Applying, Gradient, Present, Turn
 from stratagem.ps.backup import AsItCame
 from stratagem.ps.frames import CLOSE_UNITS, COMMIT_UPDATE
 from stratagem.ps.merge import facts_of, join_facts
@@ -123,7 +123,7 @@ class Commits(Applying):
         if applies:
             with state.lock:
                 gradient = self.take_gradient(request.sender, request.gradients, present, call, keep=True)
-        with self.turn(request.sender, request.update, store_epoch, call) as is_new:
+        with Turn(state, request.sender, request.update, store_epoch, call) as is_new:
             applies = applies and is_new
             if applies:
                 self.apply(request.groups, gradient, present, request.scale, request.as_it_came)

@@ -166,11 +166,6 @@ class StoreCopies:
             raise CheckpointError(f"{self._task} has no whole copy of {Sender(whose, incarnation)}")
         copy.give(lane, transfer, answer)
 
-    def confirm(self, asker: Sender, number: int) -> None:
-        """See :meth:`stratagem.ps.backup.Backup.confirm`."""
-        if self._state.backup is not None:
-            self._state.backup.confirm(asker, number)
-
     def take(self, image: StoreImage) -> None:
         """Goes on from an image, as if this process had been the one it is of."""
         state = self._state

@@ -1,12 +1,10 @@
-"""Frames as this ps builds and reads them: the one place of the domain's neighbourhood that knows their encoding."""
+"""The kinds of frames, as the domain knows them."""
 
 from __future__ import annotations
 
-import torch
-
 from stratagem.errors import FrameError
 from stratagem.ps.requests import FrameKind
-from stratagem.rpc.codec import Frame, Parts, decode_frame, encode_frame, frame_parts
+from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
 
 WEIGHTS = int(frame_pb2.WEIGHTS)
@@ -18,26 +16,6 @@ _KINDS = {
     int(frame_pb2.VALUES): FrameKind.VALUES,
     int(frame_pb2.WANTED_ROWS): FrameKind.WANTED_ROWS,
 }
-
-
-def weights_message(transfer: int, group: int, offset: int, piece: torch.Tensor) -> bytes:
-    """A message with a frame of published weights (or of a slot): ``piece`` copied once."""
-    return encode_frame(WEIGHTS, transfer, group, offset, piece)
-
-
-def weights_parts(transfer: int, group: int, offset: int, piece: torch.Tensor) -> Parts:
-    """The same, not copied yet."""
-    return frame_parts(WEIGHTS, transfer, group, offset, [piece], tuple(piece.shape))
-
-
-def reply_parts(kind: int, transfer: int, message: bytes) -> Parts:
-    """A frame of a reply."""
-    return frame_parts(kind, transfer, 0, 0, [message], (len(message),))
-
-
-def payload_of(message: bytes) -> torch.Tensor:
-    """The elements in a message: a view on it."""
-    return decode_frame(message).tensor
 
 
 def kind_of(frame: Frame) -> FrameKind:

@@ -53,15 +53,13 @@ class LaneRequests:
     Args:
         store: does the work.
         sender: whose lane it is; nobody else is spoken for over it.
-        lane: the way back.
-        call: whether the worker is still there, while a request waits.
+        lane: the way back; knows whether the worker is still there, while a request waits.
     """
 
-    def __init__(self, store: Store, sender: Sender, lane: AnsweringLane, call: Call) -> None:
+    def __init__(self, store: Store, sender: Sender, lane: AnsweringLane) -> None:
         self._store = store
         self._sender = sender
         self._lane = lane
-        self._call = call
         self._follows = sender.task.startswith("ps:")
 
     def take(self, frame: Frame) -> None:
@@ -76,7 +74,7 @@ class LaneRequests:
         found = _REQUESTS.get(frame.kind)
         if found is None:
             begun = time.perf_counter_ns()
-            self._store.variables.stage(self._sender, kind_of(frame), frame, self._call)
+            self._store.variables.stage(self._sender, kind_of(frame), frame, self._lane)
             self._store.state.totals.add_span(measures.RECEIVE, begun)
             return
         name, cls, handler = found
@@ -86,7 +84,7 @@ class LaneRequests:
 
     def _serve(self, name: str, handler: _Handler, request: Any, frame: Frame) -> None:
         try:
-            reply = handler(self._store, request, self._call)
+            reply = handler(self._store, request, self._lane)
         except StratagemError as error:
             log_refusal(name, error)
             self._refuse(frame, status_message(error))
@@ -102,7 +100,8 @@ class LaneRequests:
                 f"{self._sender} may not send a frame of kind {frame.kind}: a ps follows, workers do not"
             )
         if frame.kind == FOLLOWED:
-            self._store.copies.confirm(self._sender, frame.offset)
+            if (backup := self._store.state.backup) is not None:
+                backup.confirm(self._sender, frame.offset)
             return
         request = self._read(ps_pb2.FollowRequest, frame)
 
@@ -118,7 +117,7 @@ class LaneRequests:
                 self._lane,
                 frame.transfer,
                 answer,
-                self._call,
+                self._lane,
             )
         except StratagemError as error:
             log_refusal("Follow", error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -12,14 +11,24 @@ from typing import Protocol
 import torch
 
 from stratagem.errors import FencedError, LimitError, StratagemError
-from stratagem.ps.frames import payload_of, reply_parts, weights_message, weights_parts
+from stratagem.ps.frames import WEIGHTS
 from stratagem.ps.lane_requests import LaneRequests
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import Sender
 from stratagem.ps.store import Store
-from stratagem.rpc.codec import TOGETHER_BYTES, TOGETHER_OVERHEAD_BYTES, Parts, decode_frames, encode_together
+from stratagem.ps.waiting import Call
+from stratagem.rpc.codec import (
+    TOGETHER_BYTES,
+    TOGETHER_OVERHEAD_BYTES,
+    Parts,
+    decode_frame,
+    decode_frames,
+    encode_frame,
+    encode_together,
+    frame_parts,
+)
 from stratagem.rpc.frame_memory import FrameMemory
-from stratagem.rpc.lane import Corked, LentPiece, LentPieces
+from stratagem.rpc.lane import Corkable, LentPiece, LentPieces
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
@@ -28,11 +37,8 @@ LENT_ELEMENTS = 256 << 10
 """Larger frames are copied when they leave, not when they are queued."""
 
 
-class WorkerStream(Protocol):
+class WorkerStream(Call, Protocol):
     """The stream that carries a grpc lane."""
-
-    def is_active(self) -> bool:
-        """False once the worker is gone."""
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         """Has ``callback`` called when the stream ends; False when it has ended already."""
@@ -67,10 +73,11 @@ class _Reply:
             return frame
         if self._lent is not None:
             with self._lent.piece.guard:
-                return [weights_message(self._transfer, frame.group, frame.offset, self._lent.piece.tensor)]
+                return [encode_frame(WEIGHTS, self._transfer, frame.group, frame.offset, self._lent.piece.tensor)]
         if isinstance(frame.origin, tuple) and frame.origin[0] == self._transfer:
             return [frame.origin[1]]
-        return weights_parts(self._transfer, frame.group, frame.offset, frame.tensor)
+        shape = tuple(frame.tensor.shape)
+        return frame_parts(WEIGHTS, self._transfer, frame.group, frame.offset, [frame.tensor], shape)
 
 
 def _message(replies: list[_Reply]) -> bytes:
@@ -81,16 +88,20 @@ def _message(replies: list[_Reply]) -> bytes:
     return parts[0] if len(parts) == 1 and isinstance(parts[0], bytes) else b"".join(parts)
 
 
-class QueueLane:
-    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.ReplyLane`.
+class QueueLane(Corkable):
+    """Reply messages on their ticket into a grpc stream. Implements :class:`stratagem.ps.published.AnsweringLane`.
 
     Args:
         max_pinned_bytes: bytes of messages that may wait here; a reader that is slower is cut off.
         memory: where weights are kept that change before they have left.
+        stream: that carries them.
     """
 
-    def __init__(self, max_pinned_bytes: Callable[[], int], memory: FrameMemory | None = None) -> None:
+    def __init__(
+        self, max_pinned_bytes: Callable[[], int], memory: FrameMemory | None = None, stream: Call | None = None
+    ) -> None:
         self._max_pinned_bytes = max_pinned_bytes
+        self._stream = stream
         self._memory = memory or FrameMemory()
         self._changed = threading.Condition()
         self._waiting: collections.deque[list[_Reply]] = collections.deque()
@@ -107,8 +118,8 @@ class QueueLane:
     def hold(self, transfer: int, group: int, offset: int, piece: torch.Tensor) -> HeldFrame:
         if piece.numel() > LENT_ELEMENTS:
             return HeldFrame(group, offset, piece, LentPiece(piece, self._memory, from_malloc=True))
-        message = weights_message(transfer, group, offset, piece)
-        return HeldFrame(group, offset, payload_of(message), (transfer, message))
+        message = encode_frame(WEIGHTS, transfer, group, offset, piece)
+        return HeldFrame(group, offset, decode_frame(message).tensor, (transfer, message))
 
     def send(self, transfer: int, frame: HeldFrame) -> None:
         with self._changed:
@@ -125,17 +136,12 @@ class QueueLane:
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         with self._changed:
             if not self._closed:
-                self._queue(_Reply(transfer, reply_parts(kind, transfer, message)))
-
-    def corked(self) -> Corked:
-        return Corked(self)
+                self._queue(_Reply(transfer, frame_parts(kind, transfer, 0, 0, [message], (len(message),))))
 
     def cork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         self._cork, self._corked_bytes = [], 0
 
     def uncork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         with self._changed:
             replies, self._cork = self._cork, None
             if replies:
@@ -153,10 +159,8 @@ class QueueLane:
         self._waiting.append([reply])
         self._changed.notify_all()
 
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended."""
-        return self._closed
+    def is_active(self) -> bool:
+        return not self._closed and (self._stream is None or self._stream.is_active())
 
     def close(self, error: StratagemError | None = None) -> None:
         """Ends the lane; frames that wait are dropped. ``error`` is what the worker gets, None for an orderly end."""
@@ -197,9 +201,9 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
         FencedError: the sender is or becomes dead.
         FrameError: a frame that cannot be what it says.
     """
-    lane = QueueLane(lambda: store.state.peer_bytes, store.state.memory)
+    lane = QueueLane(lambda: store.state.peer_bytes, store.state.memory, stream)
     store.open_lane(sender, lane)
-    requests = LaneRequests(store, sender, lane, _StreamCall(stream, lane))
+    requests = LaneRequests(store, sender, lane)
     reader = threading.Thread(
         target=_read, args=(requests, sender, messages, lane), name=f"lane-{sender.task}", daemon=True
     )
@@ -211,19 +215,8 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
     finally:
         lane.close()
         store.close_lane(sender, lane)
-        if not store.state.senders.num_lanes:
+        if not store.state.senders.lanes:
             store.give_back()
-
-
-@dataclasses.dataclass(frozen=True)
-class _StreamCall:
-    """Implements :class:`stratagem.ps.waiting.Call`."""
-
-    stream: WorkerStream
-    lane: QueueLane
-
-    def is_active(self) -> bool:
-        return not self.lane.closed and self.stream.is_active()
 
 
 def _read(requests: LaneRequests, sender: Sender, messages: Iterator[bytes], lane: QueueLane) -> None:

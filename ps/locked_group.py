@@ -77,17 +77,6 @@ class LockedGroup:
                 frames = num_frames(spec.num_elements, spec.dtype)
             return GroupVersion(spec.group, version, frames, group.num_updates)
 
-    def forget_published(self) -> None:
-        """Nobody reads a version that was shared."""
-        with self.lock:
-            self.publisher.outdate()
-
-    def make_rows(self) -> None:
-        """Gives the rows of a table their initial values, unless they have values."""
-        with self.lock:
-            if isinstance(self.group, TableGroup) and not self.group.initialized:
-                self.group.make_values()
-
     def send_rows(self, lane: ReplyLane, transfer: int, offset: int, numbers: torch.Tensor) -> None:
         """Sends some rows of a table, one after the other, in one frame.
 

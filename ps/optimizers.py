@@ -36,8 +36,6 @@ class OptimizerRule:
     """Makes one from parameters and hyper-parameters."""
     slots: Callable[[HyperParameters], tuple[str, ...]]
     """Names of the tensors it keeps, each as large as the parameter."""
-    max_slots: int
-    """Largest number of them."""
     fused: bool = False
     """Whether torch has a fused CPU kernel for it."""
     counts_steps: bool = True
@@ -55,6 +53,11 @@ class OptimizerRule:
     def name(self) -> str:
         """Name on the wire."""
         return self.cls.__name__
+
+    @property
+    def possible_slots(self) -> tuple[str, ...]:
+        """Names of all slots that it may keep."""
+        return self.slots({"amsgrad": True, "momentum": 0.9, "centered": True})
 
 
 def _constant(*slots: str) -> Callable[[HyperParameters], tuple[str, ...]]:
@@ -77,47 +80,41 @@ _RULES: dict[str, OptimizerRule] = {
         OptimizerRule(
             torch.optim.SGD,
             lambda hyper: ("momentum_buffer",) if hyper["momentum"] != 0 else (),
-            1,
             fused=True,
             counts_steps=False,
             first_overrides={"dampening": 0.0},
             first_slot="momentum_buffer",
         ),
-        OptimizerRule(torch.optim.Adam, _adam_slots, 3, fused=True),
-        OptimizerRule(torch.optim.AdamW, _adam_slots, 3, fused=True),
-        OptimizerRule(torch.optim.Adamax, _constant("exp_avg", "exp_inf"), 2),
-        OptimizerRule(torch.optim.Adadelta, _constant("square_avg", "acc_delta"), 2),
+        OptimizerRule(torch.optim.Adam, _adam_slots, fused=True),
+        OptimizerRule(torch.optim.AdamW, _adam_slots, fused=True),
+        OptimizerRule(torch.optim.Adamax, _constant("exp_avg", "exp_inf")),
+        OptimizerRule(torch.optim.Adadelta, _constant("square_avg", "acc_delta")),
         OptimizerRule(
             torch.optim.Adagrad,
             _constant("sum"),
-            1,
             fused=True,
             first_values={"sum": lambda hyper: float(hyper["initial_accumulator_value"])},
         ),
-        OptimizerRule(
-            torch.optim.NAdam, _constant("exp_avg", "exp_avg_sq"), 2, scalars={"mu_product": lambda hyper: 1.0}
-        ),
-        OptimizerRule(torch.optim.RAdam, _constant("exp_avg", "exp_avg_sq"), 2),
-        OptimizerRule(torch.optim.RMSprop, _rmsprop_slots, 3),
+        OptimizerRule(torch.optim.NAdam, _constant("exp_avg", "exp_avg_sq"), scalars={"mu_product": lambda hyper: 1.0}),
+        OptimizerRule(torch.optim.RAdam, _constant("exp_avg", "exp_avg_sq")),
+        OptimizerRule(torch.optim.RMSprop, _rmsprop_slots),
         OptimizerRule(
             torch.optim.Rprop,
             _constant("prev", "step_size"),
-            2,
             first_values={"step_size": lambda hyper: float(hyper["lr"])},
         ),
         OptimizerRule(
             torch.optim.ASGD,
             _constant("ax"),
-            1,
             scalars={"eta": lambda hyper: float(hyper["lr"]), "mu": lambda hyper: 1.0},
         ),
     )
 }
 
 _ROW_RULES: dict[str, OptimizerRule] = {
-    "SGD": OptimizerRule(torch.optim.SGD, _constant(), 0, counts_steps=False),
+    "SGD": OptimizerRule(torch.optim.SGD, _constant(), counts_steps=False),
     "Adagrad": _RULES["Adagrad"],
-    "SparseAdam": OptimizerRule(torch.optim.SparseAdam, _constant("exp_avg", "exp_avg_sq"), 2),
+    "SparseAdam": OptimizerRule(torch.optim.SparseAdam, _constant("exp_avg", "exp_avg_sq")),
 }
 """What the optimizers of tables keep; :mod:`stratagem.ps.row_updates` has their arithmetic."""
 
@@ -152,11 +149,6 @@ def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
             f"a parameter server cannot run {name}: {reason}. Use one of {', '.join(SUPPORTED)}"
         )
     return rule
-
-
-def max_slots(name: str, by_rows: bool = False) -> int:
-    """Largest number of slots the optimizer may keep; 0 for no optimizer."""
-    return rule_for(name, by_rows).max_slots if name else 0
 
 
 def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,9 @@ class AnsweringLane(ReplyLane, Protocol):
     def corked(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what is sent may wait, to leave in one write at the end."""
 
+    def is_active(self) -> bool:
+        """Whether the other end is there, and the lane is its newest. Implements :class:`stratagem.ps.waiting.Call`."""
+
 
 def num_frames(num_elements: int, dtype: torch.dtype) -> int:
     """Frames that a flat tensor travels in."""

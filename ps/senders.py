@@ -30,8 +30,10 @@ class Senders:
         self._max_peers = max_peers
         self._fenced: dict[str, int] = {}
         self._windows: dict[Incarnation, SequenceWindow] = {}
-        self._lanes: dict[Incarnation, ReplyLane] = {}
-        self._tokens: dict[int, Incarnation] = {}
+        self.lanes: dict[Incarnation, ReplyLane] = {}
+        """The newest of each incarnation: the one that is used."""
+        self.tokens: dict[int, Incarnation] = {}
+        """Who must assign the initial values of a group, until it has them."""
         self._inherited: dict[Incarnation, collections.deque[int]] = {}
         """Requests done for senders that have not introduced themselves here."""
 
@@ -51,11 +53,11 @@ class Senders:
         """Refuses incarnations of ``task`` up to ``incarnation`` from now on, and forgets what they had."""
         self._fenced[task] = max(incarnation, self._fenced.get(task, 0))
         error = FencedError(f"{task} (up to incarnation {incarnation}) has been declared dead by the chief")
-        for key in [key for key in self._lanes if key[0] == task and key[1] <= incarnation]:
-            self._lanes.pop(key).close(error)
+        for key in [key for key in self.lanes if _covers(task, incarnation, key)]:
+            self.lanes.pop(key).close(error)
         self._windows = {key: kept for key, kept in self._windows.items() if not _covers(task, incarnation, key)}
         self._inherited = {key: kept for key, kept in self._inherited.items() if not _covers(task, incarnation, key)}
-        self._tokens = {group: key for group, key in self._tokens.items() if not _covers(task, incarnation, key)}
+        self.tokens = {group: key for group, key in self.tokens.items() if not _covers(task, incarnation, key)}
 
     def hello(self, sender: Sender, next_sequence: int) -> int:
         """Introduces a sender. Returns the number expected next: the remembered one, else ``next_sequence``.
@@ -109,45 +111,7 @@ class Senders:
         """After a restore every sender must introduce itself again."""
         self._windows.clear()
         self._inherited.clear()
-        self._tokens.clear()
-
-    def open_lane(self, sender: Sender, lane: ReplyLane) -> ReplyLane | None:
-        """The newest lane of an incarnation is the one that is used. Returns the one it replaces."""
-        replaced = self._lanes.get(sender.key)
-        self._lanes[sender.key] = lane
-        return replaced
-
-    def close_lane(self, sender: Sender, lane: ReplyLane) -> bool:
-        """Forgets a lane that ended. False when another has replaced it."""
-        if self._lanes.get(sender.key) is not lane:
-            return False
-        del self._lanes[sender.key]
-        return True
-
-    def lane(self, sender: Sender) -> ReplyLane | None:
-        """The lane of an incarnation."""
-        return self._lanes.get(sender.key)
-
-    @property
-    def num_lanes(self) -> int:
-        """How many are open; asked without the lock."""
-        return len(self._lanes)
-
-    def lanes(self) -> list[ReplyLane]:
-        """All open lanes."""
-        return list(self._lanes.values())
-
-    def take_token(self, sender: Sender, groups: Iterable[int]) -> list[int]:
-        """Gives the init-once tokens of ``groups`` to the sender where nobody has them. Returns those it has now."""
-        return [group for group in groups if self._tokens.setdefault(group, sender.key) == sender.key]
-
-    def token_holder(self, group: int) -> Incarnation | None:
-        """Who must assign the initial values of a group."""
-        return self._tokens.get(group)
-
-    def drop_token(self, group: int) -> None:
-        """The group has its values."""
-        self._tokens.pop(group, None)
+        self.tokens.clear()
 
 
 def _covers(task: str, incarnation: int, key: Incarnation) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from stratagem.ps.lane_server import serve_lane
 from stratagem.ps.peer_client import PeerStore
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
+from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.security import OPEN, Security
@@ -39,16 +41,19 @@ class ParameterServerServicer:
         self._store = store
         self._lanes = lanes
         self._max_message_bytes = max_message_bytes
+        # What comes over a lane, too: there these are served as here.
+        self.PrepareUpdate = functools.partial(lane_requests.prepare_update, store)
+        self.CommitUpdate = functools.partial(lane_requests.commit_update, store)
+        self.PullWeights = functools.partial(lane_requests.pull_weights, store)
 
     def Hello(self, request: ps_pb2.HelloRequest, context: grpc.ServicerContext) -> ps_pb2.HelloReply:
         greeting = self._store.hello(wire.sender_from(request.sender), request.next_sequence)
-        return ps_pb2.HelloReply(
-            server=common_pb2.Sender(task=greeting.server.task, incarnation=greeting.server.incarnation),
-            store_epoch=greeting.store_epoch,
-            next_sequence=greeting.next_sequence,
+        return to_message(
+            ps_pb2.HelloReply,
+            greeting,
+            server=to_message(common_pb2.Sender, greeting.server),
             max_message_bytes=self._max_message_bytes,
             place=own_host_id(),
-            num_ps=greeting.num_ps,
         )
 
     def OpenLane(self, request: lane_pb2.OpenLaneRequest, context: grpc.ServicerContext) -> lane_pb2.OpenLaneReply:
@@ -77,23 +82,10 @@ class ParameterServerServicer:
         wire.add_versions(reply.versions, versions)
         return reply
 
-    def PrepareUpdate(
-        self, request: ps_pb2.PrepareUpdateRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.PrepareUpdateReply:
-        return lane_requests.prepare_update(self._store, request, context)
-
-    def CommitUpdate(
-        self, request: ps_pb2.CommitUpdateRequest, context: grpc.ServicerContext
-    ) -> ps_pb2.CommitUpdateReply:
-        return lane_requests.commit_update(self._store, request, context)
-
     def CloseUnits(self, request: ps_pb2.CloseUnitsRequest, context: grpc.ServicerContext) -> ps_pb2.CloseUnitsReply:
         sender = wire.sender_from(request.sender)
         self._store.commits.close_units(sender, wire.closes_from(request.closes), context, request.SerializeToString)
         return ps_pb2.CloseUnitsReply()
-
-    def PullWeights(self, request: ps_pb2.PullWeightsRequest, context: grpc.ServicerContext) -> ps_pb2.PullWeightsReply:
-        return lane_requests.pull_weights(self._store, request, context)
 
     def Fence(self, request: ps_pb2.FenceRequest, context: grpc.ServicerContext) -> ps_pb2.FenceReply:
         sender = wire.sender_from(request.sender)
@@ -117,10 +109,11 @@ class ParameterServerServicer:
     ) -> ps_pb2.DescribeUnitsReply:
         return wire.description_to(self._store.checkpoints.describe_units())
 
-    def HoldCommits(self, request: ps_pb2.HoldCommitsRequest, context: grpc.ServicerContext) -> ps_pb2.HoldCommitsReply:
+    def HoldCommits(
+        self, request: ps_pb2.HoldCommitsRequest, context: grpc.ServicerContext
+    ) -> ps_pb2.DescribeUnitsReply:
         sender = wire.sender_from(request.sender)
-        units = self._store.checkpoints.hold_commits(sender, request.token, request.hold_s, context)
-        return ps_pb2.HoldCommitsReply(units=wire.description_to(units))
+        return wire.description_to(self._store.checkpoints.hold_commits(sender, request.token, request.hold_s, context))
 
     def AdmitUpdates(
         self, request: ps_pb2.AdmitUpdatesRequest, context: grpc.ServicerContext
@@ -143,8 +136,8 @@ class ParameterServerServicer:
     def RestoreShards(
         self, request: ps_pb2.RestoreShardsRequest, context: grpc.ServicerContext
     ) -> ps_pb2.RestoreShardsReply:
-        epoch = self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh)
-        return ps_pb2.RestoreShardsReply(store_epoch=epoch)
+        self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh)
+        return ps_pb2.RestoreShardsReply()
 
     def TakeOver(self, request: ps_pb2.TakeOverRequest, context: grpc.ServicerContext) -> ps_pb2.TakeOverReply:
         asker, holder = wire.sender_from(request.asked), (request.holder, request.address)
@@ -162,5 +155,5 @@ class ParameterServerServicer:
         return ps_pb2.TakeOverReply()
 
     def MarkLost(self, request: ps_pb2.MarkLostRequest, context: grpc.ServicerContext) -> ps_pb2.MarkLostReply:
-        num_lost = self._store.checkpoints.mark_lost(unit_sets_from_proto(request.units))
-        return ps_pb2.MarkLostReply(num_lost=num_lost)
+        self._store.checkpoints.mark_lost(unit_sets_from_proto(request.units))
+        return ps_pb2.MarkLostReply()

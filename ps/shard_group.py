@@ -60,8 +60,6 @@ class ShardGroup:
         self._came: tuple[Mapping[str, Any], ...] = ()
         self._hyper: tuple[dict[str, Any], ...] = ()
         self._plan: _Plan | None = None
-        self._ready: tuple[Any, ...] = ()
-        """What :meth:`prepare` was called with, until it is applied."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,38 +86,17 @@ class ShardGroup:
             self._refresh(self._plan)
         elif has_other_hyper:
             self._refresh(self._plan)
-        self._ready = parts, present, hyper_parameters
 
-    def _prepare_once(
-        self, parts: Parts, present: Sequence[bool], hyper_parameters: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Prepares, unless it was done with these very objects: all groups of an update prepare before any applies."""
-        ready, self._ready = self._ready, ()
-        if not ready or ready[0] is not parts or ready[1] is not present or ready[2] is not hyper_parameters:
-            self.prepare(parts, present, hyper_parameters)
-            self._ready = ()
-
-    def apply(
-        self,
-        parts: Parts,
-        present: Sequence[bool],
-        hyper_parameters: Sequence[Mapping[str, Any]],
-        scale: float = 1.0,
-    ) -> None:
-        """One optimizer update, in place.
+    def apply(self, parts: Parts, present: Sequence[bool], scale: float = 1.0) -> None:
+        """One optimizer update, in place, which was prepared: all groups of an update prepare before any applies.
 
         Shards without a gradient keep their weights, slots and step counts.
 
         Args:
             parts: the gradient, 1-D pieces of the group's dtype; read where they are, neither copied nor written.
             present: whether each shard has a gradient.
-            hyper_parameters: one mapping per param_group of the script's optimizer.
             scale: factor for the gradient; anything but 1 costs a pass.
-
-        Raises:
-            ProtocolError: see :meth:`prepare`.
         """
-        self._prepare_once(parts, present, hyper_parameters)
         plan = self._plan
         assert plan is not None and self._rule is not None
         for parameter, run in zip(plan.parameters, plan.runs, strict=True):
@@ -158,8 +135,9 @@ class ShardGroup:
             VariableError: the optimizer keeps no such slot.
         """
         if name not in self.slots:
-            if self._rule is None or name not in self.possible_slots():
-                known = ", ".join(self.possible_slots()) or "none"
+            possible = self._rule.possible_slots if self._rule is not None else ()
+            if name not in possible:
+                known = ", ".join(possible) or "none"
                 raise VariableError(
                     f"group {self.spec.group}: {self.spec.optimizer or 'no optimizer'} keeps no slot {name!r}; "
                     f"it keeps {known}"
@@ -167,13 +145,6 @@ class ShardGroup:
             self.slots[name] = torch.zeros_like(self.weights)
             self._plan = None
         return self.slots[name]
-
-    def possible_slots(self) -> tuple[str, ...]:
-        """Names of all slots the optimizer may keep."""
-        if self._rule is None:
-            return ()
-        every = {"amsgrad": True, "momentum": 0.9, "centered": True}
-        return self._rule.slots(every)
 
     @property
     def counts_steps(self) -> bool:

@@ -89,7 +89,8 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
         if slots:
             name = f"{stem}.slots.safetensors"
             saved.append(SavedFile(name, *write_tensors(directory / name, slots)))
-        saved.append(_write_json(directory / f"{stem}.json", describe(index, content)))
+        data = json.dumps(describe(index, content), separators=(",", ":")).encode()
+        saved.append(SavedFile(f"{stem}.json", *write_durably(directory / f"{stem}.json", data)))
     except OSError as error:
         raise CheckpointError(f"ps:{index} cannot write its shards into {directory}: {error}") from None
     return saved
@@ -240,7 +241,3 @@ def _group(entry: Mapping[str, Any]) -> ShardGroup:
     group.counter, group.num_updates = entry["counter"], entry["num_updates"]
     group.initialized = entry["initialized"]
     return group
-
-
-def _write_json(path: pathlib.Path, data: Mapping[str, Any]) -> SavedFile:
-    return SavedFile(path.name, *write_durably(path, json.dumps(data, separators=(",", ":")).encode()))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
-import select
 import socket
 import threading
 import time
@@ -24,13 +22,14 @@ from stratagem.ps.requests import Family, Purpose, Sender
 from stratagem.ps.store import Store
 from stratagem.rpc import shm_message, tcp_lane
 from stratagem.rpc.frame_memory import FrameMemory
-from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces, ReceivingLane
+from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Pieces
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.lent_slots import Lender
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.shm_lane import ShmSender
 from stratagem.rpc.shm_receiver import ShmReceiver
 from stratagem.rpc.slots import ShmBlock, SlotPool
+from stratagem.rpc.socket_lane import SocketReceiver
 from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from stratagem.rpc.throttle import THROTTLE
 
@@ -45,13 +44,16 @@ CONNECT_S = 10.0
 class _SocketReplies(Generic[S]):
     """Over two sockets, which end together. Of a lane that is closed the worker comes back by itself, or is dead."""
 
-    def __init__(self, sender: S, receiver: ReceivingLane) -> None:
+    def __init__(self, sender: S, receiver: SocketReceiver) -> None:
         self._sender = sender
         self._receiver = receiver
-        self.closed = False
+        self._closed = False
 
     def corked(self) -> Corked:
         return self._sender.corked()
+
+    def is_active(self) -> bool:
+        return not self._closed and self._receiver.is_connected
 
     def answer(self, kind: int, transfer: int, message: bytes) -> None:
         try:
@@ -60,16 +62,16 @@ class _SocketReplies(Generic[S]):
             return
 
     def close(self, error: StratagemError) -> None:
-        self.closed = True
+        self._closed = True
         self._sender.close(str(error))
         self._receiver.close(str(error))
 
 
 class TcpReplies(_SocketReplies[TcpSender]):
-    """Implements :class:`stratagem.ps.published.ReplyLane`: sends from the weights themselves while they stay."""
+    """Implements :class:`stratagem.ps.published.AnsweringLane`: sends from the weights themselves while they stay."""
 
     def __init__(
-        self, sender: TcpSender, receiver: ReceivingLane, max_unread_bytes: Callable[[], int], memory: FrameMemory
+        self, sender: TcpSender, receiver: SocketReceiver, max_unread_bytes: Callable[[], int], memory: FrameMemory
     ) -> None:
         super().__init__(sender, receiver)
         self._memory = memory
@@ -114,9 +116,9 @@ class TcpReplies(_SocketReplies[TcpSender]):
 
 
 class ShmReplies(_SocketReplies[ShmSender]):
-    """Implements :class:`stratagem.ps.published.ReplyLane`: workers on this host read held copies where they lie."""
+    """Implements :class:`stratagem.ps.published.AnsweringLane`: workers on this host read copies where they lie."""
 
-    def __init__(self, sender: ShmSender, receiver: ReceivingLane, memory: FrameMemory) -> None:
+    def __init__(self, sender: ShmSender, receiver: SocketReceiver, memory: FrameMemory) -> None:
         super().__init__(sender, receiver)
         self._memory = memory
         memory.watch(sender.collect)
@@ -145,22 +147,6 @@ class ShmReplies(_SocketReplies[ShmSender]):
                 self._sender.send(WEIGHTS, transfer, frame.group, frame.offset, lambda: (tensor,), tensor.numel())
         except StratagemError:
             return
-
-
-@dataclasses.dataclass(frozen=True)
-class SocketCall:
-    """Implements :class:`stratagem.ps.waiting.Call`: while a request is served nobody reads, so the kernel is asked."""
-
-    sock: socket.socket
-    replies: TcpReplies | ShmReplies
-
-    def is_active(self) -> bool:
-        """Whether the worker is at the other end, and the lane is its newest."""
-        if self.replies.closed:
-            return False
-        poll = select.poll()
-        poll.register(self.sock, select.POLLRDHUP)
-        return not poll.poll(0)
 
 
 class SocketLanes:
@@ -252,7 +238,7 @@ class SocketLanes:
         def unread_bytes() -> int:
             return store.state.peer_bytes
 
-        receiver: ReceivingLane
+        receiver: SocketReceiver
         replies: TcpReplies | ShmReplies
         if family == "tcp":
             receiver = TcpReceiver(up, sender.task, meter, memory=store.state.memory)
@@ -266,7 +252,7 @@ class SocketLanes:
             replies = ShmReplies(outward, receiver, store.state.memory)
         try:
             store.open_lane(sender, replies)
-            requests = LaneRequests(store, sender, replies, SocketCall(up, replies))
+            requests = LaneRequests(store, sender, replies)
             while True:
                 requests.take(receiver.receive(0, math.inf))
         except (PeerUnavailableError, FencedError):

@@ -87,6 +87,11 @@ class GroupSpec:
         return self.rows is not None and self.rows.distribution != "assigned"
 
     @functools.cached_property
+    def max_slots(self) -> int:
+        """Largest number of slots that its optimizer may keep."""
+        return len(optimizers.rule_for(self.optimizer, self.is_table).possible_slots) if self.optimizer else 0
+
+    @functools.cached_property
     def num_rows(self) -> int:
         """Of a table: rows held here."""
         return sum(shard.num_rows for shard in self.shards)
@@ -196,7 +201,7 @@ def check_new_groups(new: Sequence[GroupSpec], held: Sequence[GroupSpec], limits
             f"{num_shards} shards are over max_variables of this parameter server, {limits.max_variables}; "
             "use more parameter servers or raise it"
         )
-    num_bytes = sum(spec.num_bytes * (1 + optimizers.max_slots(spec.optimizer, spec.is_table)) for spec in every)
+    num_bytes = sum(spec.num_bytes * (1 + spec.max_slots) for spec in every)
     if num_bytes > limits.max_store_bytes:
         raise LimitError(
             f"{num_bytes:,} bytes of variables and slots are over max_store_bytes of this parameter server, "

@@ -50,16 +50,6 @@ class Staging:
         self._peer_bytes = 0
         """What one sender may have staged, as it was when it mattered last: it grows with what the ps holds."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Payload bytes staged now."""
-        return sum(
-            num_bytes
-            for buffers in self._buffers.values()
-            for transfer in buffers.transfers.values()
-            for num_bytes in transfer.group_bytes.values()
-        )
-
     def add(
         self,
         sender: Sender,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError, VariableError
@@ -131,18 +130,6 @@ class StoreState:
             del self.inside[sender.key]
         self.changed.notify_all()
 
-    def initialized_shelves(self, groups: Iterable[int]) -> list[LockedGroup]:
-        """Shelves of groups that have values, in the order of their ids.
-
-        Raises:
-            VariableError: a group is unknown or has no values yet.
-        """
-        locked_groups = [self.locked_group(group) for group in sorted(set(groups))]
-        for locked in locked_groups:
-            if not locked.group.initialized:
-                raise VariableError(f"group {locked.spec.group} has no values yet; the lead assigns them first")
-        return locked_groups
-
     def locked_group(self, group: int) -> LockedGroup:
         """The group with its lock.
 
@@ -165,7 +152,7 @@ class StoreState:
     def keeps_slots(self) -> bool:
         """Whether a worker gets the shared memory of its gradient again for the next one: those of two are as much as
         may be in flight; at staleness 0 the slices of all are here at once."""
-        return self.senders.num_lanes <= 2 or self.steps.are_used
+        return len(self.senders.lanes) <= 2 or self.steps.are_used
 
     def copy_is_outdated(self) -> None:
         """Something has changed that a backup is not told: its copy is gone when this returns, and is made again."""
@@ -176,5 +163,5 @@ class StoreState:
     def close_lanes(self, error: StratagemError) -> None:
         """Ends every lane."""
         with self.changed:
-            for lane in self.senders.lanes():
+            for lane in [*self.senders.lanes.values()]:
                 lane.close(error)

@@ -93,7 +93,7 @@ class Store:
             state.senders.check(sender)
             expected = state.senders.hello(sender, next_sequence)
             state.staging.drop_all(sender)
-            lane = state.senders.lane(sender)
+            lane = state.senders.lanes.get(sender.key)
             if lane is not None:
                 self.close_lane(sender, lane)
                 lane.close(PeerUnavailableError(f"{sender} introduced itself anew"))
@@ -109,23 +109,27 @@ class Store:
         state = self.state
         with state.changed:
             state.senders.check(sender)
-            replaced = state.senders.open_lane(sender, lane)
+            replaced = state.senders.lanes.get(sender.key)
+            state.senders.lanes[sender.key] = lane
             if replaced is not None:
                 replaced.close(PeerUnavailableError(f"{sender} opened another lane"))
             state.changed.notify_all()
 
     def close_lane(self, sender: Sender, lane: ReplyLane) -> None:
         """A lane ended: what came over it and waits for a commit is dropped."""
-        with self.state.changed:
-            if self.state.senders.close_lane(sender, lane):
-                self.state.staging.drop_all(sender)
-            if self.state.backup is not None:
-                self.state.backup.lost(lane)
+        state = self.state
+        with state.changed:
+            if state.senders.lanes.get(sender.key) is lane:  # else another has replaced it
+                del state.senders.lanes[sender.key]
+                state.staging.drop_all(sender)
+            if state.backup is not None:
+                state.backup.lost(lane)
 
     def give_back(self) -> None:
         """The last lane is gone: of what was for frames on their way nothing is kept."""
         for locked in [*self.state.locked_groups.values()]:
-            locked.forget_published()
+            with locked.lock:  # nobody reads a version that was shared
+                locked.publisher.outdate()
         self.state.memory.empty()
         give_back_freed_memory()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 from stratagem.measuring import measures
-from stratagem.ps.applying import Applying
+from stratagem.ps.applying import Applying, Turn
 from stratagem.ps.merge import SliceGradient, any_present, facts_of, join_facts, merge_slices
 from stratagem.ps.requests import (
     CommitResult,
@@ -109,7 +109,7 @@ class SyncCommits:
             keys = state.steps.close(step, included, committed)
             state.changed.notify_all()
         for key in keys:
-            with self._commits.turn(sender, Update((), key[1]), store_epoch, call):
+            with Turn(state, sender, Update((), key[1]), store_epoch, call):
                 self._close_step(key)
 
     def _register(
@@ -141,7 +141,7 @@ class SyncCommits:
 
     def _commit_slice(self, request: CommitUpdate, key: StepKey, unit: Unit, store_epoch: int, call: Call) -> None:
         state = self._state
-        with self._commits.turn(request.sender, request.update, store_epoch, call):
+        with Turn(state, request.sender, request.update, store_epoch, call):
             with state.changed:
                 if state.steps.is_prepared(key, unit):
                     state.steps.commit(key, unit, request.action, request.scale, request.num_servers)

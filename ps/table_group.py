@@ -66,13 +66,6 @@ class TableGroup(ShardGroup):
         self.initialized = True
         self.touch()
 
-    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A copy of some rows, ``(len(numbers), width)``. Errors as :meth:`check_rows` and :meth:`copy_rows`."""
-        self.check_rows(numbers)
-        out = self.weights.new_empty(len(numbers), self.spec.row_elements)
-        self.copy_rows(numbers, out.view(-1))
-        return out
-
     def copy_rows(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
         """Copies some rows into flat memory.
 
@@ -123,27 +116,15 @@ class TableGroup(ShardGroup):
             raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
         self._set_hyper_parameters(hyper_parameters)
         self._checked = unpack(self.spec, parts)
-        self._ready = parts, present, hyper_parameters
 
-    def apply(
-        self,
-        parts: Parts,
-        present: Sequence[bool],
-        hyper_parameters: Sequence[Mapping[str, Any]],
-        scale: float = 1.0,
-    ) -> None:
-        """One optimizer update of the rows that have a gradient, in place.
+    def apply(self, parts: Parts, present: Sequence[bool], scale: float = 1.0) -> None:
+        """One optimizer update of the rows that have a gradient, in place, which was prepared.
 
         Args:
             parts: the gradient, pieces of :mod:`stratagem.ps.rows`.
             present: whether the table has a gradient, which may be one of no row here; the same for each shard.
-            hyper_parameters: one mapping per param_group of the script's optimizer.
             scale: factor for the gradient.
-
-        Raises:
-            ProtocolError: see :meth:`prepare`.
         """
-        self._prepare_once(parts, present, hyper_parameters)
         blocks, self._checked = self._checked, ()
         if any(present):
             if not all(self.counts):

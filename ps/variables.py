@@ -13,7 +13,7 @@ from stratagem.ps.sequences import Verdict
 from stratagem.ps.sequencing import Running, begin, noted
 from stratagem.ps.specs import GroupSpec, check_group, check_new_groups, check_same
 from stratagem.ps.state import StoreState
-from stratagem.ps.table_group import new_group
+from stratagem.ps.table_group import TableGroup, new_group
 from stratagem.ps.waiting import Call, wait, wait_frames, wait_lane, wait_room
 from stratagem.rpc.codec import Frame
 
@@ -77,7 +77,8 @@ class Variables:
                 locked_groups = [state.locked_groups[spec.group] for spec in groups]
                 initialize: list[int] = []
                 if can_initialize:
-                    initialize, state.is_told = state.senders.take_token(sender, empty), True
+                    tokens, state.is_told = state.senders.tokens, True
+                    initialize = [group for group in empty if tokens.setdefault(group, sender.key) == sender.key]
                     for locked in locked_groups:
                         locked.is_awaited = True
                 for locked, spec in zip(locked_groups, groups, strict=True):
@@ -182,16 +183,18 @@ class Variables:
 
     def _make_tables(self, locked_groups: Sequence[LockedGroup]) -> None:
         for locked in locked_groups:
-            locked.make_rows()
+            with locked.lock:
+                if isinstance(locked.group, TableGroup) and not locked.group.initialized:
+                    locked.group.make_values()
             with self._state.lock:
-                self._state.senders.drop_token(locked.spec.group)
+                self._state.senders.tokens.pop(locked.spec.group, None)
                 self._state.changed.notify_all()
 
     def _send_rows(self, sender: Sender, frame: Frame) -> None:
         state = self._state
         with state.lock:
             state.senders.check(sender)
-            locked, lane = state.locked_group(frame.group), state.senders.lane(sender)
+            locked, lane = state.locked_group(frame.group), state.senders.lanes.get(sender.key)
         if lane is not None:
             locked.send_rows(lane, frame.transfer, frame.offset, frame.tensor)
 
@@ -225,13 +228,13 @@ class Variables:
             with state.lock:
                 for locked in locked_groups:
                     if locked.group.initialized and not request.slot:
-                        state.senders.drop_token(locked.spec.group)
+                        state.senders.tokens.pop(locked.spec.group, None)
                 state.staging.drop(sender, request.values.transfer, list(parts))
                 state.leave(sender)
 
     def _check_tokens(self, sender: Sender, locked_groups: Sequence[LockedGroup]) -> None:
         for locked in locked_groups:
-            holder = self._state.senders.token_holder(locked.spec.group)
+            holder = self._state.senders.tokens.get(locked.spec.group)
             if not locked.group.initialized and holder != sender.key:
                 who = f"{holder[0]} (incarnation {holder[1]})" if holder else "nobody yet"
                 raise ProtocolError(

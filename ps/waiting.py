@@ -95,18 +95,17 @@ def wait_lane(state: StoreState, sender: Sender, call: Call) -> ReplyLane:
     """
 
     def is_open() -> bool:
-        if state.senders.lane(sender) is not None:
+        if sender.key in state.senders.lanes:
             return True
         state.senders.window(sender)
         return False
 
-    lane = state.senders.lane(sender)
+    lane = state.senders.lanes.get(sender.key)
     if lane is None:
         with state.lock:
             if not wait(state, is_open, sender, call, state.frames_timeout_s):
                 raise ProtocolError(f"{sender} has no lane to send weights over; open the Transfer stream first")
-            lane = state.senders.lane(sender)
-            assert lane is not None
+            lane = state.senders.lanes[sender.key]
     return lane
 
 

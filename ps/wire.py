@@ -40,6 +40,7 @@ from stratagem.ps.requests import (
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.units import UnitClose
 from stratagem.rpc.codec import from_wire_dtype
+from stratagem.rpc.fields import to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, ps_pb2
 from stratagem.rpc.units import unit_from_proto, unit_sets_to_proto, update_from_proto, update_to_proto
 
@@ -198,28 +199,21 @@ def add_versions(target: Any, versions: Iterable[GroupVersion]) -> None:
 
 def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
     """What a ps has applied."""
-    return ps_pb2.DescribeUnitsReply(
-        closed=unit_sets_to_proto(description.units.closed),
-        open=[
-            ps_pb2.AppliedUpdate(update=update_to_proto(update), num_servers=num_servers)
-            for update, num_servers in description.units.open
-        ],
-        store_epoch=description.store_epoch,
-        step=description.step,
-        initialized=description.initialized,
-        complete=description.complete,
-        origin_elements=description.origin_elements,
-        taken_elements=description.taken_elements,
-    )
+    opened = [
+        ps_pb2.AppliedUpdate(update=update_to_proto(update), num_servers=num_servers)
+        for update, num_servers in description.units.open
+    ]
+    closed = unit_sets_to_proto(description.units.closed)
+    return to_message(ps_pb2.DescribeUnitsReply, description, closed=closed, open=opened)
 
 
 def image_to(image: StoreImage) -> ps_pb2.FollowReply:
     """What a store holds, without the tensors."""
     described = snapshot.describe(TaskId.parse(image.source.task).index, image.content)
     return ps_pb2.FollowReply(
-        server=_sender_to(image.source),
+        server=to_message(common_pb2.Sender, image.source),
         state=json.dumps(described, separators=(",", ":")).encode(),
-        done=[_sender_to(one) for one in image.done],
+        done=[to_message(common_pb2.Sender, one) for one in image.done],
         number=image.number,
     )
 
@@ -238,14 +232,9 @@ def image_from(message: ps_pb2.FollowReply) -> StoreImage:
     return StoreImage(sender_from(message.server), content, done, message.number)
 
 
-def _sender_to(sender: Sender) -> common_pb2.Sender:
-    return common_pb2.Sender(task=sender.task, incarnation=sender.incarnation, sequence=sender.sequence)
-
-
 def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
     """Files of a snapshot."""
-    saved = [ps_pb2.SavedFile(name=file.name, bytes=file.num_bytes, sha256=file.sha256) for file in files]
-    return ps_pb2.SaveShardsReply(files=saved, step=step)
+    return ps_pb2.SaveShardsReply(files=[to_message(ps_pb2.SavedFile, file) for file in files], step=step)
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:

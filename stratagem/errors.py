@@ -30,108 +30,81 @@ A message says what was expected, what came, and what to do next.
 
 from __future__ import annotations
 
+import re
+
 
 class StratagemError(Exception):
-    """Base of all errors raised on purpose. ``reason`` is its name on the wire."""
+    """Base of all errors raised on purpose. ``reason`` is its name on the wire: ``"JOURNAL_LOST"``."""
 
     reason = "INTERNAL"
+
+    def __init_subclass__(cls) -> None:
+        cls.reason = re.sub(r"\B(?=[A-Z])", "_", cls.__name__.removesuffix("Error")).upper()
 
 
 class ConfigurationError(StratagemError, ValueError):
     """What the user wrote cannot work. Ends a command with exit code 2."""
 
-    reason = "CONFIGURATION"
-
 
 class ClusterSpecError(ConfigurationError):
     """The description of the cluster is not valid."""
-
-    reason = "CLUSTER_SPEC"
 
 
 class VariableError(StratagemError):
     """A variable is unknown, or has another shape or dtype than expected."""
 
-    reason = "VARIABLE"
-
 
 class UnsupportedOptimizerError(StratagemError):
     """The parameter server cannot run this optimizer."""
-
-    reason = "UNSUPPORTED_OPTIMIZER"
 
 
 class NonFiniteGradientError(StratagemError):
     """A gradient holds NaN or Inf and the policy is ``"error"``."""
 
-    reason = "NON_FINITE_GRADIENT"
-
 
 class ProtocolError(StratagemError):
     """A peer broke the rules of the wire."""
-
-    reason = "PROTOCOL"
 
 
 class FrameError(ProtocolError):
     """A payload frame cannot be what it says."""
 
-    reason = "FRAME"
-
 
 class SequenceError(ProtocolError):
     """A request came out of sequence."""
-
-    reason = "SEQUENCE"
 
 
 class LimitError(ProtocolError):
     """A request is over a limit."""
 
-    reason = "LIMIT"
-
 
 class StaleStoreError(StratagemError):
     """The parameter server went back to a checkpoint since the sender last spoke to it."""
-
-    reason = "STALE_STORE"
 
 
 class FencedError(StratagemError):
     """This incarnation has been declared dead by the chief."""
 
-    reason = "FENCED"
-
 
 class SecurityError(StratagemError):
     """A peer is not who it must be, or may not do what it asks."""
-
-    reason = "SECURITY"
 
 
 class IdentityError(SecurityError):
     """Somebody did not prove who it is, or is somebody else."""
 
-    reason = "IDENTITY"
-
 
 class ForbiddenError(SecurityError):
     """The caller is known, and its role may not do this."""
-
-    reason = "FORBIDDEN"
 
 
 class PeerUnavailableError(StratagemError):
     """A peer did not answer in time."""
 
-    reason = "PEER_UNAVAILABLE"
-
 
 class JournalLostError(PeerUnavailableError):
     """A chief cannot write its journal any more, or another one does: it acknowledges nothing, and the next one is to
     be asked."""
-
-    reason = "JOURNAL_LOST"
 
 
 class CollectiveError(StratagemError, RuntimeError):
@@ -142,8 +115,6 @@ class CollectiveError(StratagemError, RuntimeError):
         message: which peer, why, and at which step.
         rank: the peer, where it is known.
     """
-
-    reason = "COLLECTIVE"
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -158,8 +129,6 @@ class SegmentError(StratagemError):
         errno: the system's number for the cause; 0 where there is none.
     """
 
-    reason = "SEGMENT"
-
     def __init__(self, message: str, errno: int = 0) -> None:
         super().__init__(message)
         self.errno = errno
@@ -167,8 +136,6 @@ class SegmentError(StratagemError):
 
 class ClusterTimeoutError(StratagemError):
     """The cluster did not come up in time."""
-
-    reason = "CLUSTER_TIMEOUT"
 
 
 class JobStoppedError(StratagemError):
@@ -179,8 +146,6 @@ class JobStoppedError(StratagemError):
         exit_code: with which code this process should end.
     """
 
-    reason = "JOB_STOPPED"
-
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
@@ -189,16 +154,10 @@ class JobStoppedError(StratagemError):
 class CheckpointError(StratagemError):
     """A checkpoint cannot be written or read."""
 
-    reason = "CHECKPOINT"
-
 
 class SubmitError(StratagemError):
     """A job cannot be submitted, or be found where it was; carries what Docker, the registry or the cluster said."""
 
-    reason = "SUBMIT"
-
 
 class ExportError(StratagemError):
     """A model cannot be exported, or what was exported cannot be loaded; says why, and what is there instead."""
-
-    reason = "EXPORT"

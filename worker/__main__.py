@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import os
 import signal
@@ -38,8 +39,8 @@ THREADS_S = 5.0
 """Seconds that threads of a script may outlive it without a word."""
 
 
-def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence[str]) -> int:
-    """Runs the script and says goodbye to the chief. Returns the exit code.
+def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence[str], is_module: bool = False) -> int:
+    """Runs the script, or a module by its name, and says goodbye to the chief. Returns the exit code.
 
     The script's traceback goes to stderr first, then one line that names the task.
     """
@@ -52,7 +53,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
         job_script.begin(num_replicas)
     process = os.getpid()
     before_sudden_exit(lambda code, words: _leave(config, Outcome(code, words)))
-    outcome = run_script(script, arguments)
+    outcome = run_script(script, arguments, is_module)
     if os.getpid() != process:
         _end_child(outcome)
     alone = not job_script.uses_torch_distributed()
@@ -62,7 +63,7 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     reason = runtime.stop_reason() if runtime is not None else None
     if outcome.exit_code == EXIT_SCRIPT_FAILED and reason is not None and str(reason) not in outcome.message:
         # The script failed because the job was already over for it: say so.
-        outcome = Outcome(outcome.exit_code, f"{outcome.message} [{reason}]", outcome.traceback)
+        outcome = dataclasses.replace(outcome, message=f"{outcome.message} [{reason}]", follows=True)
     if outcome.traceback:
         sys.stderr.write(outcome.traceback)
     if outcome.message:
@@ -119,7 +120,7 @@ def _leave(config: WorkerConfig | EvaluatorConfig, outcome: Outcome) -> None:
     _write_report(outcome)
     runtime = active_runtime()
     if runtime is not None:
-        runtime.goodbye(outcome.exit_code, outcome.message)
+        runtime.goodbye(outcome.exit_code, outcome.message, outcome.follows)
     elif isinstance(config, WorkerConfig) and config.chief:
         _end_without_strategy(config, outcome)
 
@@ -156,5 +157,5 @@ def _write_report(outcome: Outcome) -> None:
     """Leaves the counts of this worker where the launcher asked for them; after a failure what it did last, too."""
     path, meter = os.environ.get(REPORT_VARIABLE), active_meter()
     if path and meter is not None:
-        flight = {"flight": FLIGHT.lines()} if outcome.exit_code else {}
+        flight = {"follows": outcome.follows, "flight": FLIGHT.lines()} if outcome.exit_code else {}
         Path(path).write_text(json.dumps(meter.report() | flight))

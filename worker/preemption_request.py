@@ -71,10 +71,6 @@ class PreemptionRequest:
         self._timer.start()
         return True
 
-    def hear(self) -> None:
-        """A collective has told every rank that some rank has been asked."""
-        self.agreed = True
-
     def agree(self, workers: Communicator | None) -> bool:
         """Whether any rank has been asked, by a collective of its own. Every rank has to call it.
 

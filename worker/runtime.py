@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +23,11 @@ from stratagem.measuring.process_use import ProcessUse
 from stratagem.rpc.binding import advertised_address
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.observer import OBSERVER, observed
 from stratagem.rpc.security import security_of
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import PREEMPTED, SessionClient
 from stratagem.worker.chief_client import ChiefClient
-from stratagem.worker.chief_process import ChiefProcess
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.push.ps_client import PsClient, Rerouted
@@ -57,6 +58,36 @@ def told_otherwise(cluster: ClusterSpec, membership: Membership) -> str:
         f"was told of another number of workers ({cluster.num_workers}) than its chief ({known}): replicas and input "
         "pipelines are counted by the former. Give every task the same cluster (TF_CONFIG, --cluster)"
     )
+
+
+class ChiefProcess:
+    """The chief of a cluster that names none, as a child of worker 0, at worker 0's address (docs/protocol.md 13).
+
+    It ends when the job is done, when :meth:`wait` loses patience, or when this process dies: its standard input is
+    a pipe from here, and the end of that pipe is the end of the chief.
+    """
+
+    def __init__(self, config: ChiefConfig) -> None:
+        command = [sys.executable, "-m", "stratagem.chief", "--config-json", config.model_dump_json(), "--until-eof"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        logger.info("the cluster names no chief: started one at %s (pid %d)", config.bind, self._process.pid)
+
+    def failure(self) -> ConfigurationError | None:
+        """That it has ended, which it does not before the job; None: it runs."""
+        if (code := self._process.poll()) is None:
+            return None
+        return ConfigurationError(f"the chief that this worker started ended with exit code {code}: see its words")
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits for the chief to end by itself (None: for as long as the other workers need it), then ends it."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.wait()
+        finally:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
 
 
 class WorkerRuntime:
@@ -95,11 +126,9 @@ class WorkerRuntime:
             max_inbox_bytes=config.max_inbox_bytes,
         )
         self._server: RunningServer = serve(
-            config.bind,
+            config,
             observed(SERVICE, WorkerServicer(ring_service)),
             services=[SERVICE.full_name, OBSERVER.full_name],
-            limits=ServerLimits.of(config),
-            insecure=config.insecure,
             security=security,
         )
         self.session = SessionClient(
@@ -150,20 +179,10 @@ class WorkerRuntime:
 
     def reroute(self) -> None:
         """The clients are those of the ps that there are now, and not connected."""
-        config = self.config
         for client in self.clients:
             client.close("there is another number of parameter servers")
         self.clients[:] = [
-            PsClient(
-                self.session,
-                index,
-                self.bytes,
-                config.peer_timeout_s,
-                config.frame_bytes,
-                config.transport,
-                config.max_inbox_bytes,
-                lambda: len(self.clients),
-            )
+            PsClient(self.session, index, self.bytes, self.config, lambda: len(self.clients))
             for index in range(self.session.membership.num_ps)
         ]
 
@@ -191,8 +210,8 @@ class WorkerRuntime:
             return None
         return JobStoppedError(f"the job goes on with {wanted} worker{'s' * (wanted > 1)}, and without {self.task}", 0)
 
-    def goodbye(self, exit_code: int, message: str = "") -> None:
-        """Ends this worker's part of the job. Only the first call counts."""
+    def goodbye(self, exit_code: int, message: str = "", follows: bool = False) -> None:
+        """Ends this worker's part of the job; ``follows``: another task had failed. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -201,7 +220,7 @@ class WorkerRuntime:
         for client in self.clients:
             client.close("this worker has ended")
         self.ring.close("this worker has ended")
-        self.session.goodbye(exit_code, message)
+        self.session.goodbye(exit_code, message, follows)
         self.close(exit_code)
 
     def close(self, exit_code: int = 1) -> None:

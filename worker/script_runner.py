@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
-from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+from stratagem.errors import CollectiveError, ConfigurationError, JobStoppedError, StratagemError
 from stratagem.worker.interrupts import EXIT_TERMINATED, Preempted
 from stratagem.worker.job_script import uses_torch_distributed
 
@@ -30,6 +30,8 @@ class Outcome:
     """One paragraph about a failure; empty on success."""
     traceback: str = ""
     """Frames of the user's code only; empty where they would not help."""
+    follows: bool = False
+    """It failed because another task had."""
 
 
 _kept: list[object] = []
@@ -38,38 +40,53 @@ group joins gloo's thread while it holds the GIL, for which that thread may wait
 the end of the process threads no longer get the GIL, as after a script that Python itself runs."""
 
 
-def run_script(script: str, arguments: Sequence[str]) -> Outcome:
-    """Runs ``script`` as ``__main__`` with ``arguments`` in ``sys.argv``.
+def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> Outcome:
+    """Runs ``script``, a file or the name of a module, as ``__main__`` with ``arguments`` in ``sys.argv``.
 
     A script that raises an error of its own gets its traceback, without the frames of the runner. One of our errors
     gets its message and the line of the script where it happened.
     """
-    if not os.path.isfile(script):
+    if not (is_module or os.path.isfile(script)):
         return Outcome(EXIT_USAGE, f"there is no script {script!r}; the working directory is {os.getcwd()}")
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
     try:
-        names = runpy.run_path(script, run_name="__main__")
+        if is_module:
+            names = runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            names = runpy.run_path(script, run_name="__main__")
         if uses_torch_distributed():
             _kept.append(names)
-    except Preempted as error:
-        return Outcome(EXIT_TERMINATED, error.message)
-    except SystemExit as error:
-        return _of_exit(error)
-    except KeyboardInterrupt:
-        return Outcome(130, "interrupted")
-    except StratagemError as error:
-        return _of_ours(error)
     except BaseException as error:
-        if uses_torch_distributed():
-            _kept.append(error)
-        frames = _script_frames(error.__traceback__, script)
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        return Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}", text)
+        return dataclasses.replace(_of(error), follows=follows(error))
     finally:
         sys.argv, sys.path[:] = argv, path
     return Outcome(EXIT_DONE)
+
+
+def follows(error: BaseException | None) -> bool:
+    """Whether another task had failed: behind the error, whatever the script made of it, is one that says so."""
+    while error is not None and not isinstance(error, CollectiveError | JobStoppedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _of(error: BaseException) -> Outcome:
+    match error:
+        case Preempted():
+            return Outcome(EXIT_TERMINATED, error.message)
+        case SystemExit():
+            return _of_exit(error)
+        case KeyboardInterrupt():
+            return Outcome(130, "interrupted")
+        case StratagemError():
+            return _of_ours(error)
+    if uses_torch_distributed():
+        _kept.append(error)
+    frames = _script_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}", text)
 
 
 def _of_exit(error: SystemExit) -> Outcome:
@@ -106,12 +123,9 @@ def _is_library(file: str) -> bool:
     )
 
 
-def _script_frames(frames: TracebackType | None, script: str) -> TracebackType | None:
+def _script_frames(frames: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on."""
-    target = os.path.realpath(script)
-    walk = frames
-    while walk is not None:
-        if os.path.realpath(walk.tb_frame.f_code.co_filename) == target:
-            return walk
-        walk = walk.tb_next
+    runners = (__file__, runpy.run_path.__code__.co_filename)
+    while frames is not None and frames.tb_frame.f_code.co_filename in runners:
+        frames = frames.tb_next
     return frames

@@ -105,7 +105,7 @@ class CommitHold:
             self._num_inside -= 1
             if not self._num_inside:
                 self._hold_s = HOLD_S
-                self._stop_prolonging()
+                self.close()
                 await self._release(self._ps_pool.servers)
 
     async def outlive_chief(self) -> None:
@@ -141,10 +141,6 @@ class CommitHold:
                 "It is repeated once the others are back."
             )
         return servers
-
-    def close(self) -> None:
-        """Ends the chief's part; holds end by themselves."""
-        self._stop_prolonging()
 
     async def _begin(self, what: str, complete: bool) -> None:
         torn: dict[Incarnation, list[Update]] = {}
@@ -202,7 +198,8 @@ class CommitHold:
             held = (server.hold_commits(token, self._hold_s) for server in servers)
             await asyncio.gather(*held, return_exceptions=True)
 
-    def _stop_prolonging(self) -> None:
+    def close(self) -> None:
+        """Ends the chief's part; holds end by themselves."""
         if self._prolonging is not None:
             self._prolonging.cancel()
             self._prolonging = None

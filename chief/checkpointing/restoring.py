@@ -80,15 +80,6 @@ class Restoring:
             )
         return None
 
-    async def to(self, restored: RestoredServers, server: Server) -> None:
-        """Puts one more ps back to the same checkpoint.
-
-        Raises:
-            CheckpointError: it is not whole any more.
-        """
-        num_ps = self._ps_pool.num_ps
-        await self._ps_pool.insist(server, lambda each: each.restore_shards(str(restored.path), num_ps))
-
     async def _refusals(self, servers: Sequence[Server], path: pathlib.Path, manifest: ServersManifest | None) -> str:
         if manifest is None:
             return f"its {MANIFEST} cannot be read or was altered"

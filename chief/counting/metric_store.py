@@ -18,7 +18,7 @@ class MetricStore(ChiefPart):
         super().__init__(state)
         self._page_bytes = self._config.max_message_bytes // 4
         """What fits into one reply."""
-        self._agreements = Agreements(self._journal.history.agreed)
+        self.agreements = Agreements(self._journal.history.agreed)
 
     # Units of training data
 
@@ -64,12 +64,12 @@ class MetricStore(ChiefPart):
     async def agree(self, incarnation: Incarnation, topic: Topic, value: int) -> int:
         """Says a number; returns what is decided."""
         await self._admit(incarnation)
-        self._agreements.say(incarnation, topic, value)
+        self.agreements.say(incarnation, topic, value)
         self._changed.notify()
         with self._waits.of(incarnation):
-            while (decided := self._agreements.decided(topic)) is None:
+            while (decided := self.agreements.decided(topic)) is None:
                 live = [session.incarnation for session in self._sessions.live("worker")]
-                missing = self._agreements.waits_for(topic, live, self._lease_book.founders)
+                missing = self.agreements.waits_for(topic, live, self._lease_book.founders)
                 if missing:
                     self._waits.note(incarnation, f"to come to {topic}", missing)
                     await self._changed.wait()
@@ -78,22 +78,13 @@ class MetricStore(ChiefPart):
                     self._decide(topic)
         return decided
 
-    def leave(self, incarnation: Incarnation, group: str) -> None:
-        """Nobody need wait for what ``incarnation`` says in a group."""
-        self._agreements.leave(incarnation, group)
-        self._changed.notify()
-
-    def has_left(self, incarnation: Incarnation, group: str) -> bool:
-        """Whether ``incarnation`` takes part in a group no more."""
-        return self._agreements.has_left(incarnation, group)
-
     def _decide(self, topic: Topic) -> None:
-        outcome = self._agreements.outcome(topic)
+        outcome = self.agreements.outcome(topic)
         self._journal.write("agreed", topic=[topic.group, topic.ordinal], value=outcome)
-        self._agreements.forget(topic)
+        self.agreements.forget(topic)
         self._changed.notify()
 
     def begin_anew(self) -> None:
         """The job starts again from a checkpoint, every worker from the beginning of its script."""
         self._journal.write("anew")
-        self._agreements.clear()
+        self.agreements.clear()

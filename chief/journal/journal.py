@@ -14,7 +14,7 @@ import os
 import pathlib
 from typing import Any, NoReturn
 
-from stratagem.checkpoint.durable import sync_directory
+from stratagem.checkpoint.durable import sync
 from stratagem.chief.journal.history import JobHistory
 from stratagem.errors import ConfigurationError, JournalLostError
 
@@ -126,7 +126,7 @@ class Journal:
         self._num_bytes = path.stat().st_size
         # A summary that is large itself must not be written with every record.
         self._full_bytes = max(self._compact_bytes, 2 * self._num_bytes)
-        sync_directory(path.parent)
+        sync(path.parent)
 
 
 def replay(path: pathlib.Path) -> JobHistory:

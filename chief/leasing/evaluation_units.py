@@ -18,7 +18,7 @@ from stratagem.errors import PeerUnavailableError, ProtocolError
 logger = logging.getLogger(__name__)
 
 
-class EvaluationUnits(UnitLender):
+class EvaluationUnits(UnitLender[EvaluationPass]):
     """Leases units of evaluation data: they are accepted when what was counted on them is here.
 
     Args:
@@ -35,14 +35,14 @@ class EvaluationUnits(UnitLender):
         for name, pin in self._journal.history.evaluations.items():
             self.evaluations.restore(name, pin, metric_states.units(name), metric_states.logs(name) is not None)
 
-    async def accept(self, request: LeaseRequest) -> None:
+    async def accept(self, request: LeaseRequest[EvaluationPass]) -> None:
         """Takes in what was counted.
 
         Raises:
             ConfigurationError: the evaluation is over other data.
             ProtocolError: it has no such unit.
         """
-        evaluated = _evaluated(request)
+        evaluated = request.units_of
         name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
         if evaluated.attempt != evaluation.attempt:
             return
@@ -58,19 +58,19 @@ class EvaluationUnits(UnitLender):
                 if evaluation.leases.closed:
                     self._changed.notify()
 
-    async def leave(self, request: LeaseRequest) -> None:
+    async def leave(self, request: LeaseRequest[EvaluationPass]) -> None:
         """The caller has given up."""
-        self.evaluations.leave(_evaluated(request).name, request.incarnation)
+        self.evaluations.leave(request.units_of.name, request.incarnation)
         await self._let_go_of_deserted()
         self._changed.notify()
 
-    async def ask(self, request: LeaseRequest) -> Leases:
+    async def ask(self, request: LeaseRequest[EvaluationPass]) -> Leases:
         """Leases units of the weights that there are now.
 
         Raises:
             PeerUnavailableError: commits cannot be held now.
         """
-        evaluated = _evaluated(request)
+        evaluated = request.units_of
         name, evaluation = evaluated.name, self.evaluations.open(evaluated.name, evaluated.plan)
         while True:
             await self._pin(name, evaluation)
@@ -80,8 +80,8 @@ class EvaluationUnits(UnitLender):
                 return leases
             await self._prove(name, evaluation)
 
-    def what_for(self, request: LeaseRequest) -> str:
-        return f"to finish their part of {_evaluated(request).name}"
+    def what_for(self, request: LeaseRequest[EvaluationPass]) -> str:
+        return f"to finish their part of {request.units_of.name}"
 
     async def _pin(self, name: Topic, evaluation: RunningEvaluation) -> None:
         """Holds commits and notes of which weights the evaluation is, unless that is so, or it is over."""
@@ -148,8 +148,3 @@ class EvaluationUnits(UnitLender):
                 if evaluation.is_pinned:
                     self._note(name, evaluation, await self._versions())
         self._changed.notify()
-
-
-def _evaluated(request: LeaseRequest) -> EvaluationPass:
-    assert isinstance(request.units_of, EvaluationPass)
-    return request.units_of

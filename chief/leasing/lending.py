@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.counting.metric_states import MetricState
@@ -39,12 +40,15 @@ class EvaluationPass:
     """That the units reported and held are of."""
 
 
+Pass = TypeVar("Pass", TrainingPass, EvaluationPass)
+
+
 @dataclasses.dataclass(frozen=True)
-class LeaseRequest:
+class LeaseRequest(Generic[Pass]):
     """What a worker reports and wants."""
 
     incarnation: Incarnation
-    units_of: TrainingPass | EvaluationPass
+    units_of: Pass
     accepted: Sequence[int] = ()
     states: Sequence[MetricState] = ()
     """What was counted on accepted units."""
@@ -60,10 +64,10 @@ class LeaseRequest:
     """A unit that it does not report has to be computed again, for what is counted on it."""
 
 
-class UnitLender(ChiefPart, abc.ABC):
+class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
     """Leases units of one kind by the verb NextUnits; what an acceptance carries is the matter of the kind."""
 
-    async def next_units(self, request: LeaseRequest) -> Leases:
+    async def next_units(self, request: LeaseRequest[Pass]) -> Leases:
         """Takes in what is reported and leases what is wanted; with ``wait`` not before there is some, or the end."""
         await self._admit(request.incarnation)
         await self.accept(request)
@@ -81,23 +85,23 @@ class UnitLender(ChiefPart, abc.ABC):
                 await self._admit(request.incarnation)
 
     @abc.abstractmethod
-    async def accept(self, request: LeaseRequest) -> None:
+    async def accept(self, request: LeaseRequest[Pass]) -> None:
         """Takes in what is reported."""
 
     @abc.abstractmethod
-    async def leave(self, request: LeaseRequest) -> None:
+    async def leave(self, request: LeaseRequest[Pass]) -> None:
         """Takes back what the caller holds of the pass."""
 
     @abc.abstractmethod
-    async def ask(self, request: LeaseRequest) -> Leases:
+    async def ask(self, request: LeaseRequest[Pass]) -> Leases:
         """What can be leased now."""
 
     @abc.abstractmethod
-    def what_for(self, request: LeaseRequest) -> str:
+    def what_for(self, request: LeaseRequest[Pass]) -> str:
         """What those who hold the rest are waited for to do, for the status page."""
 
 
-class TrainingUnits(UnitLender):
+class TrainingUnits(UnitLender[TrainingPass]):
     """Units of training data, and the staleness bound. Their updates are on the ps when they are accepted.
 
     Args:
@@ -144,9 +148,9 @@ class TrainingUnits(UnitLender):
             self._journal.write("plan", dataset=dataset, plan=dataclasses.asdict(known))
         return known
 
-    async def accept(self, request: LeaseRequest) -> None:
+    async def accept(self, request: LeaseRequest[TrainingPass]) -> None:
         """Counts units as accepted."""
-        incarnation, data = request.incarnation, _training(request)
+        incarnation, data = request.incarnation, request.units_of
         believed = await self._recovery.believe(incarnation, data.dataset, data.epoch, request.accepted)
         await self._admit(incarnation)
         accepted = self._lease_book.accept(incarnation, data.dataset, data.epoch, believed)
@@ -158,20 +162,20 @@ class TrainingUnits(UnitLender):
         if accepted and (is_end or request.leave or not math.isinf(leases.plan.staleness)):
             self._changed.notify()
 
-    async def leave(self, request: LeaseRequest) -> None:
+    async def leave(self, request: LeaseRequest[TrainingPass]) -> None:
         """Takes units back."""
-        data = _training(request)
+        data = request.units_of
         removal = self._lease_book.leave(request.incarnation, data.dataset, data.epoch)
         await self._recovery.carry_out(request.incarnation, removal)
 
-    async def ask(self, request: LeaseRequest) -> Leases:
+    async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""
-        incarnation, data = request.incarnation, _training(request)
+        incarnation, data = request.incarnation, request.units_of
         await self._first_checkpoint(incarnation)
 
         def workers() -> list[Incarnation]:
             live = [session.incarnation for session in self._sessions.live("worker")]
-            return [each for each in live if not self._metric_store.has_left(each, data.group)]
+            return [each for each in live if not self._metric_store.agreements.has_left(each, data.group)]
 
         self._lease_book.note_counts(incarnation, request.counts)
         held, steps = frozenset(request.held), self._lease_book.steps
@@ -183,10 +187,10 @@ class TrainingUnits(UnitLender):
             self._recovery.composed(number)
         return leases
 
-    def what_for(self, request: LeaseRequest) -> str:
+    def what_for(self, request: LeaseRequest[TrainingPass]) -> str:
         return "to finish their units"
 
-    async def start_step(self, request: LeaseRequest, clock: int) -> tuple[int, int]:
+    async def start_step(self, request: LeaseRequest[TrainingPass], clock: int) -> tuple[int, int]:
         """Waits until the staleness bound lets the caller start the step after ``clock`` others; returns its clock, and
         the first step for which it has to ask again."""
         incarnation = request.incarnation
@@ -196,7 +200,7 @@ class TrainingUnits(UnitLender):
             while True:
                 workers = [session.incarnation for session in self._sessions.live("worker")]
                 known = self._lease_book.clocks.clock(incarnation)
-                dataset = _training(request).dataset
+                dataset = request.units_of.dataset
                 now, limit, late = self._lease_book.start_step(incarnation, dataset, clock, workers)
                 if now != known:
                     self._changed.notify()
@@ -205,8 +209,3 @@ class TrainingUnits(UnitLender):
                 self._waits.note(incarnation, f"to finish steps before step {now} may start", late)
                 await self._changed.wait()
                 await self._admit(incarnation)
-
-
-def _training(request: LeaseRequest) -> TrainingPass:
-    assert isinstance(request.units_of, TrainingPass)
-    return request.units_of

@@ -158,11 +158,6 @@ class Roster:
         return self.stopping is not None and self.stopping.exit_code == 0
 
     @property
-    def deserted(self) -> bool:
-        """No session is open."""
-        return not any(s.open for s in self.tasks.values())
-
-    @property
     def pending_fences(self) -> frozenset[Incarnation]:
         """Incarnations that some ps has not refused yet."""
         return frozenset(self._pending)

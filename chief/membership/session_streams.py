@@ -148,9 +148,7 @@ class SessionStreams(ChiefPart):
         outbox.put_nowait(
             Welcome(
                 incarnation=session.number,
-                chief_epoch=self._journal.history.chief_epoch,
                 heartbeat_interval_s=self._interval_s(),
-                session_timeout_s=self._config.session_timeout_s,
                 job_started=bool(self._journal.history.initialized),
                 ps_replicas=self._config.ps_replicas,
                 wants_log=self.log is not None,
@@ -197,9 +195,8 @@ class SessionStreams(ChiefPart):
                         self.log.add(task, request.lines)
                 elif isinstance(request, Goodbye):
                     logger.info("%s said goodbye with exit code %d", task, request.exit_code)
-                    self.perform(
-                        self._sessions.goodbye(task, stream, request.exit_code, request.message, self._clock())
-                    )
+                    how = request.exit_code, request.message, self._clock(), request.follows
+                    self.perform(self._sessions.goodbye(task, stream, *how))
                     break
         finally:
             outbox.put_nowait(None)

@@ -74,7 +74,6 @@ class Sessions(Roster):
             )
         self.min_workers = min_workers
         self.ready = history.ready
-        self.founders: frozenset[Incarnation] = frozenset()
         self.stopping: StopJob | None = None
         self.first_failure = ""
         self.fenced = dict(history.fenced)
@@ -206,8 +205,10 @@ class Sessions(Roster):
         before, session.copies, session.leaving = (session.copies, session.leaving), copies, leaving
         return [Announce()] if (copies, leaving) != before else []
 
-    def goodbye(self, task: str, stream: int, exit_code: int, message: str, now: float) -> list[Action]:
-        """A task ends by its own will."""
+    def goodbye(
+        self, task: str, stream: int, exit_code: int, message: str, now: float, follows: bool = False
+    ) -> list[Action]:
+        """A task ends by its own will; ``follows``: it failed because another one had."""
         session = self.tasks[task]
         if session.stream != stream or not session.open:
             return []
@@ -217,11 +218,11 @@ class Sessions(Roster):
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
         was_added = self.was_added(task)  # the job goes on without it
         was_added = was_added or session.joining
-        if exit_code and self.stopping is None and not self.first_failure and not was_added:
+        if exit_code and self.stopping is None and not (self.first_failure or was_added or follows):
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why)
         if exit_code in HOPELESS and not was_added:
-            actions += self.stop(1, f"{task} failed and a restart would not help: {message or why}")
+            actions += self.stop(exit_code, f"{task} failed and a restart would not help: {message or why}")
         return actions
 
     def finished(self, incarnation: Incarnation) -> list[Action]:
@@ -320,7 +321,6 @@ class Sessions(Roster):
     def _changed(self) -> list[Action]:
         if not self.ready and not self.waiting_for:
             self.ready = True
-            self.founders = frozenset(s.incarnation for s in self.live("worker"))
         return [Announce()]
 
     def _lose(self, session: Session, now: float, why: str) -> list[Action]:

@@ -27,9 +27,6 @@ class Measured:
     """Seconds since the newest came."""
 
 
-NOTHING = Measured()
-
-
 class Recent:
     """Keeps a few of each task."""
 
@@ -51,6 +48,6 @@ class Recent:
     def of(self, task: str, now: float) -> Measured:
         kept = self._kept.get(task)
         if not kept:
-            return NOTHING
+            return Measured()
         (first_at, first), (last_at, last) = kept[0], kept[-1]
         return Measured(last, first if len(kept) > 1 else b"", last_at - first_at, now - last_at)

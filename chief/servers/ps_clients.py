@@ -17,6 +17,7 @@ from stratagem.cluster.units import UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
+from stratagem.rpc.fields import from_message
 from stratagem.rpc.generated import common_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.units import unit_from_proto, unit_sets_to_proto, unit_to_proto, update_to_proto
@@ -69,8 +70,7 @@ class ChiefPsClient:
 
     async def hold_commits(self, token: int, hold_s: float) -> ServerDescription:
         request = ps_pb2.HoldCommitsRequest(sender=self._sender, token=token, hold_s=hold_s)
-        reply: ps_pb2.HoldCommitsReply = await self._call("HoldCommits", request, CALL_TIMEOUT_S + hold_s)
-        return wire.description_from_proto(reply.units)
+        return wire.description_from_proto(await self._call("HoldCommits", request, CALL_TIMEOUT_S + hold_s))
 
     async def admit_updates(self, token: int, updates: Sequence[Update], wait_s: float) -> bool:
         request = ps_pb2.AdmitUpdatesRequest(
@@ -82,22 +82,19 @@ class ChiefPsClient:
     async def save_shards(self, token: int, directory: str, nonce: str) -> SavedShards:
         request = ps_pb2.SaveShardsRequest(sender=self._sender, token=token, directory=directory, nonce=nonce)
         reply: ps_pb2.SaveShardsReply = await self._call("SaveShards", request, DISK_TIMEOUT_S)
-        return SavedShards(tuple(SavedFile(file.name, file.bytes, file.sha256) for file in reply.files), reply.step)
+        return SavedShards(tuple(from_message(SavedFile, file) for file in reply.files), reply.step)
 
     async def release_commits(self, token: int) -> None:
         await self._call("ReleaseCommits", ps_pb2.ReleaseCommitsRequest(sender=self._sender, token=token))
 
-    async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> int:
+    async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> None:
         request = ps_pb2.RestoreShardsRequest(
             sender=self._sender, directory=directory, num_ps=num_ps, is_fresh=is_fresh
         )
-        reply: ps_pb2.RestoreShardsReply = await self._call("RestoreShards", request, DISK_TIMEOUT_S)
-        return reply.store_epoch
+        await self._call("RestoreShards", request, DISK_TIMEOUT_S)
 
-    async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> int:
-        request = ps_pb2.MarkLostRequest(sender=self._sender, units=unit_sets_to_proto(units))
-        reply: ps_pb2.MarkLostReply = await self._call("MarkLost", request)
-        return reply.num_lost
+    async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> None:
+        await self._call("MarkLost", ps_pb2.MarkLostRequest(sender=self._sender, units=unit_sets_to_proto(units)))
 
     async def take_over(self, holder: Incarnation, address: str, of: Incarnation) -> str:
         request = ps_pb2.TakeOverRequest(

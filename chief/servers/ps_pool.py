@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from stratagem.chief.leasing.steps import StepClosing
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
@@ -95,11 +93,6 @@ class PsPool:
     async def describe(self) -> dict[Incarnation, ServerDescription]:
         """What every ps has applied."""
         return await self.insist_all(lambda server: server.describe_units())
-
-    async def close_steps(self, closings: Iterable[StepClosing]) -> None:
-        """Closes steps on every ps."""
-        for closing in closings:
-            await self.insist_all(operator.methodcaller("close_step", closing))
 
     async def missing(self, units: Iterable[Unit]) -> list[Unit]:
         """Units that some ps with values has no update of."""

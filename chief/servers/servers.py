@@ -107,12 +107,12 @@ class Server(Protocol):
     async def release_commits(self, token: int) -> None:
         """Ends the hold."""
 
-    async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> int:
-        """Puts the ps back to a committed checkpoint, as one of so many; its new store epoch. One that was just made
-        (``is_fresh``) is not looked through once more."""
+    async def restore_shards(self, directory: str, num_ps: int, *, is_fresh: bool = False) -> None:
+        """Puts the ps back to a committed checkpoint, as one of so many. One that was just made (``is_fresh``) is not
+        looked through once more."""
 
-    async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> int:
-        """Closes units without their updates; how many of them the ps did not have."""
+    async def mark_lost(self, units: Mapping[tuple[int, int], UnitBitmap]) -> None:
+        """Closes units without their updates."""
 
     async def take_over(self, holder: Incarnation, address: str, of: Incarnation) -> str:
         """Has the ps take the copy that ``holder`` has of the process ``of``. Why it could not; empty: it has."""

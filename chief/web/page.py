@@ -13,10 +13,11 @@ from importlib.resources.abc import Traversable
 
 from aiohttp import web
 
+from stratagem.chief.monitoring.job_log import JobLog
 from stratagem.chief.monitoring.why.reading import reading_of
 from stratagem.chief.monitoring.why.verdict import judge
-from stratagem.chief.web.http_server import Background
 from stratagem.chief.web.page_watch import PageWatch, to_json
+from stratagem.rpc.logs import PACKAGE
 
 READ_S = 30.0
 """Seconds that a page may take to read a message."""
@@ -25,8 +26,9 @@ RETRY_MS = 1000
 
 
 class JobPage:
-    def __init__(self, watch: PageWatch) -> None:
+    def __init__(self, watch: PageWatch, log: JobLog) -> None:
         self._watch = watch
+        self._log = log
         self._files = {path: body for path, body in _files(resources.files("stratagem.chief.web") / "static")}
 
     @property
@@ -39,18 +41,15 @@ class JobPage:
             web.get("/api/live", self._live),
         ]
 
-    @property
-    def background(self) -> Background:
+    async def background(self, _: web.Application) -> AsyncIterator[None]:
         """What runs beside the requests."""
-
-        async def run(_: web.Application) -> AsyncIterator[None]:
-            looking = asyncio.create_task(self._watch.run())
-            yield
-            looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
-
-        return run
+        PACKAGE.addHandler(self._log.of_chief)
+        looking = asyncio.create_task(self._watch.run())
+        yield
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+        PACKAGE.removeHandler(self._log.of_chief)
 
     async def _file(self, request: web.Request) -> web.Response:
         path = request.match_info.get("path", "index.html")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import types
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -18,7 +18,6 @@ from stratagem.chief.web.page_watch import PageWatch
 from stratagem.chief.wire import status_to_proto
 from stratagem.cluster.config import ChiefConfig
 from stratagem.cluster.spec import split_address
-from stratagem.rpc.logs import PACKAGE
 from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView, from_reply
 
@@ -38,6 +37,19 @@ def _looking(job: ChiefJob) -> Callable[[], Awaitable[StatusView]]:
     return look
 
 
+def metrics_routes(look: Callable[[], Awaitable[Iterable[Metric]]]) -> list[web.RouteDef]:
+    """``/metrics``, for Prometheus; ``look`` gives the metrics."""
+    from prometheus_client.exposition import choose_encoder
+
+    async def metrics(request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        found = await look()
+        body = encode(types.SimpleNamespace(collect=lambda: found))  # a registry of what this request has found
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    return [web.get("/metrics", metrics)]
+
+
 def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpServer:
     """``/metrics`` at ``metrics_bind``.
 
@@ -45,7 +57,6 @@ def serve_metrics(config: ChiefConfig, job: ChiefJob, security: Security) -> Htt
         ConfigurationError: as :class:`HttpServer`.
     """
     from stratagem.chief.monitoring.metrics import families
-    from stratagem.chief.web.metrics import metrics_routes
 
     look = _looking(job)
 
@@ -65,17 +76,10 @@ def serve_page(config: ChiefConfig, job: ChiefJob, security: Security) -> HttpSe
         ConfigurationError: as :class:`HttpServer`.
     """
     log = job.streams.log = JobLog()
-    page = JobPage(PageWatch(_looking(job), log))
-
-    async def background(app: web.Application) -> AsyncIterator[None]:
-        PACKAGE.addHandler(log.of_chief)
-        async with contextlib.asynccontextmanager(page.background)(app):
-            yield
-        PACKAGE.removeHandler(log.of_chief)
-
+    page = JobPage(PageWatch(_looking(job), log), log)
     names = [split_address(address)[0] for address in (config.web, config.advertise) if address]
     server = HttpServer(
-        "the page", config.web, page.routes, security, insecure=config.insecure, names=names, background=background
+        "the page", config.web, page.routes, security, insecure=config.insecure, names=names, background=page.background
     )
     logger.info("The page of the job is at %s", server.url)
     return server

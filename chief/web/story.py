@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from typing import Any
 
 from stratagem.chief.monitoring.why.watched import WatchedVerdict
@@ -20,23 +19,13 @@ worker is ahead; the staleness that nine of ten commits do not exceed; part of t
 Point = tuple[float | None, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class JobEvent:
-    """Something that happened."""
-
-    number: int
-    at: float
-    kind: str
-    """"good", "note" or "bad"."""
-    text: str
-
-
 class JobStory:
     """What was seen of a job."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self.happenings: collections.deque[JobEvent] = collections.deque(maxlen=MAX_HAPPENINGS)
+        self.happenings: collections.deque[dict[str, Any]] = collections.deque(maxlen=MAX_HAPPENINGS)
+        """Each with its number, when it was, its text, and its kind: "good", "note" or "bad"."""
         self._num_events = 0
         self._last: StatusView | None = None
         self._watched = WatchedVerdict()
@@ -54,12 +43,12 @@ class JobStory:
             self.points[:] = self.points[::2]
         for kind, text in self._news(at, status):
             self._num_events += 1
-            self.happenings.append(JobEvent(self._num_events, at, kind, text))
+            self.happenings.append({"number": self._num_events, "at": at, "kind": kind, "text": text})
         self._last = status
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """What happened after that happening."""
-        return [dataclasses.asdict(one) for one in self.happenings if one.number > number]
+        return [one for one in self.happenings if one["number"] > number]
 
     def _news(self, at: float, now: StatusView) -> list[tuple[str, str]]:
         last = self._last

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratagem.checkpoint.catalog import HOST, find_damage, offer_in
-from stratagem.checkpoint.durable import set_aside, sync_directory, write_durably
+from stratagem.checkpoint.durable import set_aside, sync, write_durably
 from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
 from stratagem.errors import CheckpointError
 
@@ -123,7 +123,7 @@ class CheckpointDraft:
         with self._writing(target):
             write_durably(self._folder / MANIFEST, encode(manifest.content()))
             for folder in dict.fromkeys((self._folder, self._root)):
-                sync_directory(folder)
+                sync(folder)
             _set_aside_if_damaged(target)
             try:
                 # A directory that is not empty is never replaced by a rename (POSIX): no checkpoint is ever lost.
@@ -137,7 +137,7 @@ class CheckpointDraft:
                         "never overwritten: train on, name another step, or save into another directory"
                     ) from None
                 return
-            sync_directory(target.parent)
+            sync(target.parent)
             if is_newest:
                 write_durably(self.path.with_suffix(".latest"), (target.name + "\n").encode())
                 self.path.with_suffix(".latest").replace(target.parent / "latest")

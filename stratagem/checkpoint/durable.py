@@ -21,13 +21,13 @@ def write_durably(path: pathlib.Path, data: bytes) -> tuple[int, str]:
     return len(data), hashlib.sha256(data).hexdigest()
 
 
-def sync_directory(path: pathlib.Path) -> None:
-    """Makes the entries of a directory durable.
+def sync(path: pathlib.Path) -> None:
+    """Makes a file, or the entries of a directory, durable.
 
     Raises:
         OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -13,7 +13,7 @@ import pathlib
 import time
 from collections.abc import Iterable
 
-from stratagem.checkpoint.durable import sync_directory, write_durably
+from stratagem.checkpoint.durable import sync, write_durably
 from stratagem.errors import JobStoppedError
 
 MAX_AGE_S = 3600.0
@@ -35,7 +35,7 @@ def write_end(directory: str, reason: str, missing: Iterable[str]) -> None:
         write_durably(temporary, reason.encode())
         temporary.replace(_path(directory, task))
     if folder.is_dir():
-        sync_directory(folder)
+        sync(folder)
 
 
 def take_end(directory: str, task: str) -> JobStoppedError | None:

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
-import signal
 import sys
-import textwrap
-import threading
-from collections.abc import Mapping
-from importlib import metadata
 
-import click
+try:
+    import importlib
+    import signal
+    import textwrap
+    import threading
+    from importlib import metadata
 
-from stratagem.cli.first_process import stand_by_if_first
-from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+    import click
+
+    from stratagem.cli.first_process import stand_by_if_first
+    from stratagem.errors import ConfigurationError, JobStoppedError, StratagemError
+except KeyboardInterrupt:  # in the first moment
+    sys.exit(130)
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-_HOMES: Mapping[str, str] = {
-    "certs": "stratagem.cli.certs:certs_group",
-    "checkpoint": "stratagem.cli.checkpoint:checkpoint_group",
-    "chief": "stratagem.cli.roles:chief_command",
-    "config": "stratagem.cli.config:config_group",
-    "evaluator": "stratagem.cli.roles:evaluator_command",
-    "health": "stratagem.cli.health:health_command",
-    "jobs": "stratagem.cli.jobs:jobs_group",
-    "ps": "stratagem.cli.roles:ps_command",
-    "render": "stratagem.cli.render:render_command",
-    "run": "stratagem.cli.run:run_command",
-    "scale": "stratagem.cli.scale:scale_command",
-    "status": "stratagem.cli.status:status_command",
-    "submit": "stratagem.cli.submit:submit_command",
-    "trace": "stratagem.cli.trace:trace_command",
-    "why": "stratagem.cli.why:why_command",
-    "worker": "stratagem.cli.roles:worker_command",
-}
-"""Where each command lives. It is loaded when it is asked for: `stratagem health` runs every few seconds."""
+_ROLES = ("chief", "evaluator", "ps", "worker")
+_COMMANDS = (
+    *_ROLES,
+    *("certs", "checkpoint", "config", "health", "jobs", "render", "run", "scale", "status", "submit", "trace", "why"),
+)
+"""Each is ``<name>_command`` in the module of its name, a role's in ``roles``, which is loaded when it is asked for:
+`stratagem health` runs every few seconds."""
 
 
 class _Commands(click.Group):
     """A group whose commands are loaded late."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_HOMES})
+        return sorted({*super().list_commands(ctx), *_COMMANDS})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _HOMES:
+        if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
-        module, _, name = _HOMES[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
+        module = importlib.import_module(f"stratagem.cli.{'roles' if cmd_name in _ROLES else cmd_name}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
 

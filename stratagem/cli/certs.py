@@ -8,7 +8,6 @@ import click
 
 from stratagem.cluster.identity import OPERATOR, check_identity, file_stem
 from stratagem.errors import ConfigurationError
-from stratagem.launch.tls import LOCAL_HOSTS, need_cryptography
 from stratagem.rpc.tls_files import AUTHORITY_FILE
 
 AUTHORITY_DAYS, TASK_DAYS = 3650, 365
@@ -17,23 +16,22 @@ _DAYS = click.IntRange(min=1, max=36_500)
 
 
 @click.group("certs")
-def certs_group() -> None:
+def certs_command() -> None:
     """Make certificates for --tls. Each machine needs ca.crt and the files of its own tasks; ca.key stays at home."""
 
 
-@certs_group.command("init")
+@certs_command.command("init")
 @click.option("--dir", "folder", type=_FOLDER, default=Path("certs"), show_default=True, help="Folder to make.")
 @click.option("--days", type=_DAYS, default=AUTHORITY_DAYS, show_default=True, help="How long it is valid.")
 def init_command(folder: Path, days: int) -> None:
     """Make a certificate authority for one cluster: ca.crt and ca.key."""
-    need_cryptography()
     from stratagem.launch.certificates import Authority
 
     Authority.create(days).save(folder, with_key=True)
     click.echo(f"{folder / AUTHORITY_FILE}: give it to every machine. ca.key beside it makes certificates: keep it.")
 
 
-@certs_group.command("issue")
+@certs_command.command("issue")
 @click.argument("identities", metavar="TASK...", nargs=-1, required=True)
 @click.option("--dir", "folder", type=_FOLDER, default=Path("certs"), show_default=True, help="Folder of `certs init`.")
 @click.option("--host", "hosts", multiple=True, help="Host name or address for other tools; may be given again.")
@@ -47,8 +45,7 @@ def issue_command(identities: tuple[str, ...], folder: Path, hosts: tuple[str, .
     if len(set(identities)) != len(identities):
         raise ConfigurationError(f"expected each task once, got {' '.join(identities)}")
     names = [check_identity(identity) for identity in identities]
-    need_cryptography()
-    from stratagem.launch.certificates import Authority
+    from stratagem.launch.certificates import LOCAL_HOSTS, Authority
 
     authority = Authority.load(folder)
     for name in names:

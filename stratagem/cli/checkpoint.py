@@ -21,11 +21,11 @@ SUFFIXES = (".safetensors", ".pt", ".pth")
 
 
 @click.group("checkpoint")
-def checkpoint_group() -> None:
+def checkpoint_command() -> None:
     """Look at checkpoints. PATH is one, or a directory of checkpoints: then the newest complete one."""
 
 
-@checkpoint_group.command("inspect")
+@checkpoint_command.command("inspect")
 @_CHECKPOINT
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect_command(path: Path, as_json: bool) -> None:
@@ -46,7 +46,7 @@ def inspect_command(path: Path, as_json: bool) -> None:
     _print_rows(("tensor", "dtype", "shape", "file"), tensors)
 
 
-@checkpoint_group.command("verify")
+@checkpoint_command.command("verify")
 @_CHECKPOINT
 def verify_command(path: Path) -> int:
     """Compare every file of a checkpoint with its checksum. Exit code 1: damaged; the last good one is named."""
@@ -61,7 +61,7 @@ def verify_command(path: Path) -> int:
     return 1 if damage else 0
 
 
-@checkpoint_group.command("consolidate")
+@checkpoint_command.command("consolidate")
 @_CHECKPOINT
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--object", "name", help="Which object; not needed when there is one model.")

@@ -12,11 +12,11 @@ from stratagem.cluster.sources import ROLES
 
 
 @click.group("config")
-def config_group() -> None:
+def config_command() -> None:
     """Look at configurations."""
 
 
-@config_group.group("show")
+@config_command.group("show")
 def show_group() -> None:
     """Print each value of a role's configuration and where it came from."""
 

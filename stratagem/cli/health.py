@@ -12,16 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stratagem.cli.options import cluster_option, read_cluster_file
 from stratagem.cluster.config import RoleConfig
-from stratagem.cluster.sources import (
-    ENV_PREFIX,
-    Layer,
-    cluster_layer,
-    environment_layer,
-    file_layers,
-    flag_layer,
-    resolve,
-)
-from stratagem.cluster.spec import ClusterSpec, join_address, split_address
+from stratagem.cluster.sources import ENV_PREFIX, gather
+from stratagem.cluster.spec import join_address, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
@@ -52,29 +44,15 @@ def own_config(
     Raises:
         ConfigurationError: a source is not valid, or nobody says which task it is.
     """
-    given, variables = flag_layer(flags), environment_layer(RoleConfig, environ)
     told = placement_from_environment(environ)
-    name = given.values.get("task") or variables.values.get("task") or (told.task if told is not None else None)
+    name = flags.get("task") or environ.get(f"{ENV_PREFIX}TASK") or (told.task if told is not None else None)
     if name is None:
         raise ClusterSpecError(
             f"which task? Name it: --task ps:0, or {ENV_PREFIX}TASK or TF_CONFIG as the task itself has them"
         )
     task = TaskId.parse(str(name))
-    written = ClusterSpec.from_mapping(document["cluster"]) if document.get("cluster") and told is None else None
-    layers = [
-        given,
-        variables,
-        *([cluster_layer(told.cluster, task, "environment TF_CONFIG")] if told is not None else []),
-        *file_layers(task.type, document, file),
-        *([cluster_layer(written, task, f"{file} (cluster)")] if written is not None else []),
-        Layer("default", {"task": str(task)}),
-    ]
-    return resolve(RoleConfig, [_of_every_role(layer) for layer in layers]).config
-
-
-def _of_every_role(layer: Layer) -> Layer:
-    fields = RoleConfig.model_fields
-    return Layer(layer.origin, {key: value for key, value in layer.values.items() if key in fields}, layer.textual)
+    resolved, _ = gather(task.type, environ, {**flags, "task": str(task)}, document, file, of_every_role=True)
+    return resolved.config
 
 
 def address_to_ask(config: RoleConfig) -> str:

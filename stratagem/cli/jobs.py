@@ -10,19 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from stratagem.launch.submit import submission
-from stratagem.launch.submit.record import JobRecord, JobStore
-from stratagem.launch.submit.state import JobState
+from stratagem.launch.submit.record import JobRecord, JobState, JobStore
 
 
 @click.group("jobs")
-def jobs_group() -> None:
+def jobs_command() -> None:
     """Jobs submitted by `stratagem submit` and sg.run(): list them, read their logs, end them.
 
     Their records lie in $XDG_STATE_HOME/stratagem/jobs; whether a job runs is asked of its target each time.
     """
 
 
-@jobs_group.command("list")
+@jobs_command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option(
     "--label", "labels", multiple=True, metavar="KEY=VALUE", help="Only jobs with this label; may be repeated."
@@ -54,7 +53,7 @@ def _print_table(found: list[tuple[JobRecord, JobState]]) -> None:
     console.print(table)
 
 
-@jobs_group.command("logs")
+@jobs_command.command("logs")
 @click.argument("job_id", metavar="ID")
 @click.option("--follow", is_flag=True, help="To the end of the job; then its exit code is ours.")
 def logs_command(job_id: str, follow: bool) -> int:
@@ -70,14 +69,14 @@ def logs_command(job_id: str, follow: bool) -> int:
     return state.exit_code if state.exit_code is not None else 1
 
 
-@jobs_group.command("cancel")
+@jobs_command.command("cancel")
 @click.argument("job_id", metavar="ID")
 def cancel_command(job_id: str) -> None:
     """Tell a job to save and end. Its logs and checkpoints stay; `jobs remove` deletes them."""
     click.echo(f"stratagem: job {job_id} {_words(submission.cancel(job_id, JobStore()))}", err=True)
 
 
-@jobs_group.command("remove")
+@jobs_command.command("remove")
 @click.argument("job_id", metavar="ID")
 def remove_command(job_id: str) -> None:
     """Forget a job that is over: its record, logs, containers, volume and local image."""

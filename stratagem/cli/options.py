@@ -58,6 +58,14 @@ def field_options(role: str, names: Sequence[str]) -> Callable[[Command], Comman
     return decorate
 
 
+def script_arguments(command: Command) -> Command:
+    """The script, its arguments, and whether it is named as a module."""
+    command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
+    command = click.argument("script", type=click.Path(path_type=Path))(command)
+    words = "SCRIPT is the name of a module, as for python -m."
+    return click.option("-m", "--module", is_flag=True, help=words)(command)
+
+
 def cluster_option(command: Command) -> Command:
     """The option ``--cluster FILE``."""
     return click.option(
@@ -66,6 +74,24 @@ def cluster_option(command: Command) -> Command:
         type=click.Path(dir_okay=False, path_type=Path),
         help="YAML file that describes the cluster ('cluster:') and configures roles ('defaults:', 'ps:', …).",
     )(command)
+
+
+def pairs_of(form: str, texts: Sequence[str]) -> dict[str, str]:
+    """What a repeated option like "--env NAME=VALUE" says, by name.
+
+    Args:
+        form: the option and what it takes, for the error.
+
+    Raises:
+        ConfigurationError: a text is no pair.
+    """
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ConfigurationError(f"expected {form}, got {text!r}")
+        pairs[key] = value
+    return pairs
 
 
 def read_cluster_file(path: Path | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import yaml
 
+from stratagem.cli.options import pairs_of
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
@@ -25,19 +26,9 @@ RENDERERS: dict[str, Callable[[Workload], list[Object]]] = {
 _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, one in TASK_MACHINES.items())
 
 
-def _pairs(option: str, texts: tuple[str, ...]) -> dict[str, str]:
-    pairs = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise ConfigurationError(f"expected {option} NAME=VALUE, got {text!r}")
-        pairs[key] = value
-    return pairs
-
-
 def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
     machines = {}
-    for role, name in _pairs("--machine", texts).items():
+    for role, name in pairs_of("--machine NAME=VALUE", texts).items():
         if role not in TASK_MACHINES:
             raise ConfigurationError(f"unknown role {role!r} in --machine; {nearest(role, tuple(TASK_MACHINES))}")
         machines[role] = parse_machine(name)
@@ -82,6 +73,10 @@ def render_command(
     target: str, environment: tuple[str, ...], labels: tuple[str, ...], machines: tuple[str, ...], **options: Any
 ) -> None:
     """Print the YAML that trains SCRIPT (a path in the image) with ARGS; `… | kubectl apply -f -` starts it."""
-    options |= {"environment": _pairs("--env", environment), "labels": _pairs("--label", labels), **_machines(machines)}
+    options |= {
+        "environment": pairs_of("--env NAME=VALUE", environment),
+        "labels": pairs_of("--label NAME=VALUE", labels),
+        **_machines(machines),
+    }
     workload = Workload(**options)
     click.echo(yaml.safe_dump_all(RENDERERS[target](workload), sort_keys=False), nl=False)

@@ -12,13 +12,13 @@ from typing import Any
 import click
 
 from stratagem.checkpoint.ended import has_run, note_run
-from stratagem.cli.options import configure, role_options
+from stratagem.cli.options import configure, role_options, script_arguments
 from stratagem.cluster.choice import choose_strategy
 from stratagem.cluster.config import EvaluatorConfig, RoleConfig, WorkerConfig
 from stratagem.cluster.sources import ENV_PREFIX, Resolved
 from stratagem.cluster.tf_config import TaskPlacement, emit_tf_config, torchrun_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
-from stratagem.launch.joining import ask_for_cluster
+from stratagem.launch.status import ask_for_cluster
 from stratagem.rpc.logs import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ def ps_command(cluster_file: Path | None, **flags: Any) -> int:
 
 
 def _run_script(
-    role: str, cluster_file: Path | None, script: Path, args: tuple[str, ...], flags: dict[str, Any]
+    role: str, cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], flags: dict[str, Any]
 ) -> int:
-    if not script.is_file():
+    if not (module or script.is_file()):
         raise ConfigurationError(f"expected a training script, but there is no file {script}")
     resolved, placement = configure(role, cluster_file, flags)
     config = resolved.config
@@ -105,22 +105,22 @@ def _run_script(
     if role == "evaluator":
         _refuse_without_chief(config)
     os.environ.update(script_environment(resolved, placement, os.environ))
-    return _once(config, role_entry(role), config, str(script), list(args))
+    return _once(config, role_entry(role), config, str(script), list(args), module)
 
 
 @click.command("worker", context_settings=_SCRIPT)
 @role_options("worker")
-@click.argument("script", type=click.Path(path_type=Path))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def worker_command(cluster_file: Path | None, script: Path, args: tuple[str, ...], **flags: Any) -> int:
+@script_arguments
+def worker_command(cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], **flags: Any) -> int:
     """Train: run SCRIPT with ARGS as one worker of the cluster."""
-    return _run_script("worker", cluster_file, script, args, flags)
+    return _run_script("worker", cluster_file, module, script, args, flags)
 
 
 @click.command("evaluator", context_settings=_SCRIPT)
 @role_options("evaluator")
-@click.argument("script", type=click.Path(path_type=Path))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def evaluator_command(cluster_file: Path | None, script: Path, args: tuple[str, ...], **flags: Any) -> int:
+@script_arguments
+def evaluator_command(
+    cluster_file: Path | None, module: bool, script: Path, args: tuple[str, ...], **flags: Any
+) -> int:
     """Evaluate each new checkpoint: run SCRIPT with ARGS as the evaluator."""
-    return _run_script("evaluator", cluster_file, script, args, flags)
+    return _run_script("evaluator", cluster_file, module, script, args, flags)

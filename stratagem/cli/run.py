@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from stratagem.cli.options import field_options
+from stratagem.cli.options import field_options, script_arguments
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.cluster.spec import split_address
 from stratagem.errors import ClusterSpecError
 from stratagem.launch.local import run_local
-from stratagem.launch.plan import LocalJob
-from stratagem.launch.tls import AUTO
+from stratagem.launch.plan import AUTO, LocalJob
 
 COMMUNICATION = (
     "transport",
@@ -131,8 +130,7 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
     'cut worker:1-ps:0 for=10s; reset worker:0-chief for=1s; random every=8s seed=3".',
 )
 @click.option("--verbose", is_flag=True, help="Show the standard output of every worker, not only the lead's.")
-@click.argument("script", type=click.Path(path_type=Path))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@script_arguments
 def run_command(**options: Any) -> int:
     """Train SCRIPT with ARGS on a cluster of processes on this machine."""
     chosen = {name: options.pop(name) for name in COMMUNICATION}

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from stratagem.cli.options import pairs_of
 from stratagem.cluster.choice import STRATEGIES
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import COMMON_MACHINE_CONFIGS
@@ -59,20 +60,11 @@ def submit_command(
     """Submit SCRIPT (or a notebook) with ARGS as a job; prints the job's id on stdout."""
     if options["distribution_strategy"] == "none":
         options["distribution_strategy"] = None
-    request = JobRequest(entry_point_args=args, job_labels=_parse_labels(labels), **options)
+    job_labels = pairs_of("--label KEY=VALUE", labels)
+    if len(job_labels) < len(labels):
+        raise ConfigurationError(f"a label was given twice: {', '.join(labels)}")
+    request = JobRequest(entry_point_args=args, job_labels=job_labels, **options)
     job, code = submit_and_follow(request, script, stream_logs=stream_logs, dry_run=dry_run)
     if not dry_run and not stream_logs:
         click.echo(job.id)
     return code
-
-
-def _parse_labels(labels: tuple[str, ...]) -> dict[str, str]:
-    parsed: dict[str, str] = {}
-    for label in labels:
-        key, equals, value = label.partition("=")
-        if not equals:
-            raise ConfigurationError(f"expected --label KEY=VALUE, got {label!r}")
-        if key in parsed:
-            raise ConfigurationError(f"the label {key!r} was given twice")
-        parsed[key] = value
-    return parsed

@@ -12,7 +12,7 @@ from stratagem.chief.monitoring.why.verdict import judge
 from stratagem.cli.asking import Asking, asking_options
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.launch.status import fetch_status
-from stratagem.launch.why import reading_of_summary
+from stratagem.launch.summary import reading_of_summary
 
 
 @click.command("why")

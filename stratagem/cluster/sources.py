@@ -103,10 +103,8 @@ def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer
             models = ROLES.values() if section == "defaults" else [ROLES[section]]
             known = {name for model in models for name in model.model_fields}
             _refuse_unknown(values, known, f"section {section!r} of {file}")
-    fields = ROLES[role].model_fields
-    own = {name: value for name, value in document.get(role, {}).items()}
-    defaults = {name: value for name, value in document.get("defaults", {}).items() if name in fields}
-    return [Layer(f"{file} ({role})", own), Layer(f"{file} (defaults)", defaults)]
+    defaults = _known(document.get("defaults", {}), ROLES[role])
+    return [Layer(f"{file} ({role})", document.get(role, {})), Layer(f"{file} (defaults)", defaults)]
 
 
 def cluster_layer(cluster: ClusterSpec, task: TaskId, origin: str) -> Layer:
@@ -127,6 +125,7 @@ def gather(
     flags: Mapping[str, Any] | None = None,
     document: Mapping[str, Any] | None = None,
     file: str = "the cluster file",
+    of_every_role: bool = False,
 ) -> tuple[Resolved[RoleConfig], TaskPlacement | None]:
     """The configuration of a task of ``role``, and its place in the cluster (None: there is no cluster).
 
@@ -136,11 +135,12 @@ def gather(
         flags: fields given on the command line; None values count as not given.
         document: the parsed cluster file.
         file: name of the cluster file, for messages.
+        of_every_role: only the fields that every role has.
 
     Raises:
         ConfigurationError: a source is not valid; sources contradict each other about the cluster or the role.
     """
-    model, document = ROLES[role], document or {}
+    model, document = RoleConfig if of_every_role else ROLES[role], document or {}
     given, variables = flag_layer(flags or {}), environment_layer(model, environ)
     in_file = file_layers(role, document, file)
     told = placement_from_environment(environ)
@@ -171,7 +171,13 @@ def gather(
         from_environment = [cluster_layer(cluster, task, told_by)] if told is not None else []
         from_file = [cluster_layer(cluster, task, f"{file} (cluster)")] if told is None else []
         layers += [*from_environment, *in_file, *from_file]
+    if of_every_role:
+        layers = [dataclasses.replace(each, values=_known(each.values, model)) for each in layers]
     return resolve(model, layers), placement
+
+
+def _known(values: Mapping[str, Any], model: type[RoleConfig]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in model.model_fields}
 
 
 def _refuse_unknown(values: Collection[str], known: Collection[str], where: str) -> None:

@@ -39,6 +39,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
 
 
+def nearest_type(word: str) -> str:
+    """As :func:`nearest`, of task types; what TensorFlow once called the master is known too."""
+    return "a master, which trains, is worker 0 here" if word == "master" else nearest(word, TASK_TYPES)
+
+
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
     """Addresses of every task, by role, in the order of their indices.
@@ -100,7 +105,7 @@ class ClusterSpec:
         roles: dict[str, tuple[str, ...]] = {}
         for role, addresses in cluster.items():
             if role not in TASK_TYPES:
-                raise ClusterSpecError(f"unknown role {role!r} in the cluster; {nearest(str(role), TASK_TYPES)}")
+                raise ClusterSpecError(f"unknown role {role!r} in the cluster; {nearest_type(str(role))}")
             if not isinstance(addresses, Sequence) or isinstance(addresses, str | bytes):
                 raise ClusterSpecError(f"expected a list of addresses for {role!r}, got {addresses!r}")
             if wrong := [address for address in addresses if not isinstance(address, str)]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from stratagem.cluster.slurm import is_step, read_slurm
-from stratagem.cluster.spec import ClusterSpec, join_address, nearest, split_address
+from stratagem.cluster.spec import ClusterSpec, join_address, nearest, nearest_type, split_address
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
@@ -68,7 +68,7 @@ def _parse_task(task: object) -> TaskId:
             raise ClusterSpecError(f"unknown key {key!r} in the task of TF_CONFIG; {nearest(key, _TASK_KEYS)}")
     if fields["type"] not in TASK_TYPES:
         raise ClusterSpecError(
-            f"unknown task type {fields['type']!r} in TF_CONFIG; {nearest(str(fields['type']), TASK_TYPES)}"
+            f"unknown task type {fields['type']!r} in TF_CONFIG; {nearest_type(str(fields['type']))}"
         )
     index = fields.get("index", 0)
     if isinstance(index, bool) or not str(index).isdecimal() or len(str(index)) > _MAX_DIGITS:

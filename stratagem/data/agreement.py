@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from stratagem.data.form import decode, empty_of, encode, form_of
+from stratagem.data.form import empty_of, form_of
 from stratagem.data.nested import empty_like
 from stratagem.data.readers import Parts, Totals
 from stratagem.errors import ConfigurationError
 from stratagem.measuring import measures
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.state_broadcast import gather_json
 from stratagem.worker.step_meter import timed_phase
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class StepAgreement:
 
         Args:
             parts: what this worker has read; None: it is at its end.
-            common: what has to be equal on all workers that have read something; see ``Reader.common``.
+            common: what has to be equal on all workers that have read something; see ``IndexReader.common``.
 
         Raises:
             ConfigurationError: it is not.
@@ -83,7 +84,7 @@ class StepAgreement:
     def _meet(self, communicator: Communicator, parts: Parts | None, common: str) -> None:
         """Before the first step of all: what a batch looks like, and whether all read the same source."""
         mine = None if parts is None else {"form": form_of(parts.batches[0]), "common": common}
-        everybody = [decode(data) for data in communicator.all_gather(encode(mine))]
+        everybody = gather_json(communicator, mine)
         told = [(rank, one) for rank, one in enumerate(everybody) if one is not None]
         for rank, one in told:
             if one["common"] != told[0][1]["common"]:

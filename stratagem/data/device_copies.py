@@ -58,12 +58,7 @@ class DeviceCopies:
         for device, arrival in arrivals.items():
             torch.cuda.current_stream(device).wait_event(arrival)
         for batch, device in zip(parts.batches, self._devices, strict=True):
-            if device in self._streams:
-                _used_on(batch, torch.cuda.current_stream(device))
+            for tensor in tensors(batch) if device in self._streams else ():
+                # The memory, which belongs to the copying stream, is not reused before this one is done with it.
+                tensor.record_stream(torch.cuda.current_stream(device))
         return parts
-
-
-def _used_on(batch: Any, stream: torch.cuda.Stream) -> None:
-    """The memory, which belongs to the copying stream, is not reused before ``stream`` is done with it."""
-    for tensor in tensors(batch):
-        tensor.record_stream(stream)

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from stratagem.cluster.units import Lease, Plan
+from stratagem.data.index_batches import epoch_order
 from stratagem.data.loaders import Batches, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, to_device
-from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -10,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stratagem.arguments import checked
 from stratagem.data.loaders import rebuild_over
-from stratagem.data.readers import common_of
 from stratagem.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ def own_files(source: Any, num_workers: int, worker: int) -> tuple[Any, str]:
             "and smaller files, or use AutoShardPolicy.DATA"
         )
     # Hosts may keep the files in different folders.
-    common = common_of(os.path.basename(file) for file in files)
+    names = "\0".join(os.path.basename(file) for file in files)
+    common = f"list of files {zlib.crc32(names.encode()):08x}"
     part = dataset.with_files(files[worker::num_workers])
     return (rebuild_over(source, part) if isinstance(source, DataLoader) else part), common

@@ -63,15 +63,6 @@ def empty_of(form: Any) -> Any:
     return form["value"]
 
 
-def encode(message: Any) -> torch.Tensor:
-    """JSON as a flat uint8 tensor."""
-    return torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-
-
-def decode(data: torch.Tensor) -> Any:
-    return json.loads(bytes(data.tolist()))
-
-
 def fingerprint(batch: Any) -> int:
     """32 bits over the form and all values of ``batch``."""
     crc = zlib.crc32(json.dumps(form_of(batch)).encode())

@@ -6,25 +6,30 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stratagem.cluster.units import Plan
-from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 
 
-class IndexBatches(Protocol):
-    """Where the indices of global batches come from."""
+def epoch_order(num_examples: int, shuffle: bool, seed: int, dataset: int, epoch: int) -> torch.Tensor:
+    """Indices of the examples in the order of one epoch, shape [num_examples], int64; the same on every worker.
 
-    @property
-    def num_batches(self) -> int | None:
-        """Global batches in an epoch, where that is known."""
+    Args:
+        shuffle: a permutation seeded by (seed, dataset, epoch); else 0, 1, 2, …
+        dataset: ordinal of the dataset.
+        epoch: pass over it, starting at 0.
+    """
+    if not shuffle:
+        return torch.arange(num_examples)
+    return torch.randperm(num_examples, generator=torch.Generator().manual_seed(_seed_of(f"{seed}/{dataset}/{epoch}")))
 
-    def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
-        """The batches of an epoch from number ``first`` on."""
+
+def _seed_of(words: str) -> int:
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little", signed=True)
 
 
 class PlannedBatches:
@@ -42,9 +47,11 @@ class PlannedBatches:
 
     @property
     def num_batches(self) -> int | None:
+        """Global batches in an epoch, where that is known."""
         return self._plan.num_batches
 
     def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
+        """The batches of an epoch from number ``first`` on."""
         plan = self._plan
         order = epoch_order(plan.num_examples, plan.shuffle, seed + self._shift, self._ordinal, epoch)
         for start in range(first * plan.batch_size, plan.num_batches * plan.batch_size, plan.batch_size):
@@ -93,9 +100,13 @@ class DrawnBatches:
         return (_as_list(batch) for batch in islice(batches, first, None))
 
     def _draw(self, epoch: int, seed: int) -> list[list[Any]]:
-        digest = hashlib.sha256(f"{seed + self._shift}/{self._ordinal}/{epoch}/sampler".encode()).digest()
-        with _seeded(int.from_bytes(digest[:8], "little", signed=True), _generators(self._sampler)):
+        number = _seed_of(f"{seed + self._shift}/{self._ordinal}/{epoch}/sampler")
+        with _seeded(number, _generators(self._sampler)):
             return [_as_list(batch) for batch in self._sampler]
+
+
+IndexBatches = PlannedBatches | DrawnBatches
+"""Where the indices of global batches come from."""
 
 
 def _as_list(batch: Any) -> list[Any]:

@@ -102,11 +102,6 @@ def rebuild(loader: DataLoader[Any], batches: Sampler[Any], persistent: bool = F
     return DataLoader(loader.dataset, batch_sampler=batches, **carried(loader, persistent))
 
 
-def rebuild_items(loader: DataLoader[Any], indices: Sampler[Any]) -> DataLoader[Any]:
-    """A DataLoader like ``loader``, whose items are batches already, that reads the items ``indices``."""
-    return DataLoader(loader.dataset, batch_size=None, sampler=indices, **carried(loader, persistent=True))
-
-
 def rebuild_over(loader: DataLoader[Any], dataset: Dataset[Any]) -> DataLoader[Any]:
     """A DataLoader like ``loader`` over another dataset of its kind.
 

@@ -6,10 +6,11 @@ say) that is as long as the batch has one for each example. Everything else belo
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,6 +44,31 @@ def values_in(value: Any) -> list[Any]:
     found: list[Any] = []
     map_values(value, found.append)
     return found
+
+
+def refilled(value: Any, values: Iterable[Any]) -> Any:
+    """``value`` with these in the place of :func:`values_in` it."""
+    following = iter(values)
+    return map_values(value, lambda _: next(following))
+
+
+class CopiedAsDict(collections.UserDict[str, Any]):
+    """A mapping of its own kind: a copy of it, and what it is joined into, is a plain dict of what it says then."""
+
+    def __copy__(self) -> dict[str, Any]:  # type: ignore[override]
+        return dict(self)
+
+    copy = __copy__  # type: ignore[assignment]
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {**other, **self}
+
+    def __ior__(self, other: Mapping[str, Any]) -> Self:  # type: ignore[override]
+        self.update(other)
+        return self
 
 
 def outline(value: Any) -> str:
@@ -122,6 +148,11 @@ def leaves(batch: Any) -> list[Any]:
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """All tensors, in order."""
     return (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def on_cpu(leaf: Any) -> Any:
+    """A tensor without its history, on the CPU; anything else as it is."""
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def num_examples(batch: Any) -> int:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, rebuild, rebuild_items, seed_epoch
+from stratagem.data.loaders import Batches, carried, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, num_examples, part_of
 from stratagem.errors import ConfigurationError
 
@@ -41,24 +40,6 @@ class Parts:
     """Indices of the whole global batch, where the examples have some."""
 
 
-class Reader(Protocol):
-    """Reads this worker's parts."""
-
-    knows_totals: bool
-    """Whether :class:`Parts` say their totals, and all workers have equally many of them."""
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps in an epoch, where that is known."""
-
-    @property
-    def common(self) -> str:
-        """What all workers that have read something must have in common, in short; empty: nothing."""
-
-    def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
-        """The steps of an epoch from number ``first`` on."""
-
-
 class IndexReader:
     """Reads each replica's examples by their indices, each replica's as a batch of its own: any collate_fn will do."""
 
@@ -66,7 +47,9 @@ class IndexReader:
         self, loader: DataLoader[Any], batches: IndexBatches, batch_split: BatchSplit, common: str = ""
     ) -> None:
         self.knows_totals = not batch_split.alone
+        """Whether :class:`Parts` say their totals, and all workers have equally many of them."""
         self.common = common
+        """What all workers that have read something must have in common, in short; empty: nothing."""
         self._batches = batches
         self._batch_split = batch_split
         self._sampler = Batches(iter(()))
@@ -74,10 +57,11 @@ class IndexReader:
 
     @property
     def num_steps(self) -> int | None:
+        """Steps in an epoch, where that is known."""
         return self._batches.num_batches if self._batch_split.steps_per_batch == 1 else None
 
     def read(self, epoch: int, first: int, seed: int, batch_split: BatchSplit | None = None) -> Iterator[Parts]:
-        """See :meth:`Reader.read`.
+        """The steps of an epoch from number ``first`` on.
 
         Args:
             batch_split: which examples are whose, other than at first.
@@ -117,7 +101,7 @@ class StreamReader:
     """Cuts the global batches of an iterable into the replicas' parts.
 
     Args:
-        common: see :class:`Reader`; None: the first global batch.
+        common: see :class:`IndexReader`; None: the first global batch.
     """
 
     def __init__(self, source: Reopened | ItemBatches, batch_split: BatchSplit, common: str | None = "") -> None:
@@ -170,6 +154,10 @@ class PerReplicaReader:
             yield Parts((*batches, *(empty_like(batches[0]) for _ in range(missing))), counts)
 
 
+Reader = IndexReader | StreamReader | PerReplicaReader
+"""Reads this worker's parts."""
+
+
 class Reopened:
     """An iterable that is gone through once an epoch. What was before the first wanted batch is read and dropped.
 
@@ -213,7 +201,8 @@ class ItemBatches:
     def __init__(self, loader: DataLoader[Any], indices: IndexBatches) -> None:
         self._indices = indices
         self._sampler = Batches(iter(()))
-        self._loader = rebuild_items(loader, self._sampler)
+        arguments = carried(loader, persistent=True)
+        self._loader = DataLoader(loader.dataset, batch_size=None, sampler=self._sampler, **arguments)
 
     def num_batches(self) -> int | None:
         return self._indices.num_batches
@@ -223,11 +212,6 @@ class ItemBatches:
         seed_epoch(self._loader, seed, epoch, first)
         self._sampler.indices = (index for (index,) in self._indices.of_epoch(epoch, first, seed))
         return iter(self._loader)
-
-
-def common_of(names: Iterable[str]) -> str:
-    """Something short that is equal for equal lists of names."""
-    return f"list of files {zlib.crc32(chr(0).join(names).encode()):08x}"
 
 
 def _totals(num_examples: int, batch_split: BatchSplit) -> Totals:

@@ -25,7 +25,6 @@ from stratagem.errors import ConfigurationError
 from stratagem.rpc.binding import is_loopback
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import Security, make_security
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.token import Token
@@ -79,11 +78,9 @@ def form(
         )
         undo.callback(ring_service.close)
         server = serve(
-            join_address(host, 0),
+            config.model_copy(update={"bind": join_address(host, 0), "insecure": True}),
             lambda server: add_servicer(SERVICE, WorkerServicer(ring_service), server),
             services=[SERVICE.full_name],
-            limits=ServerLimits.of(config),
-            insecure=True,
             security=security,
         )
         undo.callback(server.stop, 0.2)

@@ -69,24 +69,19 @@ class Mailbox:
     def expected(self, source: int, tag: int, num_elements: int, dtype: torch.dtype) -> PostedReceive | None:
         """The receive whose memory a message may go into straight away."""
         with self._changed:
-            for receive in self._posted:
-                if receive.source in (None, source) and receive.tag == tag:
-                    if receive.into.numel() != num_elements or receive.into.dtype != dtype:
-                        return None
-                    self._posted.remove(receive)
-                    return receive
-        return None
+            receive = self._waiting(source, tag)
+            if receive is None or (receive.into.numel(), receive.into.dtype) != (num_elements, dtype):
+                return None
+            self._posted.remove(receive)
+            return receive
 
     def put(self, source: int, tag: int, values: torch.Tensor) -> None:
         """A message that came without being expected."""
         with self._changed:
-            for receive in self._posted:
-                if receive.source in (None, source) and receive.tag == tag:
-                    self._posted.remove(receive)
-                    break
-            else:
+            if (receive := self._waiting(source, tag)) is None:
                 self._early[source].append((tag, values))
                 return
+            self._posted.remove(receive)
         self._deliver(receive, source, values)
 
     def wait_for_room(self, source: int) -> None:
@@ -109,6 +104,9 @@ class Mailbox:
             self._changed.notify_all()
         for receive in failed:
             receive.done.set_exception(error)
+
+    def _waiting(self, source: int, tag: int) -> PostedReceive | None:
+        return next((each for each in self._posted if each.source in (None, source) and each.tag == tag), None)
 
     def _failure(self, source: int | None) -> CollectiveError | None:
         if source is None:

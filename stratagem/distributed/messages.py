@@ -55,7 +55,7 @@ class Messages:
         self._lane = lane
         self._diagnosis = diagnosis
         self.timeout_s = timeout_s
-        self._mailbox = Mailbox(rank, others)
+        self.mailbox = Mailbox(rank, others)
         self._others = others
         self._guard = threading.Lock()
         self._senders: dict[int, SendingLane] = {}
@@ -84,16 +84,12 @@ class Messages:
         for source in self._others if rank is None else [rank]:
             self._read_from(source)
         receive = PostedReceive(rank, tag, into)
-        self._mailbox.post(receive)
+        self.mailbox.post(receive)
         return receive
 
     def waiting_for(self, rank: int | None, what: str) -> contextlib.AbstractContextManager[None]:
         """Around a wait for a message: see :meth:`FailureDiagnosis.waiting_for`. Who has closed the group knows why."""
         return contextlib.nullcontext() if self._closed else self._diagnosis.waiting_for(rank, what)
-
-    def withdraw(self, receive: PostedReceive) -> bool:
-        """See :meth:`Mailbox.withdraw`."""
-        return self._mailbox.withdraw(receive)
 
     def close(self, reason: str) -> None:
         """Ends lanes and threads; whoever waits gets ``CollectiveError``."""
@@ -103,7 +99,7 @@ class Messages:
             self._closed = reason
             lanes: list[SendingLane | ReceivingLane] = [*self._senders.values(), *self._receivers.values()]
         for source in self._others:
-            self._mailbox.broke(source, CollectiveError(reason, source))
+            self.mailbox.broke(source, CollectiveError(reason, source))
         for lane in lanes:
             lane.close(reason)
         for executor in self._executors.values():
@@ -159,11 +155,11 @@ class Messages:
         try:
             lane = self._await_lane(rank)
             while not self._closed:
-                self._mailbox.wait_for_room(rank)
+                self.mailbox.wait_for_room(rank)
                 self._read_message(lane, rank)
         except StratagemError as error:
             text = self._closed or f"nothing more comes from rank {rank}: {error}"
-            self._mailbox.broke(rank, CollectiveError(text, rank))
+            self.mailbox.broke(rank, CollectiveError(text, rank))
 
     def _await_lane(self, rank: int) -> ReceivingLane:
         num_silent = 0
@@ -184,13 +180,12 @@ class Messages:
         return lane
 
     def _read_message(self, lane: ReceivingLane, rank: int) -> None:
-        """Reads the frames of one message."""
         frame = lane.receive(0, _deadline())
         total, tag, dtype = frame.offset, frame.transfer - 1, frame.tensor.dtype
         if frame.tensor.numel() == total:
-            self._mailbox.put(rank, tag, frame.tensor)
+            self.mailbox.put(rank, tag, frame.tensor)
             return
-        receive = self._mailbox.expected(rank, tag, total, dtype)
+        receive = self.mailbox.expected(rank, tag, total, dtype)
         values = receive.into if receive is not None else torch.empty(total, dtype=dtype)
         try:
             filled = frame.tensor.numel()
@@ -208,7 +203,7 @@ class Messages:
         if receive is not None:
             receive.done.set_result(rank)
         else:
-            self._mailbox.put(rank, tag, values)
+            self.mailbox.put(rank, tag, values)
 
 
 def _deadline() -> float:

@@ -72,7 +72,7 @@ class MonitoredBarriers:
             with self._messages.waiting_for(source, "a monitored barrier"):
                 receive.done.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            return not self._messages.withdraw(receive)
+            return not self._messages.mailbox.withdraw(receive)
         except CollectiveError:  # it is gone
             return False
         return True

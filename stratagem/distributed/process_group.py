@@ -173,12 +173,10 @@ class LaneProcessGroup(dist.ProcessGroup):
     # -- collectives: torch's names and arguments ---------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> LaneWork:
-        """Reduces in place."""
+        """Reduces each in place."""
         return self._run(self._operations.all_reduce(_listed(tensors), _op(opts)), opts, timeout)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> LaneWork:
-        """Reduces each in place."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, root: int = 0) -> LaneWork:
         """Gives every rank the root's values."""

@@ -16,15 +16,8 @@ from stratagem.rpc.codec import can_travel
 from stratagem.worker.ring.communicator import name_of
 from stratagem.worker.ring.group import Group, Tag
 
-_OPS: Mapping[str, ReduceOp] = {
-    "SUM": ReduceOp.SUM,
-    "AVG": ReduceOp.SUM,
-    "PREMUL_SUM": ReduceOp.SUM,
-    "MIN": ReduceOp.MIN,
-    "MAX": ReduceOp.MAX,
-    "PRODUCT": ReduceOp.PRODUCT,
-}
-_SUMS = ("SUM", "AVG", "PREMUL_SUM")
+_SUMS = dict.fromkeys(("SUM", "AVG", "PREMUL_SUM"), ReduceOp.SUM)
+_OPS = {**_SUMS, "MIN": ReduceOp.MIN, "MAX": ReduceOp.MAX, "PRODUCT": ReduceOp.PRODUCT}
 _NAMES = {member.value: name for name, member in dist.ReduceOp.RedOpType.__members__.items()}
 _BITWISE: Mapping[str, Callable[..., torch.Tensor]] = {
     "BAND": torch.bitwise_and,

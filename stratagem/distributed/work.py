@@ -143,7 +143,7 @@ class ReceiveWork(LaneWork):
         try:
             self._done.result(patience_s)
         except TimeoutError:
-            if self._messages.withdraw(self._receive):
+            if self._messages.mailbox.withdraw(self._receive):
                 text = f"no message for {self._what} came within {patience_s:g} s"
                 self._receive.done.set_exception(CollectiveError(text, self._receive.source))
             self._done.result()

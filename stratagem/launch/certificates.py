@@ -1,27 +1,36 @@
 """Makes the certificate authority of a cluster, and the certificates of its tasks.
 
-Needs the package ``cryptography``: call :func:`stratagem.launch.tls.need_cryptography` before importing this.
+Needs the package ``cryptography``; without it the import says how to install it, as a ``ConfigurationError``.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import ipaddress
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-from stratagem.cluster.identity import DNS_SUFFIX, file_stem, identity_uri, server_name
+from stratagem.cluster.identity import DNS_SUFFIX, OPERATOR, file_stem, identity_uri, server_name
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.tls_files import AUTHORITY_FILE
 
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError:
+    raise ConfigurationError(
+        "making certificates needs the package cryptography: pip install 'stratagem[tls]'. "
+        "Certificates made elsewhere are used without it"
+    ) from None
+
 AUTHORITY_KEY_FILE = "ca.key"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+THROW_AWAY_DAYS = 30
 _EARLY = datetime.timedelta(minutes=5)  # clocks of hosts differ
 
 
@@ -119,10 +128,27 @@ class Authority:
             (_replace if renew else _write)(path, content, mode)
 
 
+def make_throw_away(folder: Path, tasks: Iterable[str]) -> Callable[[str], None]:
+    """Certificates for one job on this machine. The authority's key is never written, so nobody can issue more.
+
+    Args:
+        folder: where to; made.
+        tasks: ids of the tasks; the launcher gets one too.
+
+    Returns:
+        What makes one for a further task.
+    """
+    authority = Authority.create(THROW_AWAY_DAYS)
+    authority.save(folder, with_key=False)
+    issue = functools.partial(authority.issue, hosts=LOCAL_HOSTS, folder=folder, days=THROW_AWAY_DAYS)
+    for identity in (*tasks, OPERATOR):
+        issue(identity)
+    return issue
+
+
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
-
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -194,13 +220,12 @@ def _refuse_existing(paths: Sequence[Path]) -> None:
 def _write(path: Path, content: bytes, mode: int) -> None:
     """Makes the file, with its mode from the start."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(path, "xb", opener=functools.partial(os.open, mode=mode)) as file:
+            file.write(content)
     except FileExistsError:
         raise ConfigurationError(f"{path} is there already, and nothing is overwritten") from None
     except OSError as error:
         raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
 
 
 def _replace(path: Path, content: bytes, mode: int) -> None:

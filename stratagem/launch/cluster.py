@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import selectors
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +15,20 @@ from stratagem.launch.actions import Action, Finish, Kill, Renew, Signal, Start,
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector
 from stratagem.launch.output import OutputRouter
-from stratagem.launch.plan import Launch
+from stratagem.launch.plan import Launch, RunFolders
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.preloaded import ForkServer
 from stratagem.launch.processes import LineReader, OwnChild, Stream, TaskProcess
 from stratagem.launch.signals import SignalPipe
-from stratagem.launch.supervisor import EXIT_DONE, EXIT_FAILED, Phase, Supervisor
+from stratagem.launch.summary import read_report
+from stratagem.launch.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, Phase, Supervisor
 from stratagem.rpc.security import Security
 from stratagem.rpc.status_view import StatusView
 
 TICK_S = 0.2
 DRAIN_S = 1.0
+FOLLOW_S = 5.0
+"""Seconds that the end of who failed because of another may lie unread, for that one's to be read first."""
 LAST_QUESTION_S = 0.5
 _LISTENING = re.compile(r"\blistening on (\S+:[1-9]\d*)\b")
 _ORDER = {"worker": 0, "evaluator": 1, "ps": 2, "chief": 3}
@@ -47,10 +51,7 @@ class LocalCluster:
     signals: SignalPipe
     """SIGINT and SIGTERM of the launcher."""
     security: Security
-    resumes: Callable[[], bool]
-    """Whether the script goes on where it was when the whole job is started again."""
-    renew_folders: Callable[[], None]
-    """Called before the whole job is started again."""
+    folders: RunFolders
     preload: bool
     """Whether a process that has loaded torch forks into the tasks of a cluster."""
     chaos: ChaosInjector | None
@@ -148,14 +149,28 @@ class LocalCluster:
             self._do(self.supervisor.listening(task))
 
     def _ended(self, now: float) -> list[TaskId]:
-        """Tasks whose process has ended and whose last lines are here; workers first, servers lose them by it."""
+        """Tasks whose process has ended and whose last lines are here; workers first, servers lose them by it, and
+        last who failed because of another: while a worker runs, that may be the one."""
         found = []
         for task, process in self._processes.items():
             if process.reap():
                 since = self._ended_at.setdefault(task, now)
                 if all(reader.at_end for reader in process.streams.values()) or now - since >= DRAIN_S:
                     found.append(task)
-        return sorted(found, key=lambda task: (_ORDER[task.type], task.index))
+        followers = {task for task in found if self._follows(task)}
+        if self.supervisor.phase is Phase.RUNNING and any(self._runs(task) for task in self.supervisor.workers):
+            found = [task for task in found if task not in followers or now - self._ended_at[task] >= FOLLOW_S]
+        return sorted(found, key=lambda task: (task in followers, _ORDER[task.type], task.index))
+
+    def _follows(self, task: TaskId) -> bool:
+        """Whether a task may have failed because of another: the chief stops the job, with all, because of a worker."""
+        code = self._processes[task].returncode
+        if code is None or code <= 0 or code == EXIT_PREEMPTED:
+            return False
+        return task.type != "worker" or bool(read_report(self.folders.report(task)).get("follows"))
+
+    def _runs(self, task: TaskId) -> bool:
+        return task in self._processes and self._processes[task].returncode is None
 
     def _exited(self, task: TaskId, now: float) -> None:
         process = self._processes.pop(task)
@@ -174,7 +189,7 @@ class LocalCluster:
                 self.output.say(f"{task} ended with exit code 0 in the middle of its script: it has failed")
         had_failed, lost = self.supervisor.failure is not None, len(self.supervisor.lost)
         was_renewing = self.supervisor.phase is Phase.RENEWING
-        if self.resumes():
+        if self.folders.resume_mark.exists():
             self.supervisor.can_resume()
         actions = self.supervisor.exited(task, code, now)
         left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
@@ -224,8 +239,9 @@ class LocalCluster:
                 case Start(task):
                     self._start(task)
                 case Signal(task, signum):
-                    # SIGTERM tells a chief to leave a job that goes on; here it ends.
-                    self._processes[task].send(signal.SIGINT if task.type == "chief" else signum)
+                    if task.type == "chief":  # SIGTERM tells it to leave a job that goes on, or while it loads to end
+                        signum = signal.SIGTERM if self._poller is None else signal.SIGINT
+                    self._processes[task].send(signum)
                 case Kill(task):
                     self._processes[task].kill()
                 case Renew():
@@ -234,8 +250,10 @@ class LocalCluster:
                     self._exit_code = exit_code
 
     def _renew(self) -> None:
-        """The next chief is another one, at another address."""
-        self.renew_folders()
+        """The next chief is another one, at another address; the books of the last one are forgotten, as all workers
+        begin anew at what they themselves have saved."""
+        shutil.rmtree(self.folders.journal)
+        self.folders.journal.mkdir()
         self.chief_address, self.chief = _UNSET, TaskId("chief", 0)
         if self._poller is not None:
             self._poller.close()

@@ -1,8 +1,9 @@
-"""The screen of a run: a live table on a terminal, plain lines elsewhere."""
+"""The screen of a run: a live table on a terminal, plain lines elsewhere; how fast the job goes, in words."""
 
 from __future__ import annotations
 
-from typing import Protocol, TextIO
+from collections import deque
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -10,22 +11,66 @@ from rich.table import Table
 from rich.text import Text
 
 from stratagem.chief.monitoring.why.watched import WatchedVerdict
-from stratagem.launch.output import Screen
 from stratagem.launch.processes import Stream
-from stratagem.launch.progress import JobPace, progress_words, task_words
-from stratagem.rpc.status_view import StatusView
+from stratagem.rpc.status_view import StatusView, TaskState
 
 PLAIN_INTERVAL_S = 5.0
+WINDOW_S = 10.0
 
 
-class Display(Screen, Protocol):
-    """Shows the tasks' lines and the progress of the job."""
+class JobPace:
+    """Examples and units per second over the last seconds."""
 
-    def update(self, status: StatusView, now: float) -> None:
-        """A new status has come."""
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int, int, int]] = deque()
 
-    def close(self) -> None:
-        """The run is over; nothing moves any more."""
+    def add(self, now: float, status: StatusView) -> None:
+        if self._samples and (status.examples < self._samples[-1][1]):
+            self._samples.clear()
+        self._samples.append((now, status.examples, status.epoch, status.units_accepted))
+        while len(self._samples) > 2 and self._samples[0][0] < now - WINDOW_S:
+            self._samples.popleft()
+
+    @property
+    def examples_per_s(self) -> float:
+        """Accepted examples per second; 0 while it is not known."""
+        if len(self._samples) < 2:
+            return 0.0
+        first, last = self._samples[0], self._samples[-1]
+        return (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+
+    def eta_s(self, status: StatusView) -> float | None:
+        """Seconds until the epoch in progress is closed; None while it is not known."""
+        same = [sample for sample in self._samples if sample[2] == status.epoch]
+        if len(same) < 2 or same[-1][3] <= same[0][3]:
+            return None
+        units_per_s = (same[-1][3] - same[0][3]) / (same[-1][0] - same[0][0])
+        return (status.units_planned - status.units_accepted) / units_per_s
+
+
+def progress_words(status: StatusView, pace: JobPace) -> str:
+    """The job in one line: epoch, units, loss, examples/s, ETA of the epoch, exposed communication."""
+    if not status.ready:
+        return f"waiting for the cluster: {', '.join(status.waiting_for) or 'the tasks to join'}"
+    parts = [f"epoch {status.epoch}", f"units {status.units_accepted}/{status.units_planned}"]
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if pace.examples_per_s > 0:
+        parts.append(f"{pace.examples_per_s:.0f} examples/s")
+    if (eta_s := pace.eta_s(status)) is not None:
+        parts.append(f"epoch ends in {eta_s:.0f} s")
+    if any(worker.step_s > 0 for worker in status.workers):
+        parts.append(f"exposed communication {status.exposed:.0%}")
+    if status.updates_lost:
+        parts.append(f"updates lost {status.updates_lost}")
+    return " · ".join(parts)
+
+
+def task_words(task: TaskState) -> str:
+    """A task in a few words: ``worker:0 live step 12``; whom it waits for when that takes a second or more."""
+    waits = f", waits for {task.waiting_on} since {task.waiting_s:.0f} s" if task.waiting_s >= 1 else ""
+    step = f" step {task.step}" if task.step else ""  # a chief has none
+    return f"{task.task} {task.state_words}{step}{waits}"
 
 
 class PlainDisplay:
@@ -77,7 +122,6 @@ class LiveDisplay:
         self._live = Live(console=self._console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False)
         self._pace = JobPace()
         self._watched = WatchedVerdict()
-        self._started = False
 
     def show(self, stream: Stream, line: str) -> None:
         """Shows a line above the table; what goes to a stdout that is no terminal goes there untouched."""
@@ -88,9 +132,7 @@ class LiveDisplay:
 
     def update(self, status: StatusView, now: float) -> None:
         self._pace.add(now, status)
-        if not self._started:
-            self._live.start()
-            self._started = True
+        self._live.start()
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for task in status.tasks:
             table.add_row(Text(task_words(task), style="" if task.state in ("live", "done") else "red"))
@@ -102,8 +144,10 @@ class LiveDisplay:
 
     def close(self) -> None:
         """Leaves the last table standing."""
-        if self._started:
-            self._live.stop()
+        self._live.stop()
+
+
+Display = PlainDisplay | LiveDisplay
 
 
 def make_display(stdout: TextIO, stderr: TextIO) -> Display:

@@ -23,8 +23,6 @@ import selectors
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from setproctitle import setproctitle
 
@@ -55,15 +53,12 @@ class _ForkServer:
                 if not data:
                     return None
                 self._descriptors += descriptors
-                for order in self._orders(data):
+                *whole, self._text = (self._text + data).split(b"\n")
+                for order in map(json.loads, whole):
                     if "reap" in order:
                         os.waitpid(order["reap"], 0)
                     elif command := self._fork(order["command"], order["environ"]):
                         return command
-
-    def _orders(self, data: bytes) -> Iterator[dict[str, Any]]:
-        *whole, self._text = (self._text + data).split(b"\n")
-        yield from map(json.loads, whole)
 
     def _say(self, **message: int) -> None:
         self._link.sendall(json.dumps(message).encode() + b"\n")

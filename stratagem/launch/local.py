@@ -18,13 +18,12 @@ from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import STANDBY
 from stratagem.launch.chaos.injector import ChaosInjector, chaos_words
 from stratagem.launch.cluster import LaunchFor, LocalCluster
-from stratagem.launch.display import Display, make_display
+from stratagem.launch.display import make_display
 from stratagem.launch.output import OutputRouter, wants_colour
-from stratagem.launch.plan import Launch, LocalJob, RunFolders, certificates_of, plan_launch
+from stratagem.launch.plan import AUTO, Launch, LocalJob, RunFolders, certificates_of, plan_launch
 from stratagem.launch.signals import signal_pipe
 from stratagem.launch.summary import build_summary, failure_words, last_status, read_report, write_summary
 from stratagem.launch.supervisor import Policy, Supervisor
-from stratagem.launch.tls import AUTO, make_throw_away
 from stratagem.rpc.binding import free_port
 from stratagem.rpc.security import OPEN, operator_security
 
@@ -57,7 +56,7 @@ def run_local(
         job = dataclasses.replace(job, web=f"{job.web[:-2]}:{free_port()}")
 
     display = make_display(out, err)
-    output = OutputRouter(display, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
+    output = OutputRouter(display.show, job.log_dir or folders.logs, verbose=job.verbose, colour=wants_colour(err))
     chaos = (
         ChaosInjector(job.chaos, (*job.servers, *job.workers), output.say, job.ps_replicas > 1) if job.chaos else None
     )
@@ -81,11 +80,28 @@ def run_local(
     supervisor = Supervisor(job.workers, job.servers, policy)
     try:
         if job.tls == AUTO and job.servers:
+            from stratagem.launch.certificates import make_throw_away  # needs a package of the extra tls
+
             tasks = [task for task in (*job.servers, *job.workers) if task != STANDBY]  # which is chief:0 to the others
             certified = make_throw_away(folders.certificates, map(str, tasks))
-        # Commands of others are not ours to run in a fork.
-        preload = job.preload and launch_for is None
-        return _run(job, folders, supervisor, launch_for or launch, display, output, preload, chaos)
+        started_at = time.monotonic()
+        with signal_pipe() as signals:
+            cluster = LocalCluster(
+                supervisor=supervisor,
+                launch_for=launch_for or launch,
+                output=output,
+                on_status=display.update,
+                signals=signals,
+                security=operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN,
+                folders=folders,
+                preload=job.preload and launch_for is None,  # commands of others are not ours to run in a fork
+                chaos=chaos,
+            )
+            exit_code = cluster.run()
+            duration_s = time.monotonic() - started_at
+        display.close()
+        _report(job, folders, cluster, exit_code, duration_s)
+        return exit_code
     finally:
         if chaos is not None:
             chaos.close()
@@ -101,38 +117,12 @@ def _is_kept(job: LocalJob, supervisor: Supervisor) -> bool:
     return job.state_dir is not None or supervisor.failure is not None
 
 
-def _run(
-    job: LocalJob,
-    folders: RunFolders,
-    supervisor: Supervisor,
-    launch_for: LaunchFor,
-    display: Display,
-    output: OutputRouter,
-    preload: bool,
-    chaos: ChaosInjector | None,
-) -> int:
-    started_at = time.monotonic()
-    security = operator_security(certificates_of(job, folders), job.token_file) if job.servers else OPEN
-    with signal_pipe() as signals:
-        cluster = LocalCluster(
-            supervisor=supervisor,
-            launch_for=launch_for,
-            output=output,
-            on_status=display.update,
-            signals=signals,
-            security=security,
-            resumes=folders.resume_mark.exists,
-            renew_folders=lambda: _forget_journal(folders),
-            preload=preload,
-            chaos=chaos,
-        )
-        exit_code = cluster.run()
-        duration_s = time.monotonic() - started_at
-    display.close()
+def _report(job: LocalJob, folders: RunFolders, cluster: LocalCluster, exit_code: int, duration_s: float) -> None:
+    """Says what came of a run, and writes its summary."""
+    supervisor, chaos, output, tail = cluster.supervisor, cluster.chaos, cluster.output, cluster.failure_tail
     reports = {task: report for task in supervisor.workers if (report := read_report(folders.report(task)))}
     stays = job.checkpoint_dir or (folders.checkpoints if _is_kept(job, supervisor) else None)
     checkpoint = str(newest(stays) or "") if stays is not None else ""
-    tail = cluster.failure_tail
     status = last_status(cluster.status, folders.journal)
     summary = build_summary(job, supervisor, status, reports, exit_code, duration_s, tail, checkpoint)
     if job.num_chiefs > 1:
@@ -147,13 +137,6 @@ def _run(
     if supervisor.failure is not None:
         output.say(failure_words(supervisor.failure, tail))
         output.say(f"logs: {output.log_file(supervisor.failure.task).parent}")
-    return exit_code
-
-
-def _forget_journal(folders: RunFolders) -> None:
-    """The books of a chief whose workers have all begun anew, at what they themselves have saved."""
-    shutil.rmtree(folders.journal)
-    folders.journal.mkdir()
 
 
 def _last_words(exit_code: int, summary: Mapping[str, Any], duration_s: float) -> str:

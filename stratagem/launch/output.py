@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Protocol, TextIO
+from typing import IO, TextIO
 
 from stratagem.cluster.task import TaskId
 from stratagem.launch.processes import Stream
@@ -14,13 +15,6 @@ from stratagem.launch.processes import Stream
 TAIL_LINES = 20
 _COLOURS = {"chief": 35, "ps": 33, "worker": 36, "evaluator": 32}
 _TRACEBACK = "Traceback (most recent call last):"
-
-
-class Screen(Protocol):
-    """Where lines are shown."""
-
-    def show(self, stream: Stream, line: str) -> None:
-        """Shows one line on our stdout or stderr."""
 
 
 class TracebackFilter:
@@ -59,13 +53,14 @@ class OutputRouter:
     """Shows, logs and remembers what the tasks write.
 
     Args:
+        show: shows one line on our stdout or stderr.
         log_dir: one file ``<type>-<index>.log`` per task is appended to here.
         prefix_lead: also mark lines of the lead's standard output (several workers are shown).
     """
 
-    def __init__(self, screen: Screen, log_dir: Path, *, verbose: bool, colour: bool) -> None:
+    def __init__(self, show: Callable[[Stream, str], None], log_dir: Path, *, verbose: bool, colour: bool) -> None:
         self.lead = TaskId("worker", 0)
-        self._screen = screen
+        self._show = show
         self._log_dir = log_dir
         self._verbose = verbose
         self._colour = colour
@@ -80,21 +75,21 @@ class OutputRouter:
         if stream == "stderr":
             self._tails.setdefault(task, deque(maxlen=TAIL_LINES)).append(line)
             for shown in self._filter.feed(task, line):
-                self._screen.show("stderr", self._prefix(task) + shown)
+                self._show("stderr", self._prefix(task) + shown)
         elif task == self.lead:
-            self._screen.show("stdout", line)
+            self._show("stdout", line)
         elif task.type != "worker" or self._verbose:
-            self._screen.show("stderr", self._prefix(task) + line)
+            self._show("stderr", self._prefix(task) + line)
 
     def ended(self, task: TaskId) -> None:
         """A task's process has ended; nothing more comes from that life."""
         for shown in self._filter.flush(task):
-            self._screen.show("stderr", self._prefix(task) + shown)
+            self._show("stderr", self._prefix(task) + shown)
         self._log(task)
 
     def say(self, text: str) -> None:
         """A line of the launcher itself."""
-        self._screen.show("stderr", f"stratagem: {text}")
+        self._show("stderr", f"stratagem: {text}")
 
     def tail(self, task: TaskId) -> list[str]:
         """The last lines of a task's stderr."""

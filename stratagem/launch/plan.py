@@ -16,10 +16,11 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, torchrun_environment
 from stratagem.errors import ConfigurationError
 from stratagem.launch.chaos.events import ON_CONNECTIONS, parse
-from stratagem.launch.tls import AUTO
 from stratagem.rpc import heap
 from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
+AUTO = "auto"
+"""In the place of a folder of certificates: throw-away ones are made for the run."""
 _LOCAL = "127.0.0.1:0"
 OF_ONE_TASK = (
     *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -35,6 +36,8 @@ class LocalJob:
 
     script: Path
     args: tuple[str, ...] = ()
+    module: bool = False
+    """The script is the name of a module, as for ``python -m``."""
     num_workers: int = 1
     num_ps: int = 0
     num_chiefs: int = 1
@@ -110,7 +113,7 @@ class LocalJob:
             raise ConfigurationError(
                 "--ps-replicas 2 is for a staleness above 0: at 0 all ps go back to a checkpoint together when one dies"
             )
-        if not self.script.is_file():
+        if not (self.module or self.script.is_file()):
             raise ConfigurationError(f"expected a training script, but there is no file {self.script}")
         if self.tls and self.tls != AUTO and not Path(self.tls).is_dir():
             raise ConfigurationError(
@@ -294,7 +297,7 @@ def _command(
 ) -> tuple[str, ...]:
     checkpoints = str(job.checkpoint_dir or folders.checkpoints)
     flags: dict[str, object] = {"task": task, "log-format": job.log_format, "num-threads": num_threads}
-    script: tuple[str, ...] = ()
+    script = ("-m",) * job.module + (str(job.script), *job.args)
     if task.type == "chief":
         # Both are the one chief of the cluster; the first one to come does not wait for another.
         flags |= {"task": CHIEF, "bind": _LOCAL if job.num_chiefs > 1 else chief_address}
@@ -312,12 +315,11 @@ def _command(
         flags |= {"checkpoint-dir": checkpoints}
     if task.type == "ps" and job.has_relays:
         flags["transport"] = "grpc"
-    if task.type == "evaluator":
-        script = (str(job.script), *job.args)
     if task.type == "worker":
         flags |= {"strategy": _strategy_flag(job), "staleness": job.staleness}
         flags |= {name.replace("_", "-"): value for name, value in job.communication.items()}
         flags |= {"transport": "grpc"} if job.has_relays else {}
-        script = (str(job.script), *job.args)
+    if task.type in ("chief", "ps"):
+        script = ()
     texts = tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items())
     return (sys.executable, "-m", "stratagem.cli", task.type, *texts, *script)

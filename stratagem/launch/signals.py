@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from types import FrameType
 
 _MEANING: dict[int, int] = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 """Of a signal: which of the two it comes to. A terminal that goes away ends the job as SIGTERM does."""
@@ -26,10 +25,6 @@ class SignalPipe:
             return []
 
 
-def _ignore(signum: int, frame: FrameType | None) -> None:
-    """The byte in the pipe says it all."""
-
-
 @contextlib.contextmanager
 def signal_pipe() -> Iterator[SignalPipe]:
     """Routes SIGINT, SIGTERM, SIGCHLD, and SIGHUP where nohup has not set it aside, of this process into a pipe; main
@@ -41,7 +36,7 @@ def signal_pipe() -> Iterator[SignalPipe]:
     fd_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         for signum in before:
-            signal.signal(signum, _ignore)
+            signal.signal(signum, lambda *_: None)  # the byte in the pipe says it all
         yield SignalPipe(reading)
     finally:
         for signum, handler in before.items():

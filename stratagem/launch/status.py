@@ -1,26 +1,30 @@
-"""Asks a chief, and the tasks of its job, what they do."""
+"""Asks a chief, and the tasks of its job, what they do; and, of a task that knows its chief alone, for the cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-import grpc
-
+from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.identity import CHIEF
-from stratagem.cluster.tf_config import placement_from_environment
-from stratagem.errors import ClusterSpecError, PeerUnavailableError
+from stratagem.cluster.spec import ClusterSpec
+from stratagem.cluster.task import TaskId
+from stratagem.cluster.tf_config import TaskPlacement, placement_from_environment
+from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc.asking import asking
-from stratagem.rpc.channels import connect
 from stratagem.rpc.chief_address import ChiefAddress
-from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
-from stratagem.rpc.security import OPEN, Security
+from stratagem.rpc.security import OPEN, Security, security_of
 from stratagem.rpc.status_view import StatusView, from_reply
 
 _Reply = TypeVar("_Reply")
+ASK_S = 5.0
+"""Seconds for one answer."""
+AGAIN_S = 0.5
+"""Seconds between two tries."""
 
 
 def chief_from_environment(named: str | None, otherwise: str = "") -> str:
@@ -79,14 +83,50 @@ def fetch_stack(address: str, task: str, timeout_s: float, security: Security = 
     """The stacks of the threads of a worker or ps, one text per thread, and its last collectives and commits.
 
     Raises:
+        IdentityError: TLS does not come about.
         PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
     """
-    channel = connect(address, task, security)
-    try:
+    with asking(address, task, security, f"{task} at {address}") as channel:
         reply = observer_pb2_grpc.ObserverStub(channel).GetStack(observer_pb2.GetStackRequest(), timeout=timeout_s)
-        flight = "\n".join(["last collectives and commits", *(f"  {line}" for line in reply.flight)])
-        return (*reply.threads, *([flight] if reply.flight else []))
-    except grpc.RpcError as error:
-        raise error_from_rpc(error, f"{task} at {address}") from None
-    finally:
-        channel.close()
+    flight = "\n".join(["last collectives and commits", *(f"  {line}" for line in reply.flight)])
+    return (*reply.threads, *([flight] if reply.flight else []))
+
+
+def ask_for_cluster(config: WorkerConfig | EvaluatorConfig) -> TaskPlacement:
+    """The cluster that the chief at ``config.chief`` coordinates, and this task's place in it.
+
+    Raises:
+        ClusterTimeoutError: it did not answer within ``start_timeout_s``.
+        IdentityError: TLS does not come about, or the chief does not know us.
+    """
+    security = security_of(config)
+    deadline = time.monotonic() + config.start_timeout_s
+    while True:
+        try:
+            status = fetch_status(config.chief, min(ASK_S, config.start_timeout_s), security)
+        except PeerUnavailableError as error:
+            if time.monotonic() > deadline:
+                raise ClusterTimeoutError(
+                    f"{config.task} asked its chief for the cluster for {config.start_timeout_s:.0f} s: {error}"
+                ) from None
+            time.sleep(AGAIN_S)
+        else:
+            return placement_of(config, status)
+
+
+def placement_of(config: WorkerConfig | EvaluatorConfig, status: StatusView) -> TaskPlacement:
+    """The cluster of a status page; a worker that joins a running job may be beyond those it began with.
+
+    The others stand in it to be counted: where they are, the chief tells when they join. They count as workers of this
+    host (LOCAL_RANK, and so the GPU); a cluster over several hosts with several GPUs each is to be written down.
+    """
+    task = TaskId.parse(config.task)
+    num_workers = sum(each.task.startswith("worker:") for each in status.tasks)
+    somewhere = f"{config.bind.rpartition(':')[0]}:0"
+    workers = [somewhere] * num_workers
+    if task.type == "worker":
+        workers += [somewhere] * (task.index + 1 - len(workers))
+        workers[task.index] = config.bind
+    ps = [somewhere] * status.num_ps
+    chief = ChiefAddress(config.chief).current
+    return TaskPlacement(ClusterSpec(chief=(chief,), worker=tuple(workers), ps=tuple(ps)), task)

@@ -1,4 +1,4 @@
-"""The result of a run as JSON."""
+"""The result of a run as JSON, and what that says about its speed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.chief.journal.journal import NAME, replay
+from stratagem.chief.monitoring.why.reading import Reading, TaskReading
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ConfigurationError
 from stratagem.launch.actions import Failure, describe_exit
 from stratagem.launch.output import essence
 from stratagem.launch.plan import LocalJob
 from stratagem.launch.supervisor import Supervisor
-from stratagem.launch.why import measured
 from stratagem.rpc.status_view import StatusView
 
 
@@ -99,10 +99,21 @@ def build_summary(
             str(task): {"exit_codes": codes, "restarts": supervisor.restarts.get(task, 0)}
             for task, codes in supervisor.exits.items()
         },
-        "measures": measured(status, {str(task): report for task, report in reports.items()}, duration_s),
+        "measures": _measured(status, {str(task): report for task, report in reports.items()}, duration_s),
         "flight": {str(task): report["flight"] for task, report in reports.items() if report.get("flight")},
         "first_failure": _failure(supervisor.failure, tail),
     }
+
+
+def _measured(status: StatusView, reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
+    """What a summary keeps of the measures: by task, those of its whole last life."""
+    told = {task.task: task for task in status.tasks}
+    found: dict[str, Any] = {}
+    for name in {**told, **reports}:
+        measures, notes = (told[name].measures, told[name].notes) if name in told else ({}, {})
+        if values := {**measures, **reports.get(name, {}).get("measures", {})}:
+            found[name] = {"values": values, "notes": notes, "window_s": round(duration_s, 3)}
+    return found
 
 
 def _failure(failure: Failure | None, tail: list[str]) -> dict[str, Any] | None:
@@ -132,3 +143,26 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     os.replace(partial, path)
+
+
+def reading_of_summary(path: Path) -> Reading:
+    """What a run has left.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is no summary.
+    """
+    try:
+        tasks = json.loads(path.read_text())["measures"]
+        return Reading(
+            tuple(
+                TaskReading(name, one["values"], one["window_s"], "done", notes=one["notes"])
+                for name, one in sorted(tasks.items())
+            ),
+            is_over=True,
+        )
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the summary {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigurationError(
+            f"expected a summary that `stratagem run --summary {path}` has written, with what was measured"
+        ) from None

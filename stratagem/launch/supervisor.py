@@ -217,10 +217,6 @@ class Supervisor:
             return [Kill(task) for task in self._in_order()]
         return self._kill()
 
-    def deadline(self) -> float | None:
-        """When :meth:`ticked` will have something to do."""
-        return min((at for at in (self._deadline, self._late_at) if at is not None), default=None)
-
     def _start(self, task: TaskId) -> Start:
         self.running.add(task)
         self._stepped.discard(task)

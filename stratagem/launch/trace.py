@@ -144,14 +144,13 @@ def _traced(status: StatusView) -> list[TaskState]:
     return [task for task in observed if task.state == "live" and task.address]
 
 
-def until_steps(stubs: Mapping[str, Any], until: Mapping[str, int], timeout_s: float) -> bool:
-    """Waits until each worker has completed so many steps, by its own count; False: not in time."""
+def until_steps(stubs: Mapping[str, Any], until: Mapping[str, int], timeout_s: float) -> None:
+    """Waits at most ``timeout_s`` seconds until each worker has completed so many steps, by its own count."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if all(_call(stubs[name].StartTrace, _CLOCK, name).num_steps >= steps for name, steps in until.items()):
-            return True
+    while time.monotonic() < deadline and any(
+        _call(stubs[name].StartTrace, _CLOCK, name).num_steps < steps for name, steps in until.items()
+    ):
         time.sleep(POLL_S)
-    return False
 
 
 def _clock(stub: Any, task: str) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Protocol
 
 from stratagem.measuring import measures
@@ -145,9 +144,7 @@ class Happening(TracedSpan):
         self.start_ns = time.perf_counter_ns()
         self._recorder.kept.append(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end_ns = time.perf_counter_ns()
         if error is not None:
             self.name = f"{type(error).__name__} in {self.name}".rstrip()

@@ -11,11 +11,10 @@ from torch.nn import functional
 from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows, check_rows, has_sparse_gradient
-from stratagem.strategy.current import current_strategy
+from stratagem.nn.remote_rows import RemoteRows, TableLayer, check_rows, has_sparse_gradient
 
 
-class Embedding(nn.Embedding):
+class Embedding(TableLayer, nn.Embedding):
     """``torch.nn.Embedding`` with sparse gradients, for tables of any size.
 
     Built in the scope of a ``ParameterServerStrategy`` its rows live on the parameter servers, which make their initial
@@ -44,11 +43,6 @@ class Embedding(nn.Embedding):
         ConfigurationError: a size, padding or initial values that cannot be.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Embedding:
-        is_built = bool(args or kwargs)  # copy and pickle make an empty one
-        remote = cls is Embedding and is_built and current_strategy().holds_tables
-        return super().__new__(RemoteEmbedding if remote else cls)
-
     @checked
     def __init__(
         self,
@@ -67,8 +61,7 @@ class Embedding(nn.Embedding):
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
-        check_sparse(sparse)
+        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype, sparse)
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
         if isinstance(self, RemoteRows):
             sizes = num_embeddings, embedding_dim, padding_idx
@@ -114,10 +107,6 @@ class Embedding(nn.Embedding):
             _weight=self.whole_weight(),
         )
 
-    def whole_weight(self) -> torch.Tensor:
-        """A copy of all rows, ``(num_embeddings, embedding_dim)``."""
-        return self.weight.detach().clone()
-
 
 class RemoteEmbedding(RemoteRows, Embedding):
     """An :class:`Embedding` whose rows live on parameter servers."""
@@ -132,13 +121,18 @@ class RemoteEmbedding(RemoteRows, Embedding):
 
 
 def checked_sizes(
-    num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None
+    num_embeddings: int, embedding_dim: int, padding_idx: int | None, dtype: torch.dtype | None, sparse: bool
 ) -> int | None:
     """``padding_idx`` counted from the beginning.
 
     Raises:
-        ConfigurationError: sizes below 1, more than torch can describe, or a padding that is no row.
+        ConfigurationError: sizes below 1, more than torch can describe, a padding that is no row, or dense gradients.
     """
+    if not sparse:
+        raise ConfigurationError(
+            "the gradients of sg.nn.Embedding and EmbeddingBag are sparse: leave sparse= out, or use torch.nn's layer, "
+            "whose whole gradient travels"
+        )
     if num_embeddings < 1 or embedding_dim < 1:
         raise ConfigurationError(
             f"expected a table of at least one row and element, got {num_embeddings} x {embedding_dim}"
@@ -154,15 +148,6 @@ def checked_sizes(
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ConfigurationError(f"expected a padding_idx within {num_embeddings} rows, got {padding_idx}")
     return padding_idx % num_embeddings
-
-
-def check_sparse(sparse: bool) -> None:
-    """Refuses a table with dense gradients."""
-    if not sparse:
-        raise ConfigurationError(
-            "the gradients of sg.nn.Embedding and EmbeddingBag are sparse: leave sparse= out, or use torch.nn's layer, "
-            "whose whole gradient travels"
-        )
 
 
 def own_weight(

@@ -10,15 +10,14 @@ from torch.nn import functional
 
 from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
-from stratagem.nn.embedding import check_sparse, checked_sizes, own_weight
+from stratagem.nn.embedding import checked_sizes, own_weight
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
-from stratagem.nn.remote_rows import RemoteRows, has_sparse_gradient, pooled
-from stratagem.strategy.current import current_strategy
+from stratagem.nn.remote_rows import RemoteRows, TableLayer, has_sparse_gradient, pooled
 
 Mode = Literal["sum", "mean"]
 
 
-class EmbeddingBag(nn.EmbeddingBag):
+class EmbeddingBag(TableLayer, nn.EmbeddingBag):
     """``torch.nn.EmbeddingBag`` with sparse gradients: as :class:`stratagem.nn.Embedding`, its rows pooled by bag.
 
     Args:
@@ -42,11 +41,6 @@ class EmbeddingBag(nn.EmbeddingBag):
         ConfigurationError: a mode, size, padding or initial values that cannot be.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> EmbeddingBag:
-        is_built = bool(args or kwargs)  # copy and pickle make an empty one
-        remote = cls is EmbeddingBag and is_built and current_strategy().holds_tables
-        return super().__new__(RemoteEmbeddingBag if remote else cls)
-
     @checked
     def __init__(
         self,
@@ -66,8 +60,7 @@ class EmbeddingBag(nn.EmbeddingBag):
         init: Init = Normal(),  # noqa: B008 - immutable
         seed: int | None = None,
     ) -> None:
-        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype)
-        check_sparse(sparse)
+        padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype, sparse)
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
         if isinstance(self, RemoteRows):
             sizes = num_embeddings, embedding_dim, padding_idx
@@ -109,10 +102,6 @@ class EmbeddingBag(nn.EmbeddingBag):
             include_last_offset=self.include_last_offset,
             padding_idx=self.padding_idx,
         )
-
-    def whole_weight(self) -> torch.Tensor:
-        """A copy of all rows, ``(num_embeddings, embedding_dim)``."""
-        return self.weight.detach().clone()
 
 
 class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):

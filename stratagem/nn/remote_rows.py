@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from stratagem.cluster.initial_rows import Distribution, InitialRows
 from stratagem.errors import ConfigurationError
 from stratagem.nn.initial import Constant, Normal, Uniform, initial_rows
+from stratagem.strategy.current import current_strategy
 from stratagem.worker.push.remote_table import RemoteTable
 
 Places = npt.NDArray[np.int64]
@@ -75,6 +76,21 @@ class BatchRows(NamedTuple):
     """Where the padding row is."""
     found: Occurrences
     """The same as ``place``, for backward."""
+
+
+class TableLayer(nn.Module):
+    """Built where the strategy holds tables, a layer is of its class whose rows live on parameter servers."""
+
+    weight: torch.Tensor
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        is_built = bool(args or kwargs)  # copy and pickle make an empty one
+        remote = [kind for kind in cls.__subclasses__() if issubclass(kind, RemoteRows)]
+        return super().__new__(remote[0] if remote and is_built and current_strategy().holds_tables else cls)
+
+    def whole_weight(self) -> torch.Tensor:
+        """A copy of all rows, ``(num_embeddings, embedding_dim)``."""
+        return self.weight.detach().clone()
 
 
 class RemoteRows(nn.Module):

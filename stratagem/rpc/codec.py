@@ -121,20 +121,13 @@ def message_of(frame: Frame) -> bytes:
 
 def encode_frame(kind: int, transfer: int, group: int, offset: int, tensor: torch.Tensor) -> bytes:
     """One frame that carries ``tensor`` (any shape, any strides; its values are copied once)."""
-    return encode_pieces(kind, transfer, group, offset, [tensor], tuple(tensor.shape))
-
-
-def encode_pieces(
-    kind: int, transfer: int, group: int, offset: int, pieces: Sequence[torch.Tensor | bytes], shape: tuple[int, ...]
-) -> bytes:
-    """One frame whose payload is the elements of ``pieces``, one after the other, presented as ``shape``."""
-    return b"".join(frame_parts(kind, transfer, group, offset, pieces, shape))
+    return b"".join(frame_parts(kind, transfer, group, offset, [tensor], tuple(tensor.shape)))
 
 
 def frame_parts(
     kind: int, transfer: int, group: int, offset: int, pieces: Sequence[torch.Tensor | bytes], shape: tuple[int, ...]
 ) -> Parts:
-    """The same, yet to be joined."""
+    """One frame, yet to be joined, whose payload is the elements of ``pieces``, one after the other, as ``shape``."""
     views = [byte_view(piece) for piece in pieces]
     return _parts((kind, transfer, group, offset), to_wire_dtype(dtype_of(pieces[0])), shape, views)
 

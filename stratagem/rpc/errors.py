@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from stratagem import errors
-from stratagem.rpc.handlers import AioWrappingInterceptor, WrappingInterceptor, replaced, streaming_like
 from stratagem.rpc.throttle import THROTTLE
 
 logger = logging.getLogger(__name__)
@@ -92,6 +90,11 @@ def error_from_rpc(error: grpc.RpcError, peer: str) -> errors.StratagemError:
         return errors.LimitError(f"{peer} refused a {which}: {call.details()}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return errors.PeerUnavailableError(f"{peer} cannot be reached ({code.name}: {call.details()})")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ConfigurationError(
+            f"what answers at the address of {peer} is something else ({call.details()}): check the addresses of the "
+            "cluster (TF_CONFIG, --cluster, --chief), each of which is for one task"
+        )
     return errors.StratagemError(f"{peer} failed ({code.name}): {call.details()}")
 
 
@@ -127,7 +130,7 @@ def log_failure(method: str, error: Exception) -> None:
     THROTTLE.log(logger, logging.ERROR, f"{name} failed", "%s failed", name, exc_info=error)
 
 
-class _Caught:
+class Caught:
     """Around a servicer's method: a domain error becomes :attr:`status`, and a log line."""
 
     def __init__(self, method: str, is_active: Callable[[], bool]) -> None:
@@ -135,7 +138,7 @@ class _Caught:
         self._is_active = is_active
         self.status: Any = None
 
-    def __enter__(self) -> _Caught:
+    def __enter__(self) -> Caught:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> bool:
@@ -146,48 +149,3 @@ class _Caught:
         if isinstance(error, Exception) and self._is_active():
             log_failure(self._method, error)
         return False
-
-
-class ErrorInterceptor(WrappingInterceptor):
-    """Sync servers: domain errors raised by a servicer become statuses, and a log line."""
-
-    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
-
-        def unary(request: Any, context: grpc.ServicerContext) -> Any:
-            with _Caught(method, context.is_active) as caught:
-                return inner(request, context)
-            context.abort_with_status(caught.status)
-
-        def streaming(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            with _Caught(method, context.is_active) as caught:
-                yield from inner(request, context)
-            if caught.status is not None:
-                context.abort_with_status(caught.status)
-
-        return replaced(handler, unary, streaming)
-
-
-class AioErrorInterceptor(AioWrappingInterceptor):
-    """The same for ``grpc.aio`` servers."""
-
-    def wrap(self, handler: Any, inner: Callable[..., Any], method: str) -> Any:
-
-        async def unary(request: Any, context: Any) -> Any:
-            with _Caught(method, lambda: not context.done()) as caught:
-                return await inner(request, context)
-            await _abort(context, caught.status)
-
-        async def generating(request: Any, context: Any) -> Any:
-            with _Caught(method, lambda: not context.done()) as caught:
-                async for response in inner(request, context):
-                    yield response
-            if caught.status is not None:
-                await _abort(context, caught.status)
-
-        return replaced(handler, unary, streaming_like(inner, unary, generating))
-
-
-async def _abort(context: Any, status: Any) -> None:
-    """Not while an error is handled: gRPC keeps what it raises here with the call, and the error would keep the frames
-    that keep the call, until garbage is collected."""
-    await context.abort(status.code, status.details, status.trailing_metadata)

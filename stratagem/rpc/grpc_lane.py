@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import torch
@@ -23,7 +23,7 @@ from stratagem.rpc.codec import (
 )
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.inbox import INBOX_BYTES, Inbox
-from stratagem.rpc.lane import Corked, Payload, Place, nothing
+from stratagem.rpc.lane import Corkable, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
 
 TRANSFER_METHOD = "/stratagem.ParameterServer/Transfer"
@@ -33,7 +33,7 @@ READ_AHEAD = 4
 _Outgoing = tuple[int, int, int, int, Payload, int]
 
 
-class GrpcLane:
+class GrpcLane(Corkable):
     """Implements :class:`stratagem.rpc.lane.Lane` on the side that opened the stream.
 
     Args:
@@ -93,9 +93,6 @@ class GrpcLane:
     @property
     def readable(self) -> bool:
         return self._inbox.has_something
-
-    def corked(self) -> Corked:
-        return Corked(self)
 
     def cork(self) -> None:
         self._cork = []
@@ -186,14 +183,6 @@ class GrpcLane:
         self._outbox.put(None)
 
 
-class FrameStream(Protocol):
-    """The server's end of a stream: what this module needs of ``grpc.ServicerContext``."""
-
-    def add_callback(self, callback: Any) -> bool: ...
-
-    def cancel(self) -> None: ...
-
-
 class ServedGrpcLane:
     """Implements :class:`stratagem.rpc.lane.ReceivingLane` on the side that serves the stream.
 
@@ -210,11 +199,11 @@ class ServedGrpcLane:
         self._peer = peer
         self._meter = meter.lane(peer, self.name)
         self._inbox = Inbox(peer, READ_AHEAD)
-        self._stream: FrameStream | None = None
+        self._cancel: Callable[[], object] = nothing
 
-    def serve(self, messages: Iterator[bytes], stream: FrameStream) -> None:
-        """Reads the stream until it ends."""
-        self._stream = stream
+    def serve(self, messages: Iterator[bytes], cancel: Callable[[], object]) -> None:
+        """Reads the stream until it ends; ``cancel`` ends it."""
+        self._cancel = cancel
         if self._inbox.error is not None:
             return
         try:
@@ -238,5 +227,4 @@ class ServedGrpcLane:
 
     def close(self, reason: str) -> None:
         self._inbox.fail(PeerUnavailableError(reason))
-        if self._stream is not None:
-            self._stream.cancel()
+        self._cancel()

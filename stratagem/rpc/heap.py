@@ -31,26 +31,23 @@ _M_ARENA_MAX = -8
 def share_one_heap() -> bool:
     """Has all threads allocate from one heap: what one has freed, another uses again. For a process whose threads hold
     large parts of its memory in turns; called before they start. False without glibc."""
-    return _mallopt(_M_ARENA_MAX, 1)
+    return _glibc("mallopt", _M_ARENA_MAX, 1)
 
 
 def give_back_freed_memory() -> bool:
     """To the system, once: when what was freed will not be needed soon. False where there was none, or no glibc."""
-    try:
-        return bool(ctypes.CDLL(None).malloc_trim(0))
-    except (OSError, AttributeError):
-        return False
+    return _glibc("malloc_trim", 0)
 
 
 def keep_freed_memory() -> bool:
     """The same for a running process, unless its environment says something else. False without glibc."""
     if any(name in os.environ for name in ENVIRONMENT if name.startswith("MALLOC_")):
         return True
-    return _mallopt(_M_MMAP_THRESHOLD, 32 << 20) and _mallopt(_M_TRIM_THRESHOLD, (2 << 30) - 1)
+    return _glibc("mallopt", _M_MMAP_THRESHOLD, 32 << 20) and _glibc("mallopt", _M_TRIM_THRESHOLD, (2 << 30) - 1)
 
 
-def _mallopt(parameter: int, value: int) -> bool:
+def _glibc(function: str, *arguments: int) -> bool:
     try:
-        return bool(ctypes.CDLL(None).mallopt(parameter, value))
+        return bool(getattr(ctypes.CDLL(None), function)(*arguments))
     except (OSError, AttributeError):
         return False

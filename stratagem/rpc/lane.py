@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -139,17 +140,24 @@ class ReceivingLane(Protocol):
 
 
 class Corkable(Protocol):
-    """What a :class:`Corked` needs of a lane."""
+    """A lane that frames may wait in."""
 
+    @abc.abstractmethod
     def cork(self) -> None:
         """Frames may wait from now on."""
 
+    @abc.abstractmethod
     def uncork(self) -> None:
         """What waits leaves. Raises nothing: whoever waits for an answer hears that the lane is broken."""
 
+    def corked(self) -> Corked:
+        """Inside, frames may wait for those behind them, and leave together in one write at the end. Whoever receives
+        meanwhile has sent them first."""
+        return Corked(self)
+
 
 class Corked:
-    """See :meth:`Lane.corked`. A class, because it is entered several times a step."""
+    """See :meth:`Corkable.corked`. A class, because it is entered several times a step."""
 
     __slots__ = ("_lane",)
 
@@ -175,7 +183,3 @@ class Lane(SendingLane, ReceivingLane, Corkable, Protocol):
     @property
     def readable(self) -> bool:
         """Whether something came that nobody has received, or nothing comes any more. Callable in any thread."""
-
-    def corked(self) -> Corked:
-        """Inside, frames may wait for those behind them, and leave together in one write at the end. Whoever receives
-        meanwhile has sent them first."""

@@ -57,16 +57,6 @@ class BytesMeter:
         if better:
             self.notes[labelled("fallback", peer)] = better
 
-    @property
-    def sent_bytes(self) -> int:
-        """Over all lanes."""
-        return sum(lane.sent_bytes for lane in [*self._lanes.values()])
-
-    @property
-    def received_bytes(self) -> int:
-        """Over all lanes."""
-        return sum(lane.received_bytes for lane in [*self._lanes.values()])
-
     def values(self) -> dict[str, float]:
         """By the names of :mod:`stratagem.measuring.measures`."""
         found: dict[str, float] = {}

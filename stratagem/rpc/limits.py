@@ -20,28 +20,14 @@ PATIENCE_S = 5.0
 """Seconds for which a call whose request does not come keeps others out."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerLimits:
-    """Limits of a server; fields of :class:`stratagem.cluster.config.ServerConfig`."""
-
-    max_message_bytes: int = 64 << 20
-    max_connections: int = 4096
-    max_calls: int = 2048
-    max_calls_per_peer: int = 64
-    max_ids_per_request: int = 1 << 20
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> ServerLimits:
-        """Those of a role."""
-        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
-
-
 @dataclasses.dataclass(eq=False)
 class CountedCall:
     """A call under way."""
 
     peer: str
     cancel: Callable[[], object]
+    identity: str = ""
+    """Proven name of the caller; empty: nobody was asked."""
     waits_since: float = math.inf
     """``time.monotonic()`` seconds since which its request has not come."""
     counts: bool = True
@@ -56,7 +42,7 @@ class CallCounter:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, limits: ServerLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._guard = threading.Lock()
@@ -65,13 +51,13 @@ class CallCounter:
         self._waiting: dict[CountedCall, None] = {}
 
     @contextlib.contextmanager
-    def counted(self, peer: str, cancel: Callable[[], object]) -> Iterator[CountedCall]:
+    def counted(self, peer: str, cancel: Callable[[], object], identity: str = "") -> Iterator[CountedCall]:
         """Around a call.
 
         Raises:
             LimitError: one too many; names the limit.
         """
-        call = CountedCall(peer, cancel)
+        call = CountedCall(peer, cancel, identity)
         with self._guard:
             late = self._late(peer)
             reason = self._refusal(peer)

@@ -91,12 +91,6 @@ class LogTail(logging.Handler):
             found.append(self._lines.popleft())
         return found
 
-    def attach(self) -> None:
-        PACKAGE.addHandler(self)
-
-    def detach(self) -> None:
-        PACKAGE.removeHandler(self)
-
 
 def show_until_configured(task: str = "stratagem") -> None:
     """Has the package's log shown on stderr, from INFO on, until the user configures logging.

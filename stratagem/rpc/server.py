@@ -1,4 +1,4 @@
-"""gRPC servers of all roles: binding rules, health, reflection, the error interceptor."""
+"""gRPC servers of all roles: binding rules, health, reflection, the interceptor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.errors import ConfigurationError
 from stratagem.rpc import channels
-from stratagem.rpc.admission import AdmissionInterceptor, AioAdmissionInterceptor
-from stratagem.rpc.authorization import AioAuthorizationInterceptor, AuthorizationInterceptor
 from stratagem.rpc.binding import check_binding
-from stratagem.rpc.errors import AioErrorInterceptor, ErrorInterceptor
-from stratagem.rpc.limits import SPARE_CALLS, ServerLimits
+from stratagem.rpc.interceptors import AioInterceptor, Interceptor
+from stratagem.rpc.limits import SPARE_CALLS
 from stratagem.rpc.security import OPEN, Security, server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -89,39 +88,34 @@ _OF_A_CALL = "_schedule_rpc_coro"
 
 
 def serve(
-    bind: str,
+    config: ServerConfig,
     register: Callable[[grpc.Server], None],
     *,
     services: Sequence[str],
-    limits: ServerLimits,
-    insecure: bool,
     security: Security = OPEN,
 ) -> RunningServer:
     """Starts a sync server.
 
     Args:
-        bind: host:port; port 0 takes a free one.
+        config: where to listen and what to refuse; every open stream and waiting call takes a thread.
         services: full names of the services, for health and reflection.
-        limits: what to refuse; every open stream and waiting call takes a thread.
-        insecure: allow other hosts than this one to connect without TLS.
         security: whom callers meet, and what they have to prove.
 
     Raises:
         ConfigurationError: the port is taken, the certificates cannot be used, or binding beyond loopback with
             neither TLS nor ``insecure``.
     """
-    check_binding(bind, insecure, security.tls is not None)
-    pool = futures.ThreadPoolExecutor(limits.max_calls + SPARE_CALLS, thread_name_prefix="rpc")
-    guard = [AuthorizationInterceptor(security)] if security.asks_who_calls else []
+    check_binding(config.bind, config.insecure, security.tls is not None)
+    pool = futures.ThreadPoolExecutor(config.max_calls + SPARE_CALLS, thread_name_prefix="rpc")
     server = grpc.server(
         pool,
-        interceptors=[ErrorInterceptor(), *guard, AdmissionInterceptor(limits)],
-        options=_server_options(limits),
-        maximum_concurrent_rpcs=limits.max_calls + SPARE_CALLS,
+        interceptors=[Interceptor(config, security)],
+        options=_server_options(config),
+        maximum_concurrent_rpcs=config.max_calls + SPARE_CALLS,
     )
     register(server)
     servicer = health.HealthServicer()
-    address = _listen(server, servicer, bind, services, security)
+    address = _listen(server, servicer, config.bind, services, security)
     server.start()
     running = RunningServer(server, address, servicer, services, pool)
     running.set_serving(False)
@@ -129,25 +123,22 @@ def serve(
 
 
 async def serve_aio(
-    bind: str,
+    config: ServerConfig,
     register: Callable[[grpc.aio.Server], None],
     *,
     services: Sequence[str],
-    limits: ServerLimits,
-    insecure: bool,
     security: Security = OPEN,
 ) -> RunningAioServer:
     """Starts a ``grpc.aio`` server; arguments and errors as :func:`serve`."""
-    check_binding(bind, insecure, security.tls is not None)
-    guard = [AioAuthorizationInterceptor(security)] if security.asks_who_calls else []
+    check_binding(config.bind, config.insecure, security.tls is not None)
     server = grpc.aio.server(
-        interceptors=[AioErrorInterceptor(), *guard, AioAdmissionInterceptor(limits)],
-        options=_server_options(limits),
-        maximum_concurrent_rpcs=limits.max_calls + SPARE_CALLS,
+        interceptors=[AioInterceptor(config, security)],
+        options=_server_options(config),
+        maximum_concurrent_rpcs=config.max_calls + SPARE_CALLS,
     )
     register(server)
     servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
-    address = _listen(server, servicer, bind, services, security)
+    address = _listen(server, servicer, config.bind, services, security)
     await server.start()
     running = RunningAioServer(server, address, servicer, services)
     await running.set_serving(False)
@@ -173,13 +164,13 @@ def _listen(
     return f"{bind.rpartition(':')[0]}:{port}"
 
 
-def _server_options(limits: ServerLimits) -> list[tuple[str, int | str]]:
+def _server_options(config: ServerConfig) -> list[tuple[str, int | str]]:
     return [
-        *channels.channel_options(limits.max_message_bytes),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        *channels.channel_options(config.max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
         # Replies that nobody reads are kept for as long as their stream is open. Twice the number of calls that are
         # served: an ordinary client holds back what is beyond this one, and would never hear of the other limit.
-        ("grpc.max_concurrent_streams", 2 * limits.max_calls_per_peer),
+        ("grpc.max_concurrent_streams", 2 * config.max_calls_per_peer),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),

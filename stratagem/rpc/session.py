@@ -33,7 +33,7 @@ from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.fields import from_message
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.handshake import explain_refusal
-from stratagem.rpc.logs import LogTail
+from stratagem.rpc.logs import PACKAGE, LogTail
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.units import lease_to_proto
 
@@ -225,13 +225,14 @@ class SessionClient:
             self.stopped = self.stopped or JobStoppedError(reason, 0)
             self._changed.notify_all()
 
-    def goodbye(self, exit_code: int, message: str = "", timeout_s: float = 5.0) -> None:
-        """Ends the session by the task's own will, and closes the connection.
+    def goodbye(self, exit_code: int, message: str = "", follows: bool = False, timeout_s: float = 5.0) -> None:
+        """Ends the session by the task's own will, and closes the connection; ``follows``: another task had failed.
 
         Who has finished (exit code 0) waits longer for a chief that is away: it would take the task for lost and wait
         for it. A chief that has done so already hears it too.
         """
-        self._goodbye = chief_pb2.SessionRequest(goodbye=chief_pb2.Goodbye(exit_code=exit_code, message=message))
+        goodbye = chief_pb2.Goodbye(exit_code=exit_code, message=message, follows=follows)
+        self._goodbye = chief_pb2.SessionRequest(goodbye=goodbye)
         self._hurry.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -260,7 +261,7 @@ class SessionClient:
     def close(self) -> None:
         """Drops the connection; to the chief this looks like a crash unless :meth:`goodbye` came first."""
         self._closing = True
-        self._log.detach()
+        PACKAGE.removeHandler(self._log)
         self._hurry.set()
         if self._call is not None:
             self._call.cancel()
@@ -354,7 +355,7 @@ class SessionClient:
                 self._heartbeat_interval_s = event.welcome.heartbeat_interval_s
                 self.job_started = event.welcome.job_started
                 self.ps_replicas = event.welcome.ps_replicas
-                (self._log.attach if event.welcome.wants_log else self._log.detach)()
+                (PACKAGE.addHandler if event.welcome.wants_log else PACKAGE.removeHandler)(self._log)
                 self._welcomed = self._connected = True
             elif kind == "membership":
                 self.membership = _membership(event.membership)

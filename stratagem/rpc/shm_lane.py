@@ -21,7 +21,7 @@ import torch
 from stratagem.errors import LimitError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.codec import as_tensors, byte_view, dtype_of, to_wire_dtype
 from stratagem.rpc.forks import close_in_children
-from stratagem.rpc.lane import Corked, Payload, nothing
+from stratagem.rpc.lane import Corkable, Payload, nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import LENT, LENT_SEGMENT, LENT_SLOT, Borrowed
 from stratagem.rpc.segment import receive_descriptor_into
@@ -38,7 +38,7 @@ MAX_INLINE_UNREAD_BYTES = 64 << 10
 """An impatient sender must not fill the socket of a reader that is slow: beyond this, small frames take slots too."""
 
 
-class ShmSender:
+class ShmSender(Corkable):
     """Implements :class:`stratagem.rpc.lane.SendingLane`.
 
     Args:
@@ -129,16 +129,10 @@ class ShmSender:
             self._meter.sent_frames += 1
             self._meter.sent_bytes += num_bytes
 
-    def corked(self) -> Corked:
-        """See :class:`stratagem.rpc.lane.Lane`."""
-        return Corked(self)
-
     def cork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         self._cork, self._corked_bytes = [], 0
 
     def uncork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
         with self._turn:
             views, self._cork = self._cork, None
             if views:

@@ -16,7 +16,7 @@ import torch
 from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.forks import close_in_children
-from stratagem.rpc.lane import Place
+from stratagem.rpc.lane import Corkable, Place
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.read_ahead import ReadAhead
 
@@ -86,6 +86,13 @@ class SocketReceiver(abc.ABC):
     def readable(self) -> bool:
         return bool(self._early) or bool(self._ahead) or is_readable(self._sock)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the peer is at the other end: the kernel knows, while nobody reads."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return not poll.poll(0)
+
     def close(self, reason: str) -> None:
         if self._error is None:
             self._error = PeerUnavailableError(reason)
@@ -120,15 +127,11 @@ class SocketReceiver(abc.ABC):
         return self._error or PeerUnavailableError(f"{self._peer} closed the lane")
 
 
-class TwoSocketLane(abc.ABC):
+class TwoSocketLane(Corkable):
     """The receiving half of a :class:`stratagem.rpc.lane.Lane` with a socket for each direction, beside its sender."""
 
     _receiver: SocketReceiver
     _cork: list[memoryview] | None
-
-    @abc.abstractmethod
-    def uncork(self) -> None:
-        """See :class:`stratagem.rpc.lane.Corkable`."""
 
     def receive(self, transfer: int, deadline: float, into: torch.Tensor | Place | None = None) -> Frame:
         if self._cork is not None:

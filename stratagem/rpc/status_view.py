@@ -111,8 +111,7 @@ class StatusView:
 
 def from_reply(reply: chief_pb2.GetStatusReply) -> StatusView:
     """The reply of ``Chief.GetStatus`` as plain data."""
-    tasks = tuple(_task(status) for status in reply.tasks)
-    return from_message(StatusView, reply, tasks=tasks, examples=reply.examples_accepted)
+    return from_message(StatusView, reply, tasks=tuple(_task(status) for status in reply.tasks))
 
 
 def _task(status: chief_pb2.TaskStatus) -> TaskState:

@@ -24,7 +24,7 @@ from stratagem.rpc.codec import Frame, byte_view, dtype_of, frame_of, from_wire_
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.frame_memory import FrameMemory, fresh
 from stratagem.rpc.inbox import INBOX_BYTES, check_inbox
-from stratagem.rpc.lane import Corked, LentPiece, LentPieces, Payload, Place, nothing
+from stratagem.rpc.lane import Corkable, LentPiece, LentPieces, Payload, Place, nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.socket_lane import POLL_S, SocketReceiver, TwoSocketLane, wake_reads
 from stratagem.rpc.spin import Spin
@@ -52,7 +52,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-class TcpSender:
+class TcpSender(Corkable):
     """Implements :class:`stratagem.rpc.lane.SendingLane`.
 
     Args:
@@ -103,9 +103,6 @@ class TcpSender:
             if self._cork is not None:
                 self.uncork()
             self._queue(item, 0)
-
-    def corked(self) -> Corked:
-        return Corked(self)
 
     def cork(self) -> None:
         self._cork, self._corked_bytes = [], 0

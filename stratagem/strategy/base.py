@@ -179,10 +179,13 @@ class Strategy:
         others = [item for item in objects if not _is_metric(item)]
         rest = iter(self._prepare(others, preparation) if others else ())
         self._check_parameters([original(item) for item in others])
-        prepared = [self._prepare_metric(item) if _is_metric(item) else next(rest) for item in objects]
+        for item in objects:
+            if _is_metric(item):
+                self._prepare_metric(item)
+        prepared = [item if _is_metric(item) else next(rest) for item in objects]
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 
-    def _prepare_metric(self, metric: Any) -> Any:
+    def _prepare_metric(self, metric: Any) -> None:
         """Connects a metric or a collection of torchmetrics to the strategy, in place."""
         raise NotImplementedError
 
@@ -313,8 +316,8 @@ class Strategy:
         ``set_weight``. Every worker must call it.
         """
         mean = self._cross_replica.reduce_mean(value)
-        if isinstance(mean, torch.Tensor) and mean.numel() == 1:
-            self._saw_loss(mean)
+        if self._meter is not None and isinstance(mean, torch.Tensor) and mean.numel() == 1:
+            self._meter.newest_loss = mean
         return mean
 
     @checked
@@ -326,11 +329,6 @@ class Strategy:
             axis: of the tensors, at least one-dimensional.
         """
         return self._cross_replica.gather(value, axis)
-
-    def _saw_loss(self, loss: torch.Tensor) -> None:
-        """A loss for the progress display."""
-        if self._meter is not None:
-            self._meter.newest_loss = loss
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The local replicas' values."""

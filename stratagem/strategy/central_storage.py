@@ -52,7 +52,7 @@ class CentralStorageStrategy(SynchronousStrategy):
 
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if devices == (self._parameter_device,):
-            return OneReplica(self, devices[0], None, self._meter)
+            return OneReplica(self, devices[0], self._meter)
         return CentralReplicas(
             self, devices, self._parameter_device, self._ops, self._meter, lambda: self._shares.num_seen
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.data.nested import map_values, outline, values_in
+from stratagem.data.nested import outline, refilled, values_in
 from stratagem.data.values import PerReplica, local_values
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
@@ -65,9 +65,7 @@ class CrossReplica:
             texts = ", ".join(dict.fromkeys(map(outline, parts)))
             raise ConfigurationError(f"expected values of one structure from all replicas, got {texts}")
         columns = zip(*(map(as_tensor, values_in(part)) for part in parts), strict=True)
-        results = [one(column) for column in columns]
-        following = iter(results)
-        return map_values(parts[0], lambda _: next(following))
+        return refilled(parts[0], [one(column) for column in columns])
 
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if op is ReduceOp.MEAN:
@@ -117,11 +115,7 @@ class CrossReplica:
                 raise ConfigurationError(
                     f"gather along axis {axis} expects tensors that have it, got shape {list(part.shape)}"
                 )
-        check_gatherable(parts, axis)
-        local = torch.cat([part.detach().to(parts[0].device) for part in parts], axis)
-        if self._workers is None:
-            return local
-        return torch.cat(self._workers.all_gather(local.movedim(axis, 0).contiguous())).movedim(0, axis)
+        return concatenated([part.detach() for part in parts], axis, self._workers)[0]
 
     def _local(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(parts) == 1 or self._ops is None:
@@ -146,20 +140,29 @@ def as_tensor(value: Any) -> torch.Tensor:
         ) from None
 
 
-def check_gatherable(column: Sequence[torch.Tensor], axis: int) -> None:
-    """Refuses to concatenate one tensor of each replica.
+def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicator | None) -> tuple[torch.Tensor, int]:
+    """The tensors of all replicas of all workers in one, and where those of this worker begin.
+
+    Args:
+        column: one tensor of each local replica.
 
     Raises:
         ConfigurationError: dtypes or other axes differ.
     """
-    axis %= column[0].dim()
     for replica, tensor in enumerate(column):
         same = tensor.dtype == column[0].dtype and tensor.dim() == column[0].dim()
         if not same or any(
-            a != b for at, (a, b) in enumerate(zip(tensor.shape, column[0].shape, strict=True)) if at != axis
+            a != b
+            for at, (a, b) in enumerate(zip(tensor.shape, column[0].shape, strict=True))
+            if at != axis % tensor.dim()
         ):
             raise ConfigurationError(
                 f"gathering along axis {axis} expects tensors of one dtype that differ along that axis alone, but "
                 f"replica 0 has {list(column[0].shape)} {column[0].dtype} and replica {replica} has "
                 f"{list(tensor.shape)} {tensor.dtype}"
             )
+    local = torch.cat([tensor.to(column[0].device) for tensor in column], axis)
+    if workers is None:
+        return local, 0
+    parts = workers.all_gather(local.movedim(axis, 0))
+    return torch.cat(parts).movedim(0, axis), sum(part.shape[0] for part in parts[: workers.rank])

@@ -29,11 +29,10 @@ class DefaultStrategy(Strategy):
                 guard(item, preparation, lambda: None)
         return objects
 
-    def _prepare_metric(self, metric: Any) -> Any:
+    def _prepare_metric(self, metric: Any) -> None:
         from stratagem.strategy.prepared_metric import prepare_metric  # loads torchmetrics
 
         prepare_metric(metric, self)
-        return metric
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         check_call(fn, args, kwargs)

@@ -28,8 +28,8 @@ def strategy_from_environment(
 
     Args:
         name: "one", "mirrored", "central", "ring" or "ps"; "auto": ps when the cluster has a ps, ring when it has
-            several workers, mirrored when this process has several devices, else one. None: STRATAGEM_STRATEGY, else
-            "auto".
+            several workers or a chief, mirrored when this process has several devices, else one. None:
+            STRATAGEM_STRATEGY, else "auto".
         devices: of the replicas of this process; a text has commas between them. None: STRATAGEM_DEVICES, else its
             GPUs, else one CPU.
 
@@ -41,6 +41,8 @@ def strategy_from_environment(
     num_workers, num_ps = (cluster.num_workers, cluster.num_ps) if cluster is not None else (1, 0)
     chosen = name or os.environ.get("STRATAGEM_STRATEGY", "auto")
     names = devices or os.environ.get("STRATAGEM_DEVICES", "")
+    if chosen == "auto" and cluster is not None and cluster.chief and not num_ps:
+        chosen = "ring"  # of one worker, perhaps: the chief has somebody to serve, and does not train beside it
     own = named_devices(names) if isinstance(names, str) else names
     strategy = choose_strategy(chosen, num_workers, num_ps, num_devices=len(parse_devices(own)))
     if strategy == "mirrored":

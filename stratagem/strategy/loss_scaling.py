@@ -1,8 +1,11 @@
-"""Losses divided by the global batch, by the names and rules of ``tf.nn`` (docs/semantics.md, "Loss scaling")."""
+"""Losses of all replicas: divided by the global batch, by the names and rules of ``tf.nn`` (docs/semantics.md, "Loss
+scaling"), and that which an optimizer asks its closure for."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,6 +13,8 @@ from stratagem.arguments import checked
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.current import current_strategy
 from stratagem.strategy.preparation import Preparation
+from stratagem.worker.reduction.gradient_weight import Weight
+from stratagem.worker.ring.communicator import Communicator
 
 _divided: set[int] = set()
 """Backwards that have come through a loss of this module, by torch's number of them, while they run."""
@@ -69,6 +74,31 @@ def refuse_divided(preparation: Preparation) -> None:
             'batch once more. Prepare with strategy.prepare(model, optimizer, gradients="sum"), or give the mean of '
             "the replica's own examples, loss.mean(), and penalties undivided"
         )
+
+
+def share_loss(optimizer: torch.optim.Optimizer, communicator: Communicator, weight: Callable[[], Weight]) -> None:
+    """LBFGS ends its iterations and chooses its steps by the loss: by its own loss each replica would go its own way.
+
+    Args:
+        optimizer: of one replica.
+        communicator: of that replica; each time the closure was called, all reduce its loss.
+        weight: of the replica's gradient, and so of its loss.
+    """
+
+    def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs["closure"] if kwargs else args[-1]
+
+        def shared() -> torch.Tensor:
+            loss, own = torch.as_tensor(closure()).detach(), weight()
+            told = own.scale if own.numerator is None else own.numerator
+            parts = [float(loss) * own.scale if own.scale else 0.0, told]
+            total, divisor = communicator.all_reduce(torch.tensor(parts, dtype=torch.float64)).tolist()
+            is_mean = own.is_share or own.numerator is not None
+            return loss.new_tensor(total / divisor if is_mean else total)
+
+        return (args, {"closure": shared}) if kwargs else ((*args[:-1], shared), kwargs)
+
+    optimizer.register_step_pre_hook(before)
 
 
 def _watched(loss: torch.Tensor) -> torch.Tensor:

@@ -57,14 +57,8 @@ def states_of_all(strategy: Strategy, own: Sequence[States]) -> list[States]:
     workers = strategy.communicator
     if workers is None or workers.size == 1:
         return list(own)
-    packed = [pack(states) for states in own]
-    lengths = workers.all_gather(torch.tensor([len(part) for part in packed]))
-    data = workers.all_gather(torch.cat(packed))
-    return [
-        unpack(part)
-        for whole, sizes in zip(data, lengths, strict=True)
-        for part in whole.split([int(size) for size in sizes])
-    ]
+    of_all = [workers.all_gather(pack(states)) for states in own]  # by local replica, then by worker
+    return [unpack(part) for of_worker in zip(*of_all, strict=True) for part in of_worker]
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

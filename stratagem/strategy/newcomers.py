@@ -8,7 +8,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,22 +19,16 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.random_states import random_states, set_random_states
 from stratagem.strategy.replicas.variable import Variable, VariableSynchronization
+from stratagem.strategy.step_shares import StepShares
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.state_broadcast import broadcast_json, broadcast_tensors
+from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
 STREAMS = ("torch", "numpy", "python", "cuda")
 """Generators of a process, by the beginning of the names of their states."""
-
-
-class Counts(NamedTuple):
-    """Numbers of a strategy that a newcomer goes on with."""
-
-    num_told: int
-    """What its scripts were told of ``num_replicas_in_sync``."""
-    num_steps: int
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -47,12 +41,10 @@ class Newcomers:
     """Its books."""
     _objects: Callable[[], Sequence[Any]]
     """What was prepared, and variables: the same on every worker, in the same order."""
-    _counts: Callable[[], Counts]
-    """Of this rank."""
-    _take_counts: Callable[[Counts], None]
-    """Gives a newcomer those of the others."""
-    _is_in_order: Callable[[], bool]
-    """Whether this rank, between two steps, has nothing in hand that only it knows of."""
+    _shares: StepShares
+    _meter: StepMeter
+    _has_pending: Callable[[], bool]
+    """Whether there are gradients that only this rank knows of."""
 
     def __post_init__(self) -> None:
         self.datasets: dict[int, SplitDataset] = {}
@@ -77,7 +69,8 @@ class Newcomers:
     def between_steps(self, ordinal: int) -> None:
         """The others take in those who wait, all between the same two steps."""
         healing = self._healing
-        if healing.newcomers or (healing.is_due and self.has_stepped and self._is_in_order()):
+        is_in_order = self.has_stepped and self._shares.is_newest and not self._has_pending()
+        if healing.newcomers or (healing.is_due and is_in_order):
             self._join(ordinal)
 
     def _join(self, ordinal: int) -> None:
@@ -115,7 +108,7 @@ class Newcomers:
             "kinds": [type(item).__name__ for item in self._objects()],
             "objects": [_state_of(item) for item in self._objects()],
             "datasets": {str(number): each.hand_over(number == ordinal) for number, each in self.datasets.items()},
-            "counts": tuple(self._counts()),
+            "counts": (self._shares.num_told, self._meter.steps),
             "streams": {name: state for name, state in states.items() if _stream(name) in streams},
         }
 
@@ -143,7 +136,7 @@ class Newcomers:
             if (dataset := self.datasets.get(int(name))) is not None:
                 dataset.take_over(place)
         set_random_states(random_states() | given["streams"])
-        self._take_counts(Counts(*given["counts"]))
+        self._shares.num_told, self._meter.steps = given["counts"]
 
     def _shared_streams(self) -> list[str]:
         """Streams of random numbers that are the same on all ranks that train: a newcomer takes them over."""

@@ -33,16 +33,13 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.ps.prepared_objects import check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
-from stratagem.strategy.ps.variables import VariableGroups
-from stratagem.strategy.replicas.context import run_alone
+from stratagem.strategy.ps.variables import VariableGroups, check_prepared
+from stratagem.strategy.replicas.context import run_alone, watch_torch
 from stratagem.strategy.replicas.copies import move_original
-from stratagem.strategy.watching import watch_torch
 from stratagem.worker.leases import LeaseClient
-from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush, RolledBack, StepSlice
 from stratagem.worker.reduction.backward import BackwardWatch
 from stratagem.worker.runtime import WorkerRuntime
@@ -104,11 +101,8 @@ class ParameterServerStrategy(Strategy):
         roles.say_goodbye_at_exit(self._runtime)
         self._tracker = UnitTracker()
         self._groups = VariableGroups(self._runtime, variable_partitioner)
-        self._closes = CloseReports(self._runtime.clients, self._groups.recover)
-        self._groups.on_reroute.append(self._closes.rerouted)
         self._runtime.meter.in_step = self.staleness == 0
         self.servers: Servers = Servers(self._runtime, self._groups, self.staleness, self.device, self._pull_all)
-        self._pushes: list[GradientPush] = []
         watch_torch()
         self.prepared: Prepared = Prepared(has_nested=False)
         self._num_datasets = 0
@@ -170,22 +164,9 @@ class ParameterServerStrategy(Strategy):
             refuse_divided(preparation)
             self._tracker.backward()
 
-        for member in self._groups.create(models, optimizers, on_backward):
-            push = GradientPush(
-                member.optimizer,
-                member.parameters,
-                member.variables,
-                member.staging,
-                preparation,
-                self._closes,
-                self._runtime.meter,
-                member.tables,
-                self._groups.recover,
-            )
-            self._pushes.append(push)
-            self._groups.on_reroute.append(push.rerouted)
-            parameters = [*member.parameters, *(table.handle for table in member.tables)]
-            self.prepared.add_optimizer(member.optimizer, parameters, fixed=True)
+        for push in self._groups.create(models, optimizers, preparation, on_backward):
+            parameters = [*push.parameters, *(table.handle for table in push.tables)]
+            self.prepared.add_optimizer(push.optimizer, parameters, fixed=True)
             self._attach(push)
         self.prepared.add(parameter for model in models for parameter in model.parameters())
         for item in objects:
@@ -193,16 +174,15 @@ class ParameterServerStrategy(Strategy):
                 self._pace(item)
         return objects
 
-    def _prepare_metric(self, metric: Any) -> Any:
+    def _prepare_metric(self, metric: Any) -> None:
         from stratagem.strategy.prepared_metric import prepare_metric
         from stratagem.strategy.ps.metrics import CountedMetric
 
         made: list[Any] = [*prepare_metric(metric, self, lambda one: CountedMetric(one, self, self.servers.chief))]
         self._metrics += made
-        return metric
 
     def _pace(self, scheduler: LRScheduler) -> None:
-        pushes = [push for push in self._pushes if push.optimizer is scheduler.optimizer]
+        pushes = [push for push in self._groups.pushes if push.optimizer is scheduler.optimizer]
         if not pushes:
             raise ConfigurationError(
                 f"{type(scheduler).__name__} moves the settings of an optimizer that is not prepared; prepare the "
@@ -288,7 +268,7 @@ class ParameterServerStrategy(Strategy):
         return run_alone(self, fn, args, kwargs)
 
     def _accept(self, closed: Sequence[Unit]) -> None:
-        self._closes.add(closed)
+        self._groups.closes.add(closed)
         for unit in closed:
             for lease in self._runtime.leases:
                 lease.accept(unit)
@@ -300,10 +280,8 @@ class ParameterServerStrategy(Strategy):
         self._batches.clear()
         for lease in self._runtime.leases:
             lease.forget()
-        self._closes.clear()
+        self._groups.closes.clear()
         self._groups.roll_back()
-        for push in self._pushes:
-            push.reattached()
         logger.warning("the parameter servers went back to a checkpoint; the interrupted step will be done again")
 
     def distribute_dataset(
@@ -330,16 +308,14 @@ class ParameterServerStrategy(Strategy):
             plan,
             self._num_datasets,
             client,
-            self._accept,
+            self._runtime,
+            self._groups,
             self._tracker,
-            self._closes,
-            self._runtime.meter,
+            self._accept,
             self._pull_all,
             self._attach_again,
-            self._groups.pull,
             self._begin,
             lambda: [*self.servers.listeners, *self._metrics],
-            self._runtime.dismissal,
         )
         self._units.append(source_of_units)
         return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)
@@ -364,7 +340,7 @@ class ParameterServerStrategy(Strategy):
             lambda _: dataset_fn(context),
             placement=InputPlacement((self.device,)),
             options=options,
-            listener=OwnBatches(self._runtime.meter, self._runtime.dismissal),
+            listener=OwnBatches(self._runtime),
         )
 
     def _pull_all(self) -> None:

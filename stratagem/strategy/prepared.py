@@ -15,7 +15,7 @@ from stratagem.strategy.model_parts import parameters_of
 class Prepared:
     """Knows what ``prepare`` was given, as it is on every local replica, and refuses steps of anything else.
 
-    Of steps of optimizers, and of parameters that modules of the open scope are given, :mod:`.watching` tells it.
+    Of steps of optimizers, and of parameters that modules of the open scope are given, :func:`.watch_torch` tells it.
 
     Args:
         has_nested: whether an optimizer that was not prepared may step with parameters of one that was: then it is a
@@ -54,11 +54,14 @@ class Prepared:
         self._optimized |= numbers
         self._optimizers[id(optimizer)] = optimizer, numbers if fixed else self._parameters
 
-    def running(self) -> PreparedRunning:
+    def __enter__(self) -> None:
         """Around :meth:`Strategy.run`."""
         if self._created:
             self._watch_created()
-        return PreparedRunning(self)
+        self.is_running = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_running = False
 
     def _watch_created(self) -> None:
         waiting = []
@@ -97,7 +100,7 @@ class Prepared:
         if foreign:
             raise ConfigurationError(
                 f"the optimizer {kind} steps with a parameter of shape {list(foreign[0].shape)} that it did not have "
-                "when it was prepared, and that no prepared model has: add it before strategy.prepare"
+                "when it was prepared: give it that one before strategy.prepare, frozen if it is not to train yet"
             )
 
     def _check_gradient(self, parameter: torch.Tensor) -> None:
@@ -108,21 +111,6 @@ class Prepared:
                 f"strategy.run, and its model was not prepared: each replica would train by itself. One that is not to "
                 f"be trained needs requires_grad_(False). Else {_LINE}"
             )
-
-
-class PreparedRunning:
-    """See :meth:`Prepared.running`. A class, because it is entered in every step."""
-
-    __slots__ = ("_prepared",)
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-
-    def __enter__(self) -> None:
-        self._prepared.is_running = True
-
-    def __exit__(self, *_: object) -> None:
-        self._prepared.is_running = False
 
 
 _LINE = (

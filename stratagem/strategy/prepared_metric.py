@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torchmetrics
 
+from stratagem.data.nested import to_device
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States, states_of_all
@@ -48,7 +48,7 @@ class PreparedMetric:
             own.reset()
 
     def _computed(self, parts: Sequence[States]) -> Any:
-        return _to(self._copies[0].device, merged(self._copies[0], parts).compute())
+        return to_device(merged(self._copies[0], parts).compute(), self._copies[0].device)
 
     def _check_outside(self, verb: str) -> None:
         context = get_replica_context()
@@ -119,11 +119,3 @@ def prepare_metric(
 
 def _itself(metric: torchmetrics.Metric) -> torchmetrics.Metric:
     return metric
-
-
-def _to(device: torch.device, value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _to(device, item) for key, item in value.items()}
-    return type(value)(_to(device, item) for item in value) if isinstance(value, list | tuple) else value

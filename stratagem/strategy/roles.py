@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import NoneType, TracebackType
-from typing import cast
+from typing import Any, cast
 
 from stratagem.arguments import check_kind
 from stratagem.chief.__main__ import run as run_chief
@@ -22,10 +22,11 @@ from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.ps.__main__ import run as run_ps
 from stratagem.rpc.logs import configure_logging, show_until_configured
-from stratagem.strategy.torchrun import is_by_torchrun, with_addresses
+from stratagem.strategy.torchrun import with_addresses
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
+from stratagem.worker.script_runner import follows
 from stratagem.worker.sudden_exit import before_sudden_exit
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,11 @@ def join_as(resolver: ClusterResolver | None) -> tuple[WorkerConfig, ClusterSpec
     if task.type in ("chief", "ps"):
         raise SystemExit(_serve(task, cluster, resolver))
     show_until_configured(str(task))
-    config = cast(WorkerConfig, _config(task, cluster, resolver))
-    if is_by_torchrun(os.environ) and cluster == _told(None)[1]:
+    config: WorkerConfig = _config(task, cluster, resolver)
+    is_by_torchrun = "RANK" in os.environ and not os.environ.get("TF_CONFIG")
+    if is_by_torchrun and cluster == _told(None)[1]:
         cluster = with_addresses(cluster, config, os.environ)
-        config = cast(WorkerConfig, _resolved(task, cluster, "torchrun"))
+        config = _resolved(task, cluster, "torchrun")
     return config, cluster
 
 
@@ -83,20 +85,18 @@ def _place(resolver: ClusterResolver | None) -> tuple[TaskId, ClusterSpec]:
     return task, cluster
 
 
-def _config(
-    task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None
-) -> ChiefConfig | PsConfig | WorkerConfig:
+def _config(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None) -> Any:
+    """Of the class for this kind of task."""
     if resolver is None:
-        resolved, _ = gather(task.type, os.environ)
-        return cast(ChiefConfig | PsConfig | WorkerConfig, resolved.config)
+        return gather(task.type, os.environ)[0].config
     return _resolved(task, cluster, "cluster_resolver")
 
 
-def _resolved(task: TaskId, cluster: ClusterSpec, origin: str) -> ChiefConfig | PsConfig | WorkerConfig:
+def _resolved(task: TaskId, cluster: ClusterSpec, origin: str) -> Any:
     models: dict[str, type[RoleConfig]] = {"chief": ChiefConfig, "ps": PsConfig}
     model = models.get(task.type, WorkerConfig)
     layers = [environment_layer(model, os.environ), cluster_layer(cluster, task, origin)]
-    return cast(ChiefConfig | PsConfig | WorkerConfig, resolve(model, layers).config)
+    return resolve(model, layers).config
 
 
 def _serve(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None) -> int:
@@ -105,17 +105,16 @@ def _serve(task: TaskId, cluster: ClusterSpec, resolver: ClusterResolver | None)
     if isinstance(config, ChiefConfig):
         logger.info("the chief is not a replica: the cluster trains with %d workers", cluster.num_workers)
         return run_chief(config)
-    assert isinstance(config, PsConfig)
     return run_ps(config)
 
 
 def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
     """Tells the chief how the script ended when this process ends by itself (``python train.py``)."""
-    failure: list[str] = []
+    failure: list[tuple[str, bool]] = []
     previous = sys.excepthook
 
     def on_exception(cls: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        failure.append(f"{cls.__name__}: {error}")
+        failure.append((f"{cls.__name__}: {error}", follows(error)))
         previous(cls, error, traceback)
 
     sys.excepthook = on_exception
@@ -123,7 +122,7 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
     def goodbye() -> None:
         # A SystemExit does not come by the hook; the one that says that work is left is known here.
         code = 1 if failure else EXIT_TERMINATED if preemption.is_leaving else 0
-        runtime.goodbye(code, failure[0] if failure else "")
+        runtime.goodbye(code, *(failure[0] if failure else ()))
 
     _before_pools_close(goodbye)
     before_sudden_exit(runtime.goodbye)

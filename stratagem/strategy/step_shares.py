@@ -24,6 +24,8 @@ class StepShares:
     def __init__(self, num_local: int, num_replicas: Callable[[], int]) -> None:
         self._num_local = num_local
         self._num_replicas = num_replicas
+        self.num_told = num_replicas()
+        """How many the script was told of, when it asked first or was called because of a change."""
         self._shares: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """By tensor of a batch that the script still has."""
         self._newest: StepShare | None = None

@@ -15,20 +15,19 @@ from torch.nn.parameter import is_lazy
 from stratagem.arguments import check_call, checked
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.strategy.closure_loss import share_loss
 from stratagem.strategy.cross_replica import CrossReplica
-from stratagem.strategy.loss_scaling import refuse_divided
+from stratagem.strategy.loss_scaling import refuse_divided, share_loss
 from stratagem.strategy.model_parts import copies_of_buffers, parameters_of, restore_buffers, sparse_embeddings
-from stratagem.strategy.newcomers import Counts, Newcomers
+from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
+from stratagem.strategy.replicas.context import watch_torch
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
 from stratagem.strategy.replicas.mirrored_module import drop_checks, foreign
 from stratagem.strategy.step_shares import StepShares
 from stratagem.strategy.synchronous_input import SynchronousInput
-from stratagem.strategy.watching import watch_torch
 from stratagem.worker.gradient_guard import guard
 from stratagem.worker.reduction.backward import BackwardReducer, BackwardWatch
 from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
@@ -71,9 +70,9 @@ class SynchronousStrategy(SynchronousInput):
         self.communicator = workers
         self._ops = cross_device_ops_of(ops, devices)
         self._local: LocalReplicas = self._make_replicas(tuple(devices))
-        self._is_running = self._has_stepped = False
+        self._has_stepped = False
         self._shares = StepShares(len(devices), self._num_sharing)
-        self._membership_callbacks, self._num_told = [], self.num_replicas_in_sync
+        self._membership_callbacks = []
         self._newcomers = self._make_newcomers(workers)
         self._cross_replica = CrossReplica(len(devices), self._ops, workers)
         self._bucket_bytes = bucket_bytes
@@ -90,8 +89,8 @@ class SynchronousStrategy(SynchronousInput):
 
     def _make_replicas(self, devices: tuple[torch.device, ...]) -> LocalReplicas:
         if len(devices) == 1:
-            return OneReplica(self, devices[0], self.communicator, self._meter)
-        return SeveralReplicas(self, devices, self._ops, self.communicator, self._meter)
+            return OneReplica(self, devices[0], self._meter)
+        return SeveralReplicas(self, devices, self._ops, self._meter)
 
     def _make_newcomers(self, workers: Communicator | None) -> Newcomers | None:
         if workers is None or workers.healing is None:
@@ -100,13 +99,10 @@ class SynchronousStrategy(SynchronousInput):
             workers,
             workers.healing,
             lambda: [*self._known.values(), *self.variables()],
-            lambda: Counts(self._num_told, self._meter.steps),
-            self._take_counts,
-            lambda: self._shares.is_newest and not any(each.has_pending for own in self._reducers for each in own),
+            self._shares,
+            self._meter,
+            lambda: any(each.has_pending for own in self._reducers for each in own),
         )
-
-    def _take_counts(self, counts: Counts) -> None:
-        self._num_told, self._meter.steps = counts
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -149,11 +145,10 @@ class SynchronousStrategy(SynchronousInput):
         for optimizer, group in zip(optimizers, groups, strict=True):
             self.prepared.add_optimizer(optimizer, group)
 
-    def _prepare_metric(self, metric: Any) -> Any:
+    def _prepare_metric(self, metric: Any) -> None:
         from stratagem.strategy.prepared_metric import prepare_metric  # loads torchmetrics
 
         prepare_metric(metric, self)
-        return metric
 
     def _before_placing(self, models: Sequence[nn.Module]) -> None:
         """Looks at models before they are prepared."""
@@ -268,7 +263,7 @@ class SynchronousStrategy(SynchronousInput):
         self._has_stepped = True
         if self._newcomers is not None:
             self._newcomers.has_stepped = True
-        if not self._is_running:
+        if not self.prepared.is_running:
             self._count_step()
 
     def _count_step(self) -> None:
@@ -297,12 +292,10 @@ class SynchronousStrategy(SynchronousInput):
         self._shares.start_run(args, kwargs or {})
         replicas = range(len(self._local.devices))
         work = [functools.partial(self._step, replica, fn, args, kwargs or {}) for replica in replicas]
-        self._is_running = True
         try:
-            with self.prepared.running():
+            with self.prepared:
                 return PerReplica(tuple(self._local.run(work)), self._shares.of_result)
         finally:
-            self._is_running = False
             self._count_step()
 
     def _step(self, replica: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

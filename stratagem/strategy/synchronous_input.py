@@ -1,8 +1,9 @@
-"""The datasets of strategies whose replicas run in step."""
+"""The datasets of strategies whose replicas run in step, and what is done at their steps."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,15 +13,20 @@ from stratagem.arguments import checked
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import distribute, distribute_from_function
 from stratagem.data.options import DistributeOptions, InputContext
-from stratagem.data.placement import InputPlacement
+from stratagem.data.placement import InputPlacement, Listener, StepShare
 from stratagem.data.split_dataset import SplitDataset
+from stratagem.errors import PeerUnavailableError, StratagemError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.replicas.local_replicas import LocalReplicas
-from stratagem.strategy.step_listener import StepListener
 from stratagem.strategy.step_shares import StepShares
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
+
+REPORT_S = 1.0
+"""Seconds between two reports of finished steps."""
+REPORT_SHARE = 0.1
+"""Of the time a step listener spends at most with reports that are not answered."""
 
 
 class SynchronousInput(Strategy):
@@ -32,8 +38,6 @@ class SynchronousInput(Strategy):
     _seed: int
     _shares: StepShares
     _membership_callbacks: list[Callable[[int, int], None]]
-    _num_told: int
-    """What ``num_replicas_in_sync`` was when the callbacks were made, or called."""
     _newcomers: Newcomers | None = None
     """How others come into a ring that heals; None: nobody does."""
 
@@ -43,10 +47,11 @@ class SynchronousInput(Strategy):
 
     def _look_at_members(self) -> None:
         """A step begins, of a number that all workers know."""
-        before, self._num_told = self._num_told, self._num_sharing()
-        if self._num_told != before:
+        before, now = self._shares.num_told, self._num_sharing()
+        self._shares.num_told = now
+        if now != before:
             for callback in self._membership_callbacks:
-                callback(before, self._num_told)
+                callback(before, now)
 
     def _num_sharing(self) -> int:
         """Replicas that have a share of the step that is run: after a loss more than are left, to its end."""
@@ -62,7 +67,7 @@ class SynchronousInput(Strategy):
         options: DistributeOptions | None = None,
     ) -> SplitDataset:
         self._num_datasets += 1
-        listener = self._listener(self._num_datasets)
+        listener = StepListener(self, self._num_datasets)
         dataset = distribute(
             source,
             placement=self._placement(self._num_datasets),
@@ -84,7 +89,7 @@ class SynchronousInput(Strategy):
             dataset_fn,
             placement=self._placement(self._num_datasets),
             options=options,
-            listener=self._listener(self._num_datasets),
+            listener=StepListener(self, self._num_datasets),
         )
 
     def _placement(self, ordinal: int) -> InputPlacement:
@@ -93,10 +98,6 @@ class SynchronousInput(Strategy):
             return InputPlacement(self._local.devices, seed=seed)
         rank, size = self.communicator.rank, self.communicator.size
         return InputPlacement(self._local.devices, size, rank, self.communicator, seed)
-
-    def _listener(self, ordinal: int) -> StepListener:
-        communicators = self._communicators()
-        return StepListener(self._shares, self._meter, communicators, self._begin_step, self._newcomers, ordinal)
 
     def _communicators(self) -> list[Communicator]:
         """Those of the local replicas, and that with the other workers, each once."""
@@ -119,3 +120,73 @@ class SynchronousInput(Strategy):
     def _seed_of_dataset(self, ordinal: int, plan: Plan | None) -> int:
         """Seed of the order of a dataset, the same on every worker."""
         return self._seed
+
+
+class StepListener(Listener):
+    """Tells the shares of each batch, counts steps, and numbers the collectives by them.
+
+    Args:
+        strategy: whose dataset it is.
+        ordinal: of the dataset.
+    """
+
+    def __init__(self, strategy: SynchronousInput, ordinal: int) -> None:
+        self._strategy = strategy
+        self._ordinal = ordinal
+        self._communicators = strategy._communicators()
+        self.report: Callable[[int, Sequence[int]], None] | None = None
+        """Tells who keeps books of an epoch's finished steps; None: nobody does. Raises ``PeerUnavailableError`` where
+        that cannot be had now, after a second or so."""
+        self._epoch = 0
+        self._finished: dict[int, list[int]] = {}
+        """Steps of each epoch that nobody has been told of."""
+        self._report_at = 0.0
+
+    def arrive(self) -> None:
+        if self._strategy._newcomers is not None:
+            self._strategy._newcomers.arrive(self._ordinal)
+
+    def between_steps(self) -> None:
+        if self._strategy._newcomers is not None:
+            self._strategy._newcomers.between_steps(self._ordinal)
+
+    def start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._strategy._meter.epoch = epoch
+        self._strategy._meter.start_clock()
+
+    def begin(self, share: StepShare, batch: Any) -> None:
+        for communicator in self._communicators:
+            communicator.step += 1
+        self._strategy._begin_step(batch)
+        self._strategy._shares.begin(share, batch)
+        self._strategy._meter.got_data()
+
+    def done(self, share: StepShare) -> None:
+        self._strategy._meter.step_done(sum(share.num_examples))
+        self._strategy._meter.wants_data()
+        if self.report is not None:
+            self._finished.setdefault(self._epoch, []).append(share.step)
+            if time.monotonic() > self._report_at:
+                self._tell(self.report)
+
+    def end_epoch(self, complete: bool) -> None:
+        self._strategy._meter.stop_clock()
+        if complete:
+            self._strategy._shares.end()
+        if self.report is not None:
+            self._tell(self.report)
+
+    def _tell(self, report: Callable[[int, Sequence[int]], None]) -> None:
+        """The chief keeps books; training goes on without it, and tells it later."""
+        began = time.monotonic()
+        for epoch, steps in list(self._finished.items()):
+            try:
+                report(epoch, steps)
+            except PeerUnavailableError:
+                break
+            except StratagemError:
+                pass  # it does not want them, or the job is over
+            del self._finished[epoch]
+        now = time.monotonic()
+        self._report_at = now + max(REPORT_S, (now - began) / REPORT_SHARE)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torchmetrics
 
+from stratagem.data.nested import map_values
 from stratagem.strategy.metric_states import States
 
 
@@ -46,7 +47,8 @@ def merged(metric: torchmetrics.Metric, parts: Sequence[States]) -> torchmetrics
         return twin
     for path, part in _parts(twin).items():
         for name, reduction in part._reductions.items():
-            setattr(part, name, _reduced([_on_cpu(states[f"{path}/{name}"]) for states in parts], reduction))
+            values = [map_values(states[f"{path}/{name}"], torch.Tensor.cpu) for states in parts]
+            setattr(part, name, _reduced(values, reduction))
         part._update_count = sum(int(cast(torch.Tensor, states[f"{path}/updates"])) for states in parts)
         part._computed = None
     return twin
@@ -60,10 +62,6 @@ def num_updates(metric: torchmetrics.Metric) -> int:
 def _parts(metric: torchmetrics.Metric) -> dict[str, torchmetrics.Metric]:
     """The metric and those inside it, by their paths."""
     return {path: part for path, part in metric.named_modules() if isinstance(part, torchmetrics.Metric)}
-
-
-def _on_cpu(value: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
 
 
 def _reduced(values: Sequence[torch.Tensor | list[torch.Tensor]], reduction: Any) -> Any:

@@ -15,11 +15,6 @@ from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.binding import free_port
 
 
-def is_by_torchrun(environ: Mapping[str, str]) -> bool:
-    """Whether RANK, MASTER_ADDR and the others say the cluster."""
-    return "RANK" in environ and not environ.get("TF_CONFIG")
-
-
 def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[str, str]) -> ClusterSpec:
     """The cluster that these variables say, with addresses at which its workers reach each other.
 

@@ -12,8 +12,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
-from stratagem.worker.ring.group import Arena, Tag
-from stratagem.worker.ring.schedule import cut
+from stratagem.worker.ring.group import Group, Tag
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -47,7 +46,7 @@ def _series(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-class XlaGroup:
+class XlaGroup(Group):
     """Implements :class:`stratagem.worker.ring.group.Group`; every call moves its values to the device and back.
 
     That is for what is small or rare. Gradients stay on the device: :meth:`sum_on_device`. torch_xla has no timeout: a
@@ -100,18 +99,18 @@ class XlaGroup:
 
     # -- Group --------------------------------------------------------------------------------------------------
 
-    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
-        self._compare(tag)
-        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
-
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         self._compare(tag)
-        out.copy_(self._reduced(source, op))
-
-    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        self._compare(tag)
-        start, stop = cut(source.numel(), self.size)[self.rank]
-        out.copy_(self._reduced(source, op)[start:stop])
+        wide = source.float() if source.dtype in _HALVES else source
+        if op is ReduceOp.PRODUCT:  # TPUs have no such reduction
+            out.copy_(self._gathered(wide).prod(0))
+            return
+        names = {
+            ReduceOp.SUM: self._model.REDUCE_SUM,
+            ReduceOp.MIN: self._model.REDUCE_MIN,
+            ReduceOp.MAX: self._model.REDUCE_MAX,
+        }
+        out.copy_(self._model.all_reduce(names[op], wide.to(self.device)).cpu())
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         self._compare(tag)
@@ -135,9 +134,6 @@ class XlaGroup:
     def barrier(self, tag: Tag) -> None:
         self._compare(tag)
 
-    def waiting_on(self) -> int | None:
-        return None
-
     def close(self, reason: str) -> None:
         """Nothing to do: the runtime belongs to the process."""
 
@@ -150,18 +146,6 @@ class XlaGroup:
                     "one of that number: every replica has to make the same calls",
                     rank,
                 )
-
-    def _reduced(self, source: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        wide = source.float() if source.dtype in _HALVES else source
-        if op is ReduceOp.PRODUCT:  # TPUs have no such reduction
-            return self._gathered(wide).prod(0).to(source.dtype)
-        names = {
-            ReduceOp.SUM: self._model.REDUCE_SUM,
-            ReduceOp.MIN: self._model.REDUCE_MIN,
-            ReduceOp.MAX: self._model.REDUCE_MAX,
-        }
-        total: torch.Tensor = self._model.all_reduce(names[op], wide.to(self.device)).cpu()
-        return total.to(source.dtype)
 
     def _gathered(self, source: torch.Tensor) -> torch.Tensor:
         """One row for each rank."""

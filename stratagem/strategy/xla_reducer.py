@@ -48,7 +48,7 @@ class XlaReducer(BackwardReducer[Backward]):
     def refresh(self) -> None:
         """Parameters that need gradients later stay out: XLA would have to compile the step again."""
 
-    def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+    def committed(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """A step was made: its graph is sent off."""
         self._group.run_graph()
 
@@ -56,7 +56,7 @@ class XlaReducer(BackwardReducer[Backward]):
         status, total = self._exchange(backward)
         merged = status.decode(total, self._group.size)
         if merged.wants_end:
-            preemption.hear()
+            preemption.agreed = True
         present = [slot for slot in self._slots if merged.present[slot.index]]
         gradients = [slot.contribution() for slot in present]
         self._group.sum_on_device(gradients)

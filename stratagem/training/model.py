@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ from stratagem.training.callbacks.base import Callback
 from stratagem.training.callbacks.call_list import CallbackList, listed
 from stratagem.training.callbacks.history import History
 from stratagem.training.callbacks.terminate_on_nan import ended_by_nan
-from stratagem.training.compiled import Compiled
 from stratagem.training.export.loaded_model import NOT_TRAINED, LoadedModel
 from stratagem.training.fit import loop as fit_loop
 from stratagem.training.fit.agreement import FitAgreement, FitOnServers, InStep, check_groups
@@ -38,7 +38,7 @@ from stratagem.training.fit.sources import (
     steps_in,
     validation_source,
 )
-from stratagem.training.fit.steps import FitSteps
+from stratagem.training.fit.steps import Compiled, FitSteps
 from stratagem.training.layer_table import layer_table
 from stratagem.training.losses import Loss, LossFunction
 from stratagem.training.metrics import Metrics, metrics_of
@@ -236,7 +236,7 @@ class Model(SingleBatches):
             dataset = for_training(self.strategy, source, self.module, self._device)
             check_groups(self.strategy.servers, dataset, compiled.accumulate_steps)
             running = self._new_running_metrics()
-            steps = self._steps(compiled.loss.weighted(class_weight))
+            steps = self._steps(dataclasses.replace(compiled, loss=compiled.loss.weighted(class_weight)))
             history, pace = History(), Pace()
             last = [callback for callback in callbacks if getattr(callback, "runs_last", False)]
             first = [callback for callback in callbacks if callback not in last]
@@ -323,7 +323,7 @@ class Model(SingleBatches):
                 self.module, self._is_prepared = self.strategy.prepare(self._original), True
             dataset = for_prediction(self.strategy, source, self._device)
             called = self._called(listed(callbacks), verbose, steps)
-            outputs = fit_loop.predict(self._steps(None), self._sampled(dataset), called, steps)
+            outputs = fit_loop.predict(self._steps(self.compiled), self._sampled(dataset), called, steps)
         if verbose:
             seconds = time.monotonic() - began
             print(f"prediction  {num_examples(outputs):,} examples in {seconds:.1f} s", file=sys.stderr, flush=True)
@@ -351,16 +351,8 @@ class Model(SingleBatches):
         """Where the module is; of interest under the pass-through strategy."""
         return next((parameter.device for parameter in self._original.parameters()), torch.device("cpu"))
 
-    def _steps(self, loss: Loss | None) -> FitSteps:
-        return FitSteps(
-            strategy=self.strategy,
-            module=self.module,
-            optimizer=self.optimizer,
-            loss=loss,
-            autocast=self.compiled.autocast,
-            accumulate_steps=self.compiled.accumulate_steps,
-            keeps_outputs=bool(self.compiled.metrics),
-        )
+    def _steps(self, compiled: Compiled) -> FitSteps:
+        return FitSteps(self.strategy, self.module, self.optimizer, compiled)
 
     def _called(
         self, callbacks: Sequence[Callback], verbose: Verbose, steps: int | None, epochs: int = 1
@@ -368,7 +360,7 @@ class Model(SingleBatches):
         return CallbackList(callbacks, self, {"epochs": epochs, "steps": steps, "verbose": verbose})
 
     def _evaluation(self, source: Any, callbacks: CallbackList, num_steps: int | None) -> Evaluation:
-        steps, new_running = self._steps(self.compiled.loss), self._new_running_metrics
+        steps, new_running = self._steps(self.compiled), self._new_running_metrics
         return Evaluation(steps, new_running, source, self._device, callbacks, num_steps, self._sampled)
 
     def _agreement(self) -> FitAgreement:

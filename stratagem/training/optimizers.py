@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
+from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -33,9 +33,9 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
     if isinstance(given, str):
         cls = _NAMED.get(given.lower())
         if cls is None:
-            near = difflib.get_close_matches(given.lower(), _NAMED, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_NAMED))}"
-            raise ConfigurationError(f"expected the name of an optimizer of torch.optim, got {given!r}; {advice}")
+            raise ConfigurationError(
+                f"expected the name of an optimizer of torch.optim, got {given!r}; {nearest(given.lower(), _NAMED)}"
+            )
         factory: OptimizerFactory = cls
     elif isinstance(given, torch.optim.Optimizer):
         own = {id(parameter) for parameter in module.parameters()}

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from stratagem.errors import CollectiveError, ConfigurationError
@@ -116,9 +115,7 @@ class PreemptionCheckpointHandler:
     def __enter__(self) -> PreemptionCheckpointHandler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _restore(self) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TimeRemainingColumn
 
 from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
@@ -87,8 +87,7 @@ class Bar(Callback):
 
     def __init__(self, stream: TextIO, pace: Pace) -> None:
         columns = ("{task.description}", BarColumn(), "{task.fields[steps]}", "{task.fields[logs]}")
-        texts = [TextColumn(column) if isinstance(column, str) else column for column in columns]
-        self._progress = Progress(*texts, TimeRemainingColumn(), console=Console(file=stream), auto_refresh=False)
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(file=stream), auto_refresh=False)
         self._pace = pace
         self._task: TaskID | None = None
         self._drawn = 0.0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests import forks
 
 Start = Callable[..., Any]
 
@@ -38,6 +41,27 @@ def test_a_script_that_raises(cluster: Start, tmp_path: Path) -> None:
     assert done.summary["restarts"] == 0  # it never made a step: starting it again would not help
     assert done.summary["first_failure"]["task"].startswith("worker:")
     assert done.stderr.index("Traceback") < done.stderr.index("failed first")
+
+
+PARTS = """
+import sys
+try:
+    if str(strategy.task) == "worker:1":
+        raise MemoryError("no room") if sys.argv[1] == "1" else SystemExit(int(sys.argv[1]))
+    while True:
+        strategy.reduce("SUM", torch.ones(2))
+except sg.CollectiveError as error:
+    raise RuntimeError("what a script says that watches its ring") from error
+"""
+
+
+@pytest.mark.parametrize(("code", "num_ps"), [(1, 0), (42, 0), pytest.param(42, 1, marks=pytest.mark.thorough)])
+def test_who_failed_first_is_named_and_its_exit_code_is_the_jobs(
+    cluster: Start, tmp_path: Path, code: int, num_ps: int
+) -> None:
+    done = cluster(2, num_ps, script(tmp_path, PARTS), str(code)).finish()
+    assert done.code == code
+    assert done.summary["first_failure"]["task"] == "worker:1", done.stderr
 
 
 def test_a_script_without_a_strategy_is_told_and_keeps_nobody_waiting(cluster: Start, tmp_path: Path) -> None:
@@ -145,6 +169,29 @@ def test_a_missing_script(cluster: Start, tmp_path: Path) -> None:
     assert done.code == 2
     check_words(done.stderr, "nowhere.py")
     assert "Traceback" not in done.stderr
+
+
+MODULE = """
+import sys
+from .model import make
+if __name__ == "__main__":
+    strategy = sg.strategy_from_environment() if not sg.is_evaluator() else None
+    print(sys.argv[0].rpartition("/")[2], sys.argv[1:], __spec__.name, make(), file=sys.stderr)
+"""
+
+
+def test_a_module_in_the_place_of_a_script(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "model.py").write_text("def make():\n    return 'made'\n")
+    (tmp_path / "package" / "train.py").write_text("import stratagem as sg\n" + MODULE)
+    run = [sys.executable, "-m", "stratagem.cli", "run", "--workers", "2", "--evaluator", "-m"]
+    done = forks.run([*run, "package.train", "-m", "1"], timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for task in ("worker:0", "worker:1", "evaluator:0"):
+        assert f"[{task}] train.py ['-m', '1'] package.train made" in done.stderr, done.stderr
+    done = forks.run([*run, "package.nowhere"], timeout=120, cwd=tmp_path)
+    assert done.returncode == 1 and "No module named package.nowhere" in done.stderr
+    assert "runpy" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])

@@ -25,14 +25,16 @@ def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
     return [f"{host}:{free_port(host.strip('[]'))}" for _ in range(count)]
 
 
-def start(cluster: dict[str, list[str]], task_type: str, index: int, *arguments: object) -> subprocess.Popen[str]:
+def start(
+    cluster: dict[str, list[str]], task_type: str, index: int, *arguments: object, script: str = "count_examples.py"
+) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}}),
         "PYTHONPATH": str(SCRIPTS.parents[2]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(SCRIPTS / "count_examples.py"), *map(str, arguments)]
+    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
     return forks.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
@@ -85,6 +87,26 @@ def test_a_chief_that_cannot_serve_is_not_waited_for(tasks: list[subprocess.Pope
         _, error = task.communicate(timeout=120)
     assert task.returncode == 1 and "the chief that this worker started ended with exit code 2" in error
     assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in error
+
+
+def test_a_chief_serves_one_worker_too(tasks: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """As TensorFlow has it, both run the script; each trained a model of its own, and wrote it to the same place."""
+    chief, worker = free_addresses(2)
+    out = tmp_path / "ring.pt"
+    for role in ("chief", "worker"):
+        cluster = {"chief": [chief], "worker": [worker]}
+        tasks.append(start(cluster, role, 0, "--optimizer", "momentum", "--out", out, script="train_small.py"))
+    errors = [task.communicate(timeout=120)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], "\n".join(errors)
+    assert "the chief is not a replica: the cluster trains with 1 workers" in errors[0]
+    check_equal(one_process(tmp_path, "--optimizer", "momentum"), out)
+
+
+def test_one_address_in_two_spellings_is_told_from_a_chief(tasks: list[subprocess.Popen[str]]) -> None:
+    [address] = free_addresses(1)
+    tasks.append(start({"worker": [address.replace("127.0.0.1", "localhost"), address]}, "worker", 1))
+    error = tasks[0].communicate(timeout=120)[1]
+    assert "what answers at the address of chief is something else" in error and "check the addresses" in error
 
 
 @pytest.mark.thorough

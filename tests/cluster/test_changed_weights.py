@@ -25,6 +25,6 @@ def test_what_is_loaded_once_is_the_jobs(cluster: Start, num_ps: int, flags: lis
 
 def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     done = cluster(2, 1, "changes_weights.py", "refused").finish()
-    assert done.code == 1, done.stderr
+    assert done.code == 2, done.stderr
     assert "weight was changed here since the last update" in done.stderr
     assert "strategy.load_once(lambda: model.load_state_dict" in done.stderr

@@ -14,8 +14,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.replicas.cross_device_ops import hierarchy
-from stratagem.strategy.replicas.packing import pack_sizes
+from stratagem.strategy.replicas.cross_device_ops import hierarchy, pack_sizes
 from tests.conformance.law import law, only
 from tests.conformance.scenarios import placing
 from tests.conformance.scenarios.contexts import here

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import why_unavailable
+from stratagem.launch.certificates import make_throw_away
 from stratagem.launch.manifests import kubernetes
 from stratagem.launch.manifests.pod import JOB_FOLDER
 from stratagem.launch.manifests.workload import Workload
-from stratagem.launch.tls import make_throw_away
 from tests.deploy.pods import Pods, pods_of
 
 pytestmark = [

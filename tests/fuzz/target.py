@@ -14,7 +14,7 @@ import threading
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.servicer import SERVICE as CHIEF
 from stratagem.chief.servicer import ChiefServicer
-from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.config import ChiefConfig, ServerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.ps.servicer import SERVICE as PS
 from stratagem.ps.servicer import ParameterServerServicer
@@ -24,7 +24,6 @@ from stratagem.ps.store import Store
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.server import add_servicer, serve, serve_aio
 from stratagem.rpc.session import SessionClient
@@ -33,7 +32,7 @@ from stratagem.worker.servicer import SERVICE as WORKER
 from stratagem.worker.servicer import WorkerServicer
 from tests.fuzz.seeds import ATTACKERS, NUM_WORKERS
 
-LIMITS = ServerLimits(max_message_bytes=1 << 20, max_calls=256)
+LIMITS = ServerConfig(task="ps:0", max_message_bytes=1 << 20, max_calls=256)
 STORE_LIMITS = Limits(max_variables=64, max_store_bytes=1 << 20, max_peer_bytes=1 << 20, max_peers=64)
 
 
@@ -49,11 +48,9 @@ async def chief(addresses: dict[str, str], ready: threading.Event, over: threadi
     config = ChiefConfig(num_workers=NUM_WORKERS, num_ps=0)
     job = ChiefJob(config, lambda epoch: lambda life, address: None)  # type: ignore[arg-type, return-value]  # no ps come
     server = await serve_aio(
-        "127.0.0.1:0",
+        LIMITS,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
         services=[CHIEF],
-        limits=LIMITS,
-        insecure=False,
     )
     running = asyncio.create_task(job.run())
     addresses["chief"] = server.address
@@ -78,11 +75,9 @@ def main() -> None:
         ring_service = RingService("127.0.0.1", membership, BytesMeter())
         servers = [
             serve(
-                "127.0.0.1:0",
+                LIMITS,
                 lambda server, service=service, servicer=servicer: add_servicer(service, servicer, server),  # type: ignore[misc]
                 services=[service.full_name],
-                limits=LIMITS,
-                insecure=False,
             )
             for service, servicer in ((PS, ps_servicer), (WORKER, WorkerServicer(ring_service)))
         ]

@@ -1,23 +1,25 @@
 """``python -m tests.simulation --seeds 1000``: runs schedules, and shows the first that fails, made as small as can be.
 
-``--seed N`` runs one and tells its story.
+``--seed N`` runs one and tells its story; ``--jobs 2`` uses two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import logging
 import os
 import sys
-import time
 
 from tests.simulation import threads
 from tests.simulation.install import installed
 from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.schedule import Outcome, Schedule, plan, run
+from tests.simulation.shares import shares
 from tests.simulation.shrink import shrink
+
+TELL_EVERY = 10_000
+"""Schedules after which a long run says that it goes on."""
 
 
 class _Story(logging.Formatter):
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="run so many")
     parser.add_argument("--first", type=int, help="the first of them; else one of today")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, of the processor")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run them; give as many as there are cores")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the protocol in this way; must be found")
     parser.add_argument("--log", action="store_true", help="with --seed: also what the product logs")
     options = parser.parse_args()
@@ -63,26 +66,27 @@ def _one(seed: int, with_log: bool) -> int:
 def _many(options: argparse.Namespace) -> int:
     first = options.first if options.first is not None else int(datetime.date.today().strftime("%Y%m%d")) * 1_000_000
     print(f"schedules from seed {first} on", flush=True)
-    start = time.process_time()
-    num, events, seconds = 0, 0, 0.0
-    for seed in itertools.count(first):
-        if num >= options.seeds or time.process_time() - start > options.seconds:
-            break
-        schedule = plan(seed)
-        outcome = run(schedule)
-        num, events, seconds = num + 1, events + outcome.num_events, seconds + outcome.seconds
-        if outcome.failure:
-            _report(schedule, outcome, num)
-            return 1
-    spent = time.process_time() - start
+    num, num_events, seconds, spent_s = 0, 0, 0.0, 0.0
+    with shares(range(first, first + options.seeds), options.jobs, options.mutation) as done:
+        for share in done:
+            if (num + share.num) // TELL_EVERY > num // TELL_EVERY:
+                print(f"{num + share.num:,} so far, in {spent_s + share.spent_s:,.0f} s", flush=True)
+            num, num_events = num + share.num, num_events + share.num_events
+            seconds, spent_s = seconds + share.seconds, spent_s + share.spent_s
+            if share.failed is not None or spent_s > options.seconds:
+                break
+    if share.failed is not None:
+        _report(plan(share.failed), num)
+        return 1
     print(
-        f"{num} schedules, none failed: {events:,} events, {seconds:,.0f} s of virtual time in {spent:.0f} s of the "
-        f"processor, {60 * num / max(spent, 1e-3):,.0f} a minute"
+        f"{num} schedules, none failed: {num_events:,} events, {seconds:,.0f} s of virtual time in {spent_s:.0f} s of "
+        f"the processor, {60 * num / max(spent_s, 1e-3):,.0f} a minute and core"
     )
     return 0
 
 
-def _report(schedule: Schedule, outcome: Outcome, num: int) -> None:
+def _report(schedule: Schedule, num: int) -> None:
+    outcome = run(schedule)
     print(f"seed {schedule.seed}, number {num}, failed: {outcome.failure}")
     small, smaller = shrink(schedule, outcome)
     print(f"small: {small!r}")

@@ -57,6 +57,8 @@ class Job:
 
 COLLECT_EVERY = 8
 """Jobs whose objects are thrown away together."""
+LOOK_AGAIN_EVERY = 256
+"""Jobs after which also that is looked through which was still in use then: it is in use for good, most of it."""
 
 
 class Cluster:
@@ -88,7 +90,6 @@ class Cluster:
         """Tasks that ended because fewer were wanted."""
         self._loops: dict[Process, Loop] = {}
         self._num_started = 0
-        self.check: Callable[[], None] = lambda: None
 
     @property
     def checkpoint_dir(self) -> str:
@@ -172,6 +173,7 @@ class Cluster:
             insecure=True,
             transport="grpc",
             checkpoint_dir=self.checkpoint_dir,
+            max_store_bytes=1 << 30,
         )
 
     def join_as(self, resolver: Any) -> tuple[WorkerConfig, ClusterSpec]:
@@ -262,7 +264,7 @@ class Cluster:
         enter(self.world)
         worker_runtime._newest = None
         self.start()
-        self.world.run(self.world.now + DEADLINE_S, lambda: self.is_over, self.check)
+        self.world.run(self.world.now + DEADLINE_S, lambda: self.finished is not None and self.is_over)
 
     def close(self) -> None:
         """Ends everything."""
@@ -280,10 +282,8 @@ class Cluster:
         self.network.calls.clear()
         self.chief_job = None
         Cluster._num_closed += 1
-        if (
-            Cluster._num_closed % COLLECT_EVERY == 0
-        ):  # what generators do at their end must happen in no world that runs
-            gc.collect()
+        if Cluster._num_closed % COLLECT_EVERY == 0:  # what generators do at their end must be in no world that runs
+            gc.collect(0 if Cluster._num_closed % LOOK_AGAIN_EVERY else 2)
         sys.unraisablehook = hook
         worker_runtime._newest = None
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -212,7 +212,7 @@ def hooks() -> Iterator[tuple[Any, str, Any]]:
     def on_come(real: Any) -> Any:
         def take(self: RemoteVariables, client: Any, call: Any) -> Any:
             reply = real(self, client, call)
-            copies().came(client.task, self.have(client.index))
+            copies().came(client.task, self.have[client.index])
             return reply
 
         return take

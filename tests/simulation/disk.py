@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import stat
+import types
 from typing import Any
 
 from tests.simulation.threads import here
@@ -19,8 +21,8 @@ class Disk:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self.synced: dict[str, int] = {}
-        """Bytes of each file that survive a crash of the machine."""
+        self.synced: dict[int, int] = {}
+        """Bytes of each file, by its inode, that survive a crash of the machine."""
         self.flipped: set[str] = set()
         """Names of the checkpoints that are not whole any more."""
         self.full_until = 0.0
@@ -37,11 +39,11 @@ class Disk:
         process = world.process
         if world.closing or process is None or not process.alive:
             return
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        if self.full_until > world.now and "journal" not in path and os.path.isfile(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if os.path.isfile(path):
-            self.synced[path] = os.path.getsize(path)
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode):
+            if self.full_until > world.now and "journal" not in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.synced[found.st_ino] = found.st_size
         if self.slow:
             took_s = self.slow * world.random.random()
             if world.thread is not None:
@@ -51,7 +53,9 @@ class Disk:
 
     def crash(self, path: pathlib.Path) -> bool:
         """The machine crashes: what was not synced may be there, in part or not at all. Whether something is gone."""
-        size, kept = path.stat().st_size if path.exists() else 0, self.synced.get(str(path), 0)
+        if not path.exists():
+            return False
+        size, kept = path.stat().st_size, self.synced.get(path.stat().st_ino, 0)
         if kept < size:
             os.truncate(path, here().random.randint(kept, size))
         return kept < size
@@ -65,25 +69,18 @@ class Disk:
             self.flipped.add(path.parent.name)
 
 
-class _Os:
-    """In the place of the module ``os``, where files are written."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    @staticmethod
-    def fsync(fd: int) -> None:
-        world = here()
-        disk: Disk = world.disk  # type: ignore[attr-defined]
-        disk.sync(fd)
-
-    @staticmethod
-    def write(fd: int, data: Any) -> int:
-        """A process that was killed writes nothing any more."""
-        world = here()
-        if world.closing or world.process is None or not world.process.alive:
-            return len(data)
-        return os.write(fd, data)
+def _fsync(fd: int) -> None:
+    disk: Disk = here().disk  # type: ignore[attr-defined]
+    disk.sync(fd)
 
 
-Os = _Os()
+def _write(fd: int, data: Any) -> int:
+    """A process that was killed writes nothing any more."""
+    world = here()
+    if world.closing or world.process is None or not world.process.alive:
+        return len(data)
+    return os.write(fd, data)
+
+
+Os = types.SimpleNamespace(**{**vars(os), "fsync": _fsync, "write": _write})
+"""In the place of the module ``os``, where files are written."""

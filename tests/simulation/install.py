@@ -106,7 +106,7 @@ def installed() -> Iterator[None]:
         undo.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    connect_aio, explain = channels.connect_aio, handshake.explain_refusal
+    connect_aio, explain, host = channels.connect_aio, handshake.explain_refusal, host_id.own_host_id
     stand_ins = {id(real): stand_in for real, stand_in in _STAND_INS.items()}
     for name, module in list(sys.modules.items()):
         if name.startswith("stratagem.") and not name.startswith(_NOT):
@@ -119,7 +119,7 @@ def installed() -> Iterator[None]:
                     put(module, attribute, lambda *a, **k: _cluster().connect_aio(*a, **k))
                 elif value is explain:
                     put(module, attribute, lambda *_, **__: "")
-                elif value is host_id.own_host_id:
+                elif value is host:
                     put(module, attribute, lambda: "one host")
                 elif value is os and name in _ON_DISK:
                     put(module, attribute, Os)

@@ -25,6 +25,31 @@ class Transport:
         return default
 
 
+class Handle:
+    """As ``asyncio.Handle`` and ``TimerHandle``, of which a schedule makes a thousand."""
+
+    __slots__ = ("_arguments", "_callback", "_context", "_loop")
+
+    def __init__(self, loop: Loop, callback: Any, arguments: tuple[Any, ...], context: contextvars.Context | None):
+        self._loop = loop
+        self._callback = callback
+        self._arguments = arguments
+        self._context = context or contextvars.copy_context()
+
+    def cancel(self) -> None:
+        self._callback, self._arguments = None, ()
+
+    def run(self) -> None:
+        """Calls it, unless it was cancelled."""
+        if self._callback is not None:
+            try:
+                self._context.run(self._callback, *self._arguments)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self._loop.call_exception_handler({"message": f"in {self._callback}", "exception": error})
+
+
 if TYPE_CHECKING:  # a part of its methods is enough here
     _Base = object
 else:
@@ -45,17 +70,15 @@ class Loop(_Base):
         self._process = process
         self._connect = connect
         self._disk_s = disk_s
-        self._ready: collections.deque[asyncio.Handle] = collections.deque()
+        self._ready: collections.deque[Handle] = collections.deque()
         self._scheduled = False
         self._tasks: list[Any] = []
         self.signals: dict[int, Callable[[], None]] = {}
 
     # -- what is called ----------------------------------------------------------------------------------------
 
-    def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self._me, context)
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None) -> Any:
+        handle = Handle(self, callback, args, context)
         self._ready.append(handle)
         if not self._scheduled:
             self._scheduled = True
@@ -66,15 +89,15 @@ class Loop(_Base):
 
     def call_at(
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self._me, context)
+    ) -> Any:
+        handle = Handle(self, callback, args, context)
         world = self._process.world
-        world.after(max(0.0, when - world.now), self._process, self._run_timer, handle)
+        world.after(max(0.0, when - world.now), self._process, self.enter, handle.run)
         return handle
 
     def call_later(
         self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Any:
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def time(self) -> float:
@@ -132,9 +155,6 @@ class Loop(_Base):
         if error is not None and not world.closing and self._process.alive:
             world.fail(f"{self._process}: {context.get('message')}: {type(error).__name__}: {error}")
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Asked for by asyncio; the queue drops it when its time comes."""
-
     # -- what the queue calls ----------------------------------------------------------------------------------
 
     def enter(self, run: Callable[[], Any]) -> None:
@@ -151,9 +171,7 @@ class Loop(_Base):
         asyncio._set_running_loop(self._me)
         try:
             for _ in range(len(self._ready)):
-                handle = self._ready.popleft()
-                if not handle.cancelled():
-                    handle._run()
+                self._ready.popleft().run()
                 if not self._process.alive:
                     return
         finally:
@@ -161,10 +179,6 @@ class Loop(_Base):
             if self._ready and not self._scheduled:
                 self._scheduled = True
                 self._process.world.after(0.0, self._process, self._run_ready)
-
-    def _run_timer(self, handle: asyncio.TimerHandle) -> None:
-        if not handle.cancelled():
-            self.enter(handle._run)
 
     def close(self) -> None:
         """Ends what is left of the tasks, without any effect."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 
-from stratagem.rpc.errors import AioErrorInterceptor, ErrorInterceptor
+from stratagem.cluster.config import ServerConfig
+from stratagem.rpc.interceptors import AioInterceptor, Interceptor
+from stratagem.rpc.security import OPEN
 from tests.simulation.loop import Loop
 from tests.simulation.threads import Condition
 from tests.simulation.world import Process, World
@@ -94,7 +96,7 @@ class Network:
 
     def is_cut(self, source: str, target: str) -> bool:
         """Whether messages from a task to another stay away."""
-        return bool(self._cuts and self._cuts[source, target])
+        return bool(self._cuts[source, target])
 
     def cut(self, source: str, target: str) -> None:
         """Messages from ``source`` to ``target`` stay away; connections break when it lasts."""
@@ -122,7 +124,7 @@ class Network:
 
     def post(self, source: Process, target: Process, at: float, run: Callable[..., None], *arguments: Any) -> None:
         """Has ``run`` called in ``target``, unless the message stays away."""
-        if self.is_cut(source.name, target.name):
+        if self._cuts and self.is_cut(source.name, target.name):
             self._held.setdefault((source.name, target.name), []).append((target, run, arguments))
         else:
             self.world.after(at - self.world.now, target, run, *arguments)
@@ -176,6 +178,8 @@ class Server:
         self.process = process
         self.loop = loop
         self.is_stopped: Callable[[], bool] = lambda: False
+        kind: Any = Interceptor if loop is None else AioInterceptor
+        self._interceptor = kind(ServerConfig(task="ps:0"), OPEN)
         self._generic: list[Any] = []
         self._handlers: dict[str, Any] = {}
         network.servers[process.address] = self
@@ -187,13 +191,11 @@ class Server:
         """The same as the generic ones."""
 
     def handler(self, method: str) -> Any:
-        """What serves a method, inside the product's interceptor of errors."""
+        """What serves a method, inside the product's interceptor."""
         if method not in self._handlers:
             details: Any = types.SimpleNamespace(method=method, invocation_metadata=())
             found = next(handler for each in self._generic if (handler := each.service(details)) is not None)
-            interceptor: Any = ErrorInterceptor() if self.loop is None else AioErrorInterceptor()
-            inner = found.unary_unary or found.stream_stream
-            self._handlers[method] = interceptor.wrap(found, inner, method)
+            self._handlers[method] = self._interceptor.wrap(found, method)
         return self._handlers[method]
 
 
@@ -217,6 +219,12 @@ class Context:
 
     def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
         return self._call.metadata
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    def peer(self) -> str:
+        return str(self._call.client)
 
     def cancel(self) -> None:
         self._call.end_at_server(RpcError(grpc.StatusCode.CANCELLED, "cancelled"))
@@ -339,8 +347,7 @@ class Call:
         context = Context(self)
         try:
             if request is not None:
-                message = handler.request_deserializer(request) if handler.request_deserializer else request
-                reply = handler.unary_unary(message, context)
+                reply = handler.stream_unary(iter([handler.request_deserializer(request)]), context)
                 self.send_reply(handler.response_serializer(reply))
             else:
                 for reply in handler.stream_stream(self._iterate_requests(handler.request_deserializer), context):
@@ -369,7 +376,7 @@ class Call:
         context = AioContext(self)
         try:
             if request is not None:
-                reply = await handler.unary_unary(handler.request_deserializer(request), context)
+                reply = await handler.stream_unary(_only(handler.request_deserializer(request)), context)
                 self.send_reply(handler.response_serializer(reply))
             else:
                 self._aio_requests = asyncio.Event()
@@ -643,3 +650,7 @@ class AioChannel(Channel):
 
     async def close(self, grace: Any = None) -> None:  # type: ignore[override]
         super().close()
+
+
+async def _only(request: Any) -> AsyncIterator[Any]:
+    yield request

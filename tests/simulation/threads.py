@@ -11,7 +11,8 @@ from typing import Any
 
 from tests.simulation.world import Thread, World
 
-_world: World | None = None
+_world: Any = None
+"""The world that runs; read without :func:`here` where that is done in every event."""
 
 
 def enter(world: World | None) -> None:
@@ -22,8 +23,8 @@ def enter(world: World | None) -> None:
 
 def here() -> World:
     """The world that runs."""
-    assert _world is not None
-    return _world
+    world: World = _world
+    return world
 
 
 class Lock:
@@ -32,10 +33,10 @@ class Lock:
     def __init__(self) -> None:
         self._owner: Thread | None = None
         self._depth = 0
-        self._waiting: collections.deque[tuple[Thread, int]] = collections.deque()
+        self._waiting: list[tuple[Thread, int]] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        world = here()
+        world = _world
         thread = world.thread
         if thread is None or world.closing:
             assert self._owner is None or world.closing, "something outside of threads takes a lock that one has"
@@ -53,30 +54,24 @@ class Lock:
         self._owner, self._depth = thread, 1
         return True
 
-    def release(self) -> None:
-        world = here()
-        if world.closing or self._owner is None:
+    def release(self, *_: object) -> None:
+        world = _world
+        if self._owner is None or world.closing:
             return
         self._depth -= 1
         if not self._depth:
             self._owner = None
             if self._waiting:
-                world.wake(*self._waiting.popleft())
+                world.wake(*self._waiting.pop(0))
+
+    __enter__, __exit__ = acquire, release
 
     def locked(self) -> bool:
         return self._owner is not None
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(
-        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
     def let_go(self) -> int:
         """Gives it up whatever its depth, for a wait; returns the depth."""
-        if self._owner is not here().thread:
+        if self._owner is not _world.thread:
             return 0
         depth, self._depth = self._depth, 1
         self.release()
@@ -94,7 +89,7 @@ class Condition:
 
     def __init__(self, lock: Lock | None = None) -> None:
         self._lock = lock or Lock()
-        self._waiting: collections.deque[tuple[Thread, int]] = collections.deque()
+        self._waiting: list[tuple[Thread, int]] = []
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> bool:
@@ -106,14 +101,14 @@ class Condition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        world = here()
+        world = _world
         thread = world.thread
         assert thread is not None, "something outside of threads waits"
         me = (thread, thread.token)
         self._waiting.append(me)
         depth, woken = self._lock.let_go(), False
         try:
-            woken = world.block(timeout)
+            woken = bool(world.block(timeout))
         finally:
             if not woken and me in self._waiting:
                 self._waiting.remove(me)
@@ -121,22 +116,22 @@ class Condition:
         return woken
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        world = here()
-        end = None if timeout is None else world.now + timeout
+        end = None if timeout is None else _world.now + timeout
         while not (result := predicate()):
-            left = None if end is None else end - world.now
+            left = None if end is None else end - _world.now
             if left is not None and left <= 0:
                 break
             self.wait(left)
         return result
 
     def notify(self, n: int = 1) -> None:
-        world = here()
-        for _ in range(min(n, len(self._waiting))):
-            world.wake(*self._waiting.popleft())
+        woken, self._waiting = self._waiting[:n], self._waiting[n:]
+        for thread, token in woken:
+            _world.wake(thread, token)
 
     def notify_all(self) -> None:
-        self.notify(len(self._waiting))
+        if self._waiting:
+            self.notify(len(self._waiting))
 
     @property
     def is_waited_for(self) -> bool:
@@ -242,13 +237,14 @@ class Time:
 
     @staticmethod
     def monotonic() -> float:
-        return here().now
+        now: float = _world.now
+        return now
 
     perf_counter = process_time = thread_time = monotonic
 
     @staticmethod
     def monotonic_ns() -> int:
-        return int(here().now * 1e9)
+        return int(_world.now * 1e9)
 
     perf_counter_ns = process_time_ns = thread_time_ns = monotonic_ns
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import random
 import re
 import traceback
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 import greenlet
@@ -153,14 +153,14 @@ class World:
 
     def after(self, delay_s: float, process: Process | None, run: Callable[..., None], *arguments: Any) -> None:
         """Has ``run`` called in so many seconds, unless its process is dead by then."""
-        self._num += 1
-        heapq.heappush(self._queue, (self.now + delay_s, self._num, process, run, arguments))
+        self._num = number = self._num + 1
+        heappush(self._queue, (self.now + delay_s, number, process, run, arguments))
 
-    def run(self, until: float, done: Callable[[], bool], check: Callable[[], None]) -> None:
-        """Works through the events until ``done()``, at most to a time; ``check`` is called after each."""
+    def run(self, until: float, done: Callable[[], bool]) -> None:
+        """Works through the events until ``done()``, at most to a time."""
         queue = self._queue
         while queue and not done():
-            at, number, process, run, arguments = heapq.heappop(queue)
+            at, number, process, run, arguments = heappop(queue)
             if at > until:
                 return
             if at > self.now:
@@ -172,7 +172,7 @@ class World:
                 if not process.alive:
                     continue
                 if process.paused_until > self.now:  # in the order of before, also where two pauses overlap
-                    heapq.heappush(queue, (process.paused_until, number, process, run, arguments))
+                    heappush(queue, (process.paused_until, number, process, run, arguments))
                     continue
             self.process = process
             self.num_events += 1
@@ -180,7 +180,6 @@ class World:
             self.process = None
             if self.failures:
                 raise SimulationError(self.failures[0])
-            check()
 
     def fail(self, text: str) -> None:
         """An invariant does not hold; the run ends after this event."""

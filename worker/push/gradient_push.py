@@ -59,14 +59,14 @@ class GradientPush:
     """Pushes the gradients of one optimizer.
 
     Args:
-        optimizer: the optimizer; its parameters are the variables of ``variables.layout`` named by ``indices``.
-        parameters: the parameters in the layout's order.
-        variables: the remote variables (one optimizer's groups).
-        staging: sends the frames.
+        optimizer: the optimizer.
+        parameters: what it changes, tables left out.
+        variables: the same on the ps, in the same order.
+        tables: tables that it changes.
+        on_backward: called in each backward that reaches a parameter.
         policy: clipping and NaN policy.
         closes: closed units to report with the commit.
         meter: times what is exposed.
-        tables: tables that the optimizer changes.
         recover: connects to a ps that was lost.
     """
 
@@ -75,21 +75,21 @@ class GradientPush:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
         variables: RemoteVariables,
-        staging: GradientStaging,
+        tables: Sequence[RemoteTable],
+        on_backward: Callable[[], None],
         policy: GradientPolicy,
         closes: CloseReports,
         meter: StepMeter,
-        tables: Sequence[RemoteTable],
         recover: Callable[[PsClient], None],
     ) -> None:
         self.optimizer = optimizer
-        self._tables = list(tables)
+        self.parameters = list(parameters)
+        self.tables = list(tables)
+        self.staging = GradientStaging(variables, parameters, on_backward, tables)
         self._reconnect = recover
-        self._parameters = list(parameters)
         self._variables = variables
         self._clients: Sequence[PsClient] = variables.clients
         self._layout = variables.layout
-        self._staging = staging
         self._policy = policy
         self._closes = closes
         self._meter = meter
@@ -101,6 +101,8 @@ class GradientPush:
         self._hyper: tuple[list[dict[str, Any]], Sequence[Any]] = [], ()
         self._rows: tuple[RowGradient | None, ...] = ()
         """Of this step: the gradient of each table."""
+        self._slice: Any = None
+        """Of this step, as requests have it (staleness 0)."""
         self._servers: tuple[int, ...] = ()
         self._messages: dict[int, wire.CommitMessage] = {}
         self._store_epochs: dict[int, int] = {}
@@ -119,8 +121,8 @@ class GradientPush:
 
     def rerouted(self) -> None:
         """The variables lie elsewhere: an update that is under way begins anew."""
-        of_tables = (ps for table in self._tables for ps in table.link.placement.servers)
-        self._servers = tuple(sorted({*self._layout.servers_of(self._layout.groups), *of_tables}))
+        of_tables = (ps for table in self.tables for ps in table.link.placement.servers)
+        self._servers = tuple(sorted({*(ps for _, ps in self._layout.shards), *of_tables}))
         self._messages = {ps: wire.CommitMessage() for ps in self._servers}
         self._applied = dict.fromkeys(self._servers, max(self._applied.values(), default=(0, 0)))
         self._calls.clear()
@@ -138,17 +140,21 @@ class GradientPush:
             RolledBack: the job went back to a checkpoint.
             PeerUnavailableError: a ps did not come back in time.
         """
-        self._variables.check_unchanged()
-        self._rows = tuple([table.gradient() for table in self._tables])
-        gradients = [parameter.grad for parameter in self._parameters]
+        self._variables.copies.check()
+        self._rows = tuple([table.pending.total() for table in self.tables])
+        gradients = [parameter.grad for parameter in self.parameters]
         gradients += [None if rows is None else rows.values for rows in self._rows]
         given = [gradient is not None for gradient in gradients]
         if not any(given):
             return False
+        self._slice = None
+        if step_slice is not None:
+            told = step_slice.step, step_slice.units, step_slice.weight
+            self._slice = wire.step_slice(*told, self._policy.gradients)
         while True:
             self._is_rerouted, self._num_answered = False, 0
             try:
-                self._push(update, given, gradients, step_slice)
+                self._push(update, given, gradients)
                 return True
             except Rerouted:
                 if not update.units:
@@ -156,30 +162,23 @@ class GradientPush:
                 if not update.units and self._num_answered:
                     return True
 
-    def _push(
-        self,
-        update: Update,
-        given: Sequence[bool],
-        gradients: Sequence[torch.Tensor | None],
-        step_slice: StepSlice | None,
-    ) -> None:
-        self._check_stores(step_slice)  # a ps may have been found changed when rows were asked for
-        scale = self._judge_own([gradient for gradient in gradients if gradient is not None], step_slice is None)
+    def _push(self, update: Update, given: Sequence[bool], gradients: Sequence[torch.Tensor | None]) -> None:
+        self._check_stores()  # a ps may have been found changed when rows were asked for
+        scale = self._judge_own([gradient for gradient in gradients if gradient is not None])
+        step = 0 if self._slice is None else self._slice.step
         with (
-            self._meter.exposed(
-                lambda: self._waiting_text(step_slice), step_slice.step if step_slice else 0, measures.PUSH
-            ),
+            self._meter.exposed(self._waiting_text, step, measures.PUSH),
             FLIGHT.happening("push", update),
         ):
             self._cork()
             try:
-                references = self._stage_all(step_slice)
-                if step_slice is not None:
-                    scale = self._prepare(update, step_slice, references, scale)
-                self._commit(update, given, step_slice, references, scale)
+                self._stage_all()
+                if self._slice is not None:
+                    scale = self._prepare(update, scale)
+                self._commit(update, given, scale)
             finally:
                 self._uncork()
-        self._staging.reset()
+        self.staging.reset()
         self.num_pushed += 1
         self._closes.pushed(update.units, self._servers)
         with contextlib.suppress(PeerUnavailableError):  # a ps that is away hears of them when it is back
@@ -202,9 +201,8 @@ class GradientPush:
 
     # -- before anything is sent ----------------------------------------------------------------------------
 
-    def _judge_own(self, gradients: Sequence[torch.Tensor], own_is_all: bool) -> float | None:
-        """The gradient's factor by this worker's own; None: skip the update. ``own_is_all``: no other worker
-        contributes."""
+    def _judge_own(self, gradients: Sequence[torch.Tensor]) -> float | None:
+        """The gradient's factor by this worker's own; None: skip the update."""
         if self._policy.clip_norm is None and are_finite(gradients):
             return 1.0
         norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -212,17 +210,17 @@ class GradientPush:
             if self._policy.nan == "error":
                 raise self._non_finite()
             return None
-        return self._policy.factor(norm) if own_is_all else 1.0
+        return self._policy.factor(norm) if self._slice is None else 1.0  # others contribute to a step of the job
 
     def _non_finite(self) -> NonFiniteGradientError:
         names = [
             spec.name
-            for spec, parameter in zip(self._layout.variables, self._parameters, strict=True)
+            for spec, parameter in zip(self._layout.variables, self.parameters, strict=True)
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
         ]
         names += [
             table.link.name
-            for table, gradient in zip(self._tables, self._rows, strict=True)
+            for table, gradient in zip(self.tables, self._rows, strict=True)
             if gradient is not None and not bool(torch.isfinite(gradient.values).all())
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -234,57 +232,43 @@ class GradientPush:
 
     # -- sending ----------------------------------------------------------------------------------------------
 
-    def _stage_all(self, step_slice: StepSlice | None) -> dict[int, wire.Transfer]:
+    def _stage_all(self) -> None:
         while True:
             try:
-                return self._staging.complete(self._servers, self._rows)
+                return self.staging.complete(self._servers, self._rows)
             except PeerUnavailableError:
                 for ps in self._servers:
                     if not self._clients[ps].is_connected:
-                        self._recover(ps, step_slice)
+                        self._recover(ps)
 
-    def _prepare(
-        self,
-        update: Update,
-        step_slice: StepSlice,
-        references: dict[int, wire.Transfer],
-        scale: float | None,
-    ) -> float | None:
+    def _prepare(self, update: Update, scale: float | None) -> float | None:
         """First phase of a synchronous update: every ps has this slice; perhaps facts about the merged gradient."""
         want_facts = self._policy.clip_norm is not None or self._policy.nan == "skip"
-
         hyper = self._hyper_parameters()
 
         def request(ps: int) -> Any:
-            of_step = self._slice(step_slice)
-            return wire.prepare_update(update, references[ps], self._group_commits(ps, hyper), of_step, want_facts)
+            gradients, commits = self.staging.reference(ps), self._group_commits(ps, hyper)
+            return wire.prepare_update(update, gradients, commits, self._slice, want_facts)
 
         replies: list[Any] = []
-        self._on_all("PrepareUpdate", request, references, step_slice, lambda _, call: replies.append(call.result()))
+        self._on_all("PrepareUpdate", request, lambda _, call: replies.append(call.result()))
         if not want_facts:
             return scale
         if not all(reply.finite for reply in replies):
             return None
         return self._policy.factor(math.sqrt(sum(reply.squared_norm for reply in replies)))
 
-    def _commit(
-        self,
-        update: Update,
-        given: Sequence[bool],
-        step_slice: StepSlice | None,
-        references: dict[int, wire.Transfer],
-        scale: float | None,
-    ) -> None:
+    def _commit(self, update: Update, given: Sequence[bool], scale: float | None) -> None:
         num_closes: dict[int, int] = {}
         hyper, of_update = self._hyper_parameters(), update_to_proto(update)
-        of_step = self._slice(step_slice) if step_slice is not None else None
 
         def request(ps: int) -> Any:
             message, closes, transfer = self._messages[ps], self._closes.for_ps(ps), self._clients[ps].new_transfer()
             num_closes[ps] = len(closes)
             message.set_groups(given, hyper, lambda: self._group_commits(ps, hyper))
-            message.set_versions(self._variables.have(ps))
-            return message.commit(of_update, references[ps], of_step, scale, closes, transfer, len(self._servers))
+            message.set_versions(self._variables.have[ps])
+            gradients = self.staging.reference(ps)
+            return message.commit(of_update, gradients, self._slice, scale, closes, transfer, len(self._servers))
 
         def finish(ps: int, call: PendingCall) -> None:
             reply = self._variables.take(self._clients[ps], call)
@@ -294,21 +278,14 @@ class GradientPush:
             self._closes.acknowledged(ps, num_closes[ps])
             self._num_answered += 1
 
-        self._on_all("CommitUpdate", request, references, step_slice, finish)
+        self._on_all("CommitUpdate", request, finish)
         self._variables.finish()
 
     def _count(self, ps: int, num_updates: int) -> None:
         before, forgotten = self._applied.get(ps, (0, 0))
         self._applied[ps] = num_updates, forgotten + max(0, before - num_updates)
 
-    def _on_all(
-        self,
-        method: str,
-        build: Callable[[int], Any],
-        references: dict[int, wire.Transfer],
-        step_slice: StepSlice | None,
-        finish: Callable[[int, PendingCall], None],
-    ) -> None:
+    def _on_all(self, method: str, build: Callable[[int], Any], finish: Callable[[int, PendingCall], None]) -> None:
         """One sequenced call on every ps at once; a ps that goes away is waited for and asked again."""
         requests: dict[int, Any] = {}
         self._calls.clear()
@@ -329,10 +306,10 @@ class GradientPush:
                         finish(ps, call)
                     break
                 except (PeerUnavailableError, StaleStoreError) as error:
-                    if step_slice is not None and isinstance(error, StaleStoreError):
+                    if self._slice is not None and isinstance(error, StaleStoreError):
                         raise RolledBack from None
-                    self._recover(ps, step_slice)
-                    self._calls[ps] = self._repeat(method, request, ps, references)
+                    self._recover(ps)
+                    self._calls[ps] = self._repeat(method, request, ps)
 
     def _cork(self) -> None:
         """From now on frames wait for the first request behind them."""
@@ -345,23 +322,22 @@ class GradientPush:
             lane.uncork()
         self._corked.clear()
 
-    def _repeat(self, method: str, request: Any, ps: int, references: dict[int, wire.Transfer]) -> PendingCall | None:
+    def _repeat(self, method: str, request: Any, ps: int) -> PendingCall | None:
         """With the gradient's frames; None: the ps is away again."""
         try:
-            references[ps] = self._staging.restage(ps)
-            request.gradients.CopyFrom(references[ps].to_proto())
+            request.gradients.CopyFrom(self.staging.restage(ps).to_proto())
             return self._clients[ps].restart(method, request)
         except PeerUnavailableError:
             return None
 
-    def _recover(self, ps: int, step_slice: StepSlice | None) -> None:
+    def _recover(self, ps: int) -> None:
         self._reconnect(self._clients[ps])
         if self._is_rerouted:
             raise Rerouted
-        self._check_stores(step_slice)
+        self._check_stores()
 
-    def _check_stores(self, step_slice: StepSlice | None) -> None:
-        if step_slice is not None and self._store_epochs != self._epochs_now():
+    def _check_stores(self) -> None:
+        if self._slice is not None and self._store_epochs != self._epochs_now():
             raise RolledBack
 
     # -- what a request says -----------------------------------------------------------------------------------
@@ -372,9 +348,9 @@ class GradientPush:
             shards = self._layout.shards.get((group, ps))
             if not shards:
                 continue
-            present = [self._parameters[shard.variable].grad is not None for shard in shards]
-            commits.append(wire.group_commit(group, present, hyper, self._variables.have(ps).get(group)))
-        for table, gradient in zip(self._tables, self._rows, strict=True):
+            present = [self.parameters[shard.variable].grad is not None for shard in shards]
+            commits.append(wire.group_commit(group, present, hyper, self._variables.have[ps].get(group)))
+        for table, gradient in zip(self.tables, self._rows, strict=True):
             rows = table.link.placement.on(ps)
             if rows:
                 present = [gradient is not None] * len(rows)
@@ -389,16 +365,13 @@ class GradientPush:
             self._is_plain = all(value is None or isinstance(value, int | float | str) for of in came for value in of)
             values = [_hyper_values(self.optimizer, group, self._sent) for group in self.optimizer.param_groups]
             if values != self._hyper[0]:
-                self._hyper = values, wire.hyper_parameters(values)
+                self._hyper = values, [wire.to_struct(each) for each in values]
         return self._hyper[1]
 
-    def _slice(self, of: StepSlice) -> Any:
-        return wire.step_slice(of.step, of.units, of.weight, self._policy.gradients)
-
-    def _waiting_text(self, step_slice: StepSlice | None) -> str:
+    def _waiting_text(self) -> str:
         late = [ps for ps in self._servers if (call := self._calls.get(ps)) is None or not call.done]
         servers = ", ".join(f"ps:{ps}" for ps in late or self._servers)
-        return f"{servers} to apply " + (f"step {step_slice.step}" if step_slice else "its update")
+        return f"{servers} to apply " + (f"step {of.step}" if (of := self._slice) is not None else "its update")
 
 
 def _hyper_values(optimizer: torch.optim.Optimizer, group: dict[str, Any], sent: Sequence[str]) -> dict[str, Any]:

@@ -27,24 +27,9 @@ class VariableSpec:
     """Index of the optimizer's param_group; 0 without an optimizer."""
 
     @property
-    def rows(self) -> int:
-        """Length of axis 0; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
-
-    @property
     def row_elements(self) -> int:
         """Elements in one row."""
         return math.prod(self.shape[1:])
-
-    @property
-    def num_elements(self) -> int:
-        """Elements in the whole variable."""
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole variable."""
-        return self.num_elements * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +38,6 @@ class Shard:
 
     variable: int
     """Index of the variable in the layout."""
-    ps: int
-    """Index of the ps."""
     first_row: int
     num_rows: int
     offset: int
@@ -92,26 +75,18 @@ class Layout:
     Args:
         variables: the variables, in order of registration.
         rows: for each variable, ``(ps, first_row, num_rows)`` of each of its shards.
-        num_ps: parameter servers.
         chunk_bytes: payload bytes of a gradient frame, at most.
     """
 
     def __init__(
-        self,
-        variables: Sequence[VariableSpec],
-        rows: Sequence[Sequence[tuple[int, int, int]]],
-        num_ps: int,
-        chunk_bytes: int,
+        self, variables: Sequence[VariableSpec], rows: Sequence[Sequence[tuple[int, int, int]]], chunk_bytes: int
     ) -> None:
         self.variables = tuple(variables)
         self._chunk_bytes = chunk_bytes
-        self.place(rows, num_ps)
+        self.place(rows)
 
-    def place(self, rows: Sequence[Sequence[tuple[int, int, int]]], num_ps: int) -> None:
-        """Lays the same variables out anew; arguments as those of the constructor."""
-        self.num_ps = num_ps
-        self.shards: dict[tuple[int, int], tuple[Shard, ...]] = {}
-        """Shards by (group, ps), in the order of the flat tensor."""
+    def place(self, rows: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        """Lays the same variables out anew; ``rows`` as for the constructor."""
         building: dict[tuple[int, int], list[Shard]] = {}
         for index in reversed(range(len(self.variables))):
             spec = self.variables[index]
@@ -119,23 +94,20 @@ class Layout:
                 siblings = building.setdefault((spec.group, ps), [])
                 offset = siblings[-1].offset + siblings[-1].num_elements if siblings else 0
                 start, count = first_row * spec.row_elements, num_rows * spec.row_elements
-                siblings.append(Shard(index, ps, first_row, num_rows, offset, start, count))
+                siblings.append(Shard(index, first_row, num_rows, offset, start, count))
         self.shards = {key: tuple(shards) for key, shards in building.items()}
-        self.chunks: tuple[Chunk, ...] = tuple(self._cut(self._chunk_bytes))
+        """By (group, ps), in the order of the flat tensor."""
+        self.chunks = tuple(self._cut())
 
     @property
     def groups(self) -> tuple[int, ...]:
         """The groups, in order."""
         return tuple(sorted({group for group, _ in self.shards}))
 
-    def servers_of(self, groups: Sequence[int]) -> tuple[int, ...]:
-        """The ps that hold a part of any of ``groups``."""
-        return tuple(sorted({ps for group, ps in self.shards if group in groups}))
-
-    def _cut(self, chunk_bytes: int) -> Iterator[Chunk]:
+    def _cut(self) -> Iterator[Chunk]:
         index = 0
         for (group, ps), shards in sorted(self.shards.items()):
-            limit = max(1, chunk_bytes // self.variables[shards[0].variable].dtype.itemsize)
+            limit = max(1, self._chunk_bytes // self.variables[shards[0].variable].dtype.itemsize)
             spans: list[Span] = []
             offset = size = 0
             for shard in shards:

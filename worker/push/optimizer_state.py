@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from stratagem.rpc.codec import Frame
+from stratagem.errors import ConfigurationError
 from stratagem.worker.push.host_tensors import WeightTargets
-from stratagem.worker.push.layout import Layout
 from stratagem.worker.push.ps_client import PsClient
-from stratagem.worker.push.variables import send_values
+from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.push.variables import RemoteVariables, send_values
 from stratagem.worker.push.wire import assign_values, pull_weights, scalars_of
 
 SCALARS = frozenset({"mu_product", "eta", "mu"})
@@ -22,8 +23,7 @@ class OptimizerState:
     """The slots of one optimizer, on the ps.
 
     Args:
-        clients: one per ps.
-        layout: where the rows of its parameters live; variable i is parameter i.
+        variables: where the rows of its parameters live; variable i is parameter i.
         optimizer: the optimizer.
         parameters: its parameters, in the order of the layout.
         may_assign: whether this worker's ``load_state_dict`` reaches the ps; others load the same file.
@@ -31,14 +31,13 @@ class OptimizerState:
 
     def __init__(
         self,
-        clients: Sequence[PsClient],
-        layout: Layout,
+        variables: RemoteVariables,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
         may_assign: Callable[[], bool],
     ) -> None:
-        self._clients = clients
-        self._layout = layout
+        self._clients = variables.clients
+        self._layout = variables.layout
         self._optimizer = optimizer
         self._parameters = parameters
         self._may_assign = may_assign
@@ -50,12 +49,13 @@ class OptimizerState:
         """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
         for (group, ps), shards in sorted(self._layout.shards.items()):
             client = self._clients[ps]
-            facts = self._pull(client, group, "", None)
+            facts = pull_weights(client, {group: None}).result(lambda _: None)
             scalars = scalars_of(facts)
             tensors = {name: [torch.zeros(p.shape, dtype=p.dtype) for p in self._parameters] for name in facts.slots}
             for name in facts.slots:
                 targets = WeightTargets(self._layout, tensors[name])
-                self._pull(client, group, name, targets)
+                write = functools.partial(targets.write, client.index)
+                pull_weights(client, {group: None}, slot=name).result(write)
             for position, shard in enumerate(shards):
                 if not facts.step_counts[position]:
                     continue
@@ -66,13 +66,6 @@ class OptimizerState:
                     whole = state.setdefault(name, torch.zeros_like(tensors[name][shard.variable]))
                     rows = slice(shard.start, shard.start + shard.num_elements)
                     whole.view(-1)[rows] = tensors[name][shard.variable].view(-1)[rows]
-
-    def _pull(self, client: PsClient, group: int, slot: str, targets: WeightTargets | None) -> Any:
-        def write(frame: Frame) -> None:
-            if targets is not None:
-                targets.write(client.index, frame)
-
-        return pull_weights(client, {group: None}, slot=slot).result(write)
 
     def _empty(self) -> None:
         for parameter in self._parameters:
@@ -103,3 +96,47 @@ class OptimizerState:
         source = WeightTargets(self._layout, tensors)
         values = send_values(client, self._layout, source, [group])
         assign_values(client, values, [group], slot, counts, scalars)
+
+
+class TableState:
+    """Keeps the state of tables out of this process: it may be larger than its memory.
+
+    Args:
+        optimizer: the optimizer.
+        tables: those that it changes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, tables: list[RemoteTable]) -> None:
+        self._optimizer = optimizer
+        self._tables = tables
+        self._loading: dict[int, Mapping[str, Any]] = {}
+        for table in tables:
+            optimizer.state.pop(table.handle, None)  # what the constructor made for it
+        optimizer.register_state_dict_pre_hook(lambda _: self._refuse())
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self._take_out(state))
+        optimizer.register_load_state_dict_post_hook(lambda _: self._send())
+
+    def _refuse(self) -> None:
+        raise ConfigurationError(
+            f"the state of {type(self._optimizer).__name__} is as large as table {self._tables[0].link.name} and lives "
+            "with it on the parameter servers: save it with sg.Checkpoint(model=..., optimizer=...)"
+        )
+
+    def _take_out(self, state: dict[str, Any]) -> dict[str, Any]:
+        """torch would convert the tables' state to the kind of their parameters, which have no memory."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        kept = dict(state["state"])
+        if len(numbers) == len(parameters):  # else torch refuses it
+            for at, table in enumerate(self._tables):
+                self._loading[at] = kept.pop(numbers[indices[id(table.handle)]], {})
+        return {**state, "state": kept}
+
+    def _send(self) -> None:
+        loading, self._loading = self._loading, {}
+        for at, state in loading.items():
+            num_updates = int(state.get("step", 1))
+            for name, value in state.items():
+                if name != "step" and isinstance(value, torch.Tensor):
+                    self._tables[at].assign(value, name, num_updates)

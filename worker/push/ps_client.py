@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from stratagem.cluster.communication import Transport
+from stratagem.cluster.config import WorkerConfig
 from stratagem.cluster.membership import Member
 from stratagem.errors import ConfigurationError, FrameError, PeerUnavailableError
 from stratagem.rpc import channels
@@ -21,7 +21,6 @@ from stratagem.rpc.codec import Frame, message_of
 from stratagem.rpc.errors import error_from_rpc, error_from_status
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2, ps_pb2_grpc
 from stratagem.rpc.handshake import explain_refusal
-from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane import Lane, Place
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.ps_lanes import PsLaneOpener
@@ -108,10 +107,7 @@ class PsClient:
         session: knows where the ps is, and this worker's identity.
         index: index of the ps.
         meter: counts payload bytes.
-        timeout_s: seconds to wait for a ps that restarts.
-        frame_bytes: payload bytes of the frames that will be sent.
-        transport: which lane to take; auto: shm on the same host, else tcp, else grpc.
-        max_inbox_bytes: of a lane, see ``WorkerConfig``.
+        config: how long to wait for a ps that restarts, and what lanes are like.
         num_ps: of how many ps the variables are shared out among; 0: whatever there are.
     """
 
@@ -120,10 +116,7 @@ class PsClient:
         session: SessionClient,
         index: int,
         meter: BytesMeter,
-        timeout_s: float,
-        frame_bytes: int,
-        transport: Transport = "grpc",
-        max_inbox_bytes: int = INBOX_BYTES,
+        config: WorkerConfig,
         num_ps: Callable[[], int] = lambda: 0,
     ) -> None:
         self.session = session
@@ -132,10 +125,7 @@ class PsClient:
         self.store_epoch = 0
         self.num_ps = num_ps
         self._meter = meter
-        self._timeout_s = timeout_s
-        self._frame_bytes = frame_bytes
-        self._transport: Transport = transport
-        self._max_inbox_bytes = max_inbox_bytes
+        self._config = config
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._known_from = 1
@@ -163,11 +153,11 @@ class PsClient:
         """Opens the connections and agrees on sequence numbers; waits for a ps that restarts.
 
         Raises:
-            PeerUnavailableError: not within ``timeout_s`` seconds.
+            PeerUnavailableError: not within ``peer_timeout_s`` seconds.
             Rerouted: there is another number of ps.
         """
         self.close("reconnecting")
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._config.peer_timeout_s
         while True:
             if self.num_ps() not in (0, self.session.membership.num_ps):
                 raise Rerouted
@@ -184,8 +174,9 @@ class PsClient:
                 if left <= 0:
                     refusal = explain_refusal(info.address, self.task, self.session.security) if info else ""
                     raise PeerUnavailableError(
-                        f"{self.session.task} waited {self._timeout_s:.0f} s for {self.task} and it did not come back: "
-                        f"{refusal or error}. Look at its log; a job with --checkpoint-dir can be resumed."
+                        f"{self.session.task} waited {self._config.peer_timeout_s:.0f} s for {self.task} and it did "
+                        f"not come back: {refusal or error}. Look at its log; a job with --checkpoint-dir can be "
+                        "resumed."
                     ) from None
                 self.session.wait_stopped(min(left, RETRY_S))
 
@@ -242,10 +233,10 @@ class PsClient:
             reply: ps_pb2.HelloReply = self._stub.Hello(hello, timeout=5.0)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.task) from None
-        if self._frame_bytes + FRAME_OVERHEAD_BYTES > reply.max_message_bytes:
+        if self._config.frame_bytes + FRAME_OVERHEAD_BYTES > reply.max_message_bytes:
             raise ConfigurationError(
                 f"{self.task} takes messages of {reply.max_message_bytes} bytes, but this worker sends frames of "
-                f"{self._frame_bytes}: lower --frame-bytes, or raise --max-message-bytes of the ps"
+                f"{self._config.frame_bytes}: lower --frame-bytes, or raise --max-message-bytes of the ps"
             )
         if self.num_ps() and reply.num_ps not in (0, self.num_ps()):
             raise PeerUnavailableError(f"{self.task} is one of {reply.num_ps} ps now, which the chief is about to say")
@@ -260,11 +251,11 @@ class PsClient:
             info.address,
             self._meter,
             self.session.security,
-            self._max_inbox_bytes,
+            self._config.max_inbox_bytes,
             functools.partial(self._look, info.incarnation),
-            self._frame_bytes,
+            self._config.frame_bytes,
         )
-        self._lane = opener.open(self._transport, reply.place)
+        self._lane = opener.open(self._config.transport, reply.place)
 
     def _send(self, method: str, request: Any) -> PendingCall:
         kind, reply = _ON_LANE[method]

@@ -28,7 +28,7 @@ from stratagem.worker.push.wire import (
     pull_weights,
     shard_spec,
 )
-from stratagem.worker.step_meter import StepMeter
+from stratagem.worker.runtime import WorkerRuntime
 
 PULL_BYTES = 32 << 20
 """Rows asked for at once; a larger pull takes turns."""
@@ -45,24 +45,17 @@ class TableLink:
 
     name: str
     """Of the variable, in the job."""
-    clients: Sequence[PsClient]
-    """One per ps."""
+    runtime: WorkerRuntime
     placement: RowPlacement
     group: int
     """Shard group of the table."""
     optimizer: str
     """Name of the torch.optim class; empty: no optimizer changes the table."""
     param_group: int
-    frame_bytes: int
-    meter: StepMeter
-    may_assign: Callable[[], bool]
-    """Whether values that this worker loads reach the ps."""
     on_backward: Callable[[], None]
     """Called whenever a gradient was accumulated."""
     recover: Callable[[PsClient], None]
     """Connects anew to a ps whose lane has broken."""
-    timeout_s: float
-    """Seconds to wait for a ps."""
 
 
 class RemoteTable:
@@ -84,7 +77,8 @@ class RemoteTable:
         self._values: torch.Tensor | None = None
         self.handle = TableHandle(torch.empty((num_rows, width), dtype=dtype, device="meta"))
         """What optimizers and ``parameters()`` get in the table's stead: shape and dtype, no memory."""
-        self._pending = PendingRows(self.handle)
+        self.pending = PendingRows(self.handle)
+        """What backward has accumulated since ``zero_grad()``."""
         self._link: TableLink | None = None
         self.begin_with(initial)
 
@@ -152,7 +146,7 @@ class RemoteTable:
         link = self.link
         out = torch.empty(len(numbers), self.width, dtype=self.dtype, device="cpu")
         at_once = max(1, PULL_BYTES // self._row_bytes)
-        with link.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
+        with link.runtime.meter.exposed(f"rows of {link.name}", phase=measures.ROWS_WAIT):
             if len(numbers) <= at_once:
                 self._pull(numbers, out)
             else:
@@ -169,20 +163,12 @@ class RemoteTable:
     def accumulate(self, numbers: Numbers, values: torch.Tensor) -> None:
         """A backward has reached the table. Takes ``values`` over."""
         self.link.on_backward()
-        self._pending.add(numbers, values)
-
-    def gradient(self) -> RowGradient | None:
-        """What backward has accumulated since ``zero_grad()``; None without any."""
-        return self._pending.total()
-
-    def clear_gradient(self) -> None:
-        """Forgets it."""
-        self._pending.clear()
+        self.pending.add(numbers, values)
 
     def send_gradient(self, gradient: RowGradient, client: PsClient, transfer: int) -> int:
         """Sends one ps its part of a gradient; returns the number of frames."""
         link, num_frames = self.link, 0
-        for before, pieces in gradient.pieces(link.placement, client.index, link.frame_bytes):
+        for before, pieces in gradient.pieces(link.placement, client.index, link.runtime.config.frame_bytes):
             num_bytes = sum([piece.numel() for piece in pieces])
             client.lane.send(_ROW_GRADIENT, transfer, link.group, before, _held(pieces), num_bytes)
             num_frames += 1
@@ -209,7 +195,7 @@ class RemoteTable:
             )
         if self._link is None and not slot:
             self.begin_with(values)
-        elif self.link.may_assign():
+        elif self.link.runtime.may_assign():
             self._assign_all(values, self.link.placement.servers, slot, num_updates)
 
     def _assign_all(self, values: torch.Tensor, servers: Sequence[int], slot: str = "", num_updates: int = 0) -> None:
@@ -220,13 +206,13 @@ class RemoteTable:
                 stop = min(start + at_once, shard.num_rows)
                 rows = values[shard.first_row + start : shard.first_row + stop]
                 first = (shard.local_row + start) * self.width
-                self._assign(link.clients[shard.ps], rows, first, slot, num_updates)
+                self._assign(link.runtime.clients[shard.ps], rows, first, slot, num_updates)
 
     def _assign(self, client: PsClient, rows: torch.Tensor, first: int, slot: str, num_updates: int) -> None:
         link = self.link
         flat = rows.detach().to("cpu", self.dtype).reshape(-1)
         transfer, num_frames = client.new_transfer(), 0
-        for piece in flat.split(max(1, link.frame_bytes // flat.itemsize)):
+        for piece in flat.split(max(1, link.runtime.config.frame_bytes // flat.itemsize)):
             client.lane.send(_VALUES, transfer, link.group, first, _held([piece]), piece.numel())
             first += piece.numel()
             num_frames += 1
@@ -242,20 +228,21 @@ class RemoteTable:
             transfers: dict[int, int] = {}
             asked: list[tuple[PsClient, int, torch.Tensor]] = []
             try:
-                for ps, start, stop, local in link.placement.cut(numbers, rows_in(link.frame_bytes, out)):
-                    client = link.clients[ps]
+                max_rows = rows_in(link.runtime.config.frame_bytes, out)
+                for ps, start, stop, local in link.placement.cut(numbers, max_rows):
+                    client = link.runtime.clients[ps]
                     if ps not in transfers:
                         transfers[ps] = client.new_transfer()
                     pieces = [torch.from_numpy(local)]
                     client.lane.send(_WANTED_ROWS, transfers[ps], link.group, start, _held(pieces), stop - start)
                     asked.append((client, transfers[ps], out[start:stop].view(-1)))
-                deadline = time.monotonic() + link.timeout_s
+                deadline = time.monotonic() + link.runtime.config.start_timeout_s
                 for client, transfer, target in asked:
                     frame = client.lane.receive(transfer, deadline, target)
                     if frame.tensor is not target:
                         target.copy_(frame.tensor)
                 for ps, transfer in transfers.items():
-                    link.clients[ps].lane.forget(transfer)
+                    link.runtime.clients[ps].lane.forget(transfer)
                 return
             except PeerUnavailableError:
                 if client is None or not tries_left:

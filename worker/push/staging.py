@@ -7,15 +7,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.codec import FrameKind
 from stratagem.worker.push.host_tensors import GradientSource
-from stratagem.worker.push.layout import Chunk, Layout
-from stratagem.worker.push.ps_client import PsClient
+from stratagem.worker.push.layout import Chunk
 from stratagem.worker.push.remote_table import RemoteTable
 from stratagem.worker.push.row_gradients import RowGradient
+from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.push.wire import Transfer
 from stratagem.worker.reduction.backward import current_backward
 
@@ -36,8 +35,7 @@ class GradientStaging:
     :meth:`complete`; the ps keeps the newest.
 
     Args:
-        clients: one per ps.
-        layout: where the rows live; parameter i is variable i.
+        variables: where the rows live; parameter i is variable i.
         parameters: the parameters.
         on_backward: called in each backward that reaches a parameter.
         tables: those that the optimizer changes; their rows leave at :meth:`complete`.
@@ -45,13 +43,12 @@ class GradientStaging:
 
     def __init__(
         self,
-        clients: Sequence[PsClient],
-        layout: Layout,
+        variables: RemoteVariables,
         parameters: Sequence[torch.nn.Parameter],
         on_backward: Callable[[], None],
-        tables: Sequence[RemoteTable] = (),
+        tables: Sequence[RemoteTable],
     ) -> None:
-        self._clients = clients
+        self._clients = variables.clients
         self._tables = tables
         self._rows: tuple[RowGradient | None, ...] = ()
         self._rows_sent: dict[int, tuple[RowGradient | None, ...]] = {}
@@ -61,7 +58,7 @@ class GradientStaging:
         self._eager = True
         self._paused = 0
         self._num_restaged_commits = 0
-        self._layout = layout
+        self._layout = variables.layout
         self._any_fired = False
         self._backward = -1
         """The newest that has reached a parameter, by torch's number of it."""
@@ -70,10 +67,9 @@ class GradientStaging:
         self._num_frames: dict[int, int] = {}
         self._restaged = False
         self.rerouted()
-        self._handles: list[RemovableHandle] = []
         for index, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
 
     def rerouted(self) -> None:
         """The layout has changed: nothing is staged where it belongs."""
@@ -104,30 +100,30 @@ class GradientStaging:
         finally:
             self._paused -= 1
 
-    def complete(self, servers: Sequence[int], rows: tuple[RowGradient | None, ...] = ()) -> dict[int, Transfer]:
-        """Sends what is missing or has changed, for the given ps. Returns what the commit must name, by ps.
+    def complete(self, servers: Sequence[int], rows: tuple[RowGradient | None, ...]) -> None:
+        """Sends what is missing or has changed, for the given ps; what a commit must name is :meth:`reference`.
 
         Args:
             servers: the ps.
             rows: gradient of each table.
         """
         self._rows = rows
-        restaged = self._restaged
+        if self._stage_missing(servers) or self._restaged:
+            self._count_restaged()
+
+    def _stage_missing(self, servers: Sequence[int]) -> bool:
+        """Sends some ps what they do not have as it is now; whether they have had it otherwise."""
+        restaged = False
         for chunk in self._chunks:
             if chunk.ps not in servers:
                 continue
-            signatures = self._signatures(chunk)
-            if not any(signatures):
-                continue
-            staged = self._staged.get(chunk.index)
-            if staged != signatures:
+            signatures, staged = self._signatures(chunk), self._staged.get(chunk.index)
+            if staged != signatures and any(signatures):
                 restaged = restaged or staged is not None
                 self._stage(chunk, signatures)
-        if restaged:
-            self._count_restaged()
         for ps in servers:
             self._stage_rows(ps)
-        return {ps: self.reference(ps) for ps in servers}
+        return restaged
 
     def reference(self, ps: int) -> Transfer:
         """What has been sent to one ps for this step."""
@@ -145,12 +141,7 @@ class GradientStaging:
     def restage(self, ps: int) -> Transfer:
         """Sends everything for one ps again, after its connection was lost."""
         self.lost(ps)
-        for chunk in self._chunks:
-            if chunk.ps == ps:
-                signatures = self._signatures(chunk)
-                if any(signatures):
-                    self._stage(chunk, signatures)
-        self._stage_rows(ps)
+        self._stage_missing([ps])
         return self.reference(ps)
 
     def reset(self) -> None:
@@ -164,11 +155,6 @@ class GradientStaging:
             for fired in self._fired.values():
                 fired.clear()
             self._any_fired = False
-
-    def close(self) -> None:
-        """Takes the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(_: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction.same_bits import sum_of_bits
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class TrainedCopies:
         """From now on they are to stay as they are."""
         self._counters = [tensor._version for tensor in self._tensors]
         is_exact = self._num_checked < NUM_EXACT or not self._num_checked % EXACT_EVERY
-        self._sums = [_sum_of_bits(tensor) for tensor in self._tensors] if is_exact else None
+        self._sums = [sum_of_bits(tensor.detach().reshape(-1)) for tensor in self._tensors] if is_exact else None
 
     def forget(self) -> None:
         """They may be anything until the next :meth:`note`."""
@@ -59,7 +60,7 @@ class TrainedCopies:
         self._num_checked += 1
         if self._sums is not None:
             for name, tensor, bits in zip(self._names, self._tensors, self._sums, strict=True):
-                if _sum_of_bits(tensor) != bits:
+                if sum_of_bits(tensor.detach().reshape(-1)) != bits:
                     self.forget()
                     raise ConfigurationError(f"{name} was changed here since the last update. {_WAY_OUT}")
         elif not self._has_warned:
@@ -68,8 +69,3 @@ class TrainedCopies:
                     self._has_warned = True
                     logger.warning("%s was written to since the last update. %s", name, _WAY_OUT)
                     break
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().reshape(-1)
-    return int(flat.view(torch.int32 if flat.itemsize % 4 == 0 else torch.uint8).sum(dtype=torch.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,34 +75,26 @@ class RemoteVariables:
         clients: one per ps.
         layout: where the rows live.
         tensors: the copies in this process, in the order of ``layout.variables``.
-        optimizers: for each group the name of its torch.optim class; "" for values that no optimizer changes.
+        optimizer: name of its torch.optim class; "" for values that no optimizer changes.
     """
 
     def __init__(
-        self,
-        clients: Sequence[PsClient],
-        layout: Layout,
-        tensors: Sequence[torch.Tensor],
-        optimizers: dict[int, str],
+        self, clients: Sequence[PsClient], layout: Layout, tensors: Sequence[torch.Tensor], optimizer: str
     ) -> None:
         self.clients = clients
         self.layout = layout
+        self.optimizer = optimizer
         self.targets = WeightTargets(layout, tensors)
-        self._optimizers = optimizers
-        self._have: dict[int, dict[int, wire.Version]] = {}
-        self._copies = TrainedCopies(self.named) if self.optimized else None
+        self.have: dict[int, dict[int, wire.Version]] = {}
+        """Versions of the copies here: of each ps, by group."""
+        self.copies = TrainedCopies(self.named if optimizer else [])
         self.rerouted()
 
     def rerouted(self) -> None:
         """The layout has changed, and with it whose versions the copies here are."""
-        self.may_differ()
+        self.copies.forget()
         self.targets.rerouted()
-        self._have = {client.index: {} for client in self.clients}
-
-    @property
-    def optimized(self) -> bool:
-        """Whether an optimizer changes these variables."""
-        return any(self._optimizers.values())
+        self.have = {client.index: {} for client in self.clients}
 
     def attach(self, client: PsClient, can_initialize: bool) -> wire.Attached:
         """Tells one ps which shards it holds; assigns their values where this worker is asked to."""
@@ -116,7 +108,7 @@ class RemoteVariables:
     def assign(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps."""
         values = send_values(client, self.layout, self.targets, groups)
-        self._remember(client, wire.assign_values(client, values, groups))
+        self.have[client.index] |= wire.assign_values(client, values, groups)
         self.finish()
 
     @property
@@ -134,8 +126,8 @@ class RemoteVariables:
 
     def forget(self) -> None:
         """The copies here are no version of the job's: the next pull takes all."""
-        self.may_differ()
-        for versions in self._have.values():
+        self.copies.forget()
+        for versions in self.have.values():
             versions.clear()
 
     def pull(self, clients: Iterable[PsClient] | None = None, wait_s: float = 0.0) -> bool:
@@ -149,7 +141,7 @@ class RemoteVariables:
             groups = [group for group, ps in self.layout.shards if ps == client.index]
             if not groups:
                 continue
-            have = {group: self._have[client.index].get(group) for group in groups}
+            have = {group: self.have[client.index].get(group) for group in groups}
             calls.append((client, wire.pull_weights(client, have, wait_s)))
         complete = True
         for client, call in calls:
@@ -161,18 +153,7 @@ class RemoteVariables:
     def finish(self) -> None:
         """What came is in the tensors, which are as the ps have them from now on."""
         self.targets.finish()
-        if self._copies is not None:
-            self._copies.note()
-
-    def may_differ(self) -> None:
-        """Whatever the copies here are now, the next values of the ps are welcome."""
-        if self._copies is not None:
-            self._copies.forget()
-
-    def check_unchanged(self) -> None:
-        """See :meth:`TrainedCopies.check`."""
-        if self._copies is not None:
-            self._copies.check()
+        self.copies.note()
 
     def take(self, client: PsClient, call: PendingCall) -> Any:
         """Waits for a reply with versions, and writes the weights that it brings into the tensors; call
@@ -182,15 +163,8 @@ class RemoteVariables:
             lambda frame: targets.write(ps, frame),
             lambda kind, group, offset, num: targets.place(ps, group, offset, num) if kind == WEIGHTS else None,
         )
-        self._remember(client, wire.versions_of(reply))
+        self.have[client.index] |= wire.versions_of(reply)
         return reply
-
-    def have(self, ps: int) -> Mapping[int, wire.Version]:
-        """Versions of the copies here, by group, of one ps."""
-        return self._have[ps]
-
-    def _remember(self, client: PsClient, versions: Mapping[int, wire.Version]) -> None:
-        self._have[client.index].update(versions)
 
     def _specs(self, ps: int) -> list[Any]:
         specs = []
@@ -201,5 +175,5 @@ class RemoteVariables:
                     wire.shard_spec(variable.name, variable.shape, shard, shard.offset, variable.param_group)
                     for variable, shard in zip(variables, shards, strict=True)
                 ]
-                specs.append(wire.group_spec(group, self._optimizers.get(group, ""), variables[0].dtype, parts))
+                specs.append(wire.group_spec(group, self.optimizer, variables[0].dtype, parts))
         return specs

@@ -95,7 +95,7 @@ def assign_values(
 ) -> dict[int, Version]:
     """Gives groups the values that went before, or a slot of the optimizer; returns the versions that this makes."""
     request = ps_pb2.AssignValuesRequest(
-        values=values.to_proto(), groups=groups, slot=slot, step_counts=step_counts, scalars=_struct(scalars or {})
+        values=values.to_proto(), groups=groups, slot=slot, step_counts=step_counts, scalars=to_struct(scalars or {})
     )
     reply: ps_pb2.AssignValuesReply = client.call("AssignValues", request, sequenced=True)
     return versions_of(reply)
@@ -112,18 +112,14 @@ def pull_weights(
 
 def close_units(client: PsClient, closes: Sequence[tuple[Unit, int]]) -> None:
     """Tells a ps that units are complete on this worker, and how many of their updates it acknowledged."""
-    client.call("CloseUnits", ps_pb2.CloseUnitsRequest(closes=_closes(closes)))
+    told = [ps_pb2.UnitClose(unit=unit_to_proto(unit), num_updates=num_updates) for unit, num_updates in closes]
+    client.call("CloseUnits", ps_pb2.CloseUnitsRequest(closes=told))
 
 
 def step_slice(step: int, units: Sequence[Unit], weight: float, gradients: Literal["mean", "sum"]) -> ps_pb2.StepSlice:
     """Staleness 0: the step of the job that an update belongs to."""
     merge = ps_pb2.MEAN if gradients == "mean" else ps_pb2.SUM
     return ps_pb2.StepSlice(step=step, units=[unit_to_proto(unit) for unit in units], weight=weight, merge=merge)
-
-
-def hyper_parameters(of_groups: Sequence[Mapping[str, Any]]) -> list[struct_pb2.Struct]:
-    """Hyper-parameters, one a param_group."""
-    return [_struct(values) for values in of_groups]
 
 
 def group_commit(
@@ -232,11 +228,8 @@ def scalars_of(reply: Any) -> dict[str, list[float]]:
     return {name: [value.number_value for value in values.list_value.values] for name, values in found}
 
 
-def _closes(closes: Sequence[tuple[Unit, int]]) -> list[ps_pb2.UnitClose]:
-    return [ps_pb2.UnitClose(unit=unit_to_proto(unit), num_updates=num_updates) for unit, num_updates in closes]
-
-
-def _struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+def to_struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+    """Hyper-parameters or numbers by name."""
     struct = struct_pb2.Struct()
     struct.update(dict(values))
     return struct

@@ -103,8 +103,8 @@ class BackwardReducer(Generic[B]):
     def refresh(self) -> None:
         """Looks for parameters that have changed. Collective if there are."""
 
-    def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """A step was made with the gradients of ``parameters``; None: of all."""
+    def committed(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """A step was made with the gradients of ``parameters``."""
 
     def follow(
         self,
@@ -173,6 +173,13 @@ class BackwardReducer(Generic[B]):
 
     def _begin(self, backward: B, first: ParameterGradient) -> None:
         """The first gradient has come: this is a backward, not a ``torch.autograd.grad``."""
+        for slot in self._slots:
+            if slot.handles and next(reversed(slot.parameter._post_accumulate_grad_hooks)) != slot.handles[-1].id:
+                raise ConfigurationError(
+                    "a hook that register_post_accumulate_grad_hook took after strategy.prepare would find no .grad: "
+                    "gradients of all replicas are there when backward() has returned. Do its work then, or on this "
+                    "replica's own gradient, by register_hook or a hook that is registered before strategy.prepare"
+                )
         pending = [slot for slot in self._slots if slot.pending]
         for slot in pending:
             slot.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,16 +91,13 @@ _CONVERTED: dict[type[_BatchNorm], type[SyncBatchNorm]] = {
 
 def convert_batch_norm(
     module: nn.Module, communicator: Communicator, weight: Callable[[], Weight] | None = None
-) -> nn.Module:
+) -> None:
     """Makes every BatchNorm in ``module`` take its statistics from all ranks; the layers stay the same objects.
 
     Args:
         module: a model, or a BatchNorm itself.
         weight: how much this rank's gradient counts, as the reducer is told; asked in each backward. None: as much as
             its elements are of all ranks' elements, which is right for a loss that is a mean over examples.
-
-    Returns:
-        ``module``.
 
     Raises:
         ConfigurationError: a BatchNorm of a class of its own, whose forward cannot be known.
@@ -116,43 +113,37 @@ def convert_batch_norm(
     for _, layer in layers:
         layer.__class__ = _CONVERTED.get(type(layer), type(layer))
         layer.sync = _Sync(communicator, weight)  # type: ignore[assignment]  # not a tensor nor a module
-    return module
+
+
+def average_by_examples(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:
+    """Makes the buffers of all ranks equal: floats become averages, integers the maximum. For saving and evaluating.
+
+    Args:
+        models: the same on every rank.
+        seen: examples that each model has seen on this rank, by which its floats are weighted; without any they do not
+            count, whatever they are. Before the first batch nobody has seen any, and all have the same.
+    """
+    everybody = communicator.all_reduce(torch.tensor(seen))
+    for model, count, total in zip(models, seen, everybody.tolist(), strict=True):
+        _average_buffers(model, float(count) if total else 1.0, communicator)
 
 
 @torch.no_grad()
-def average_buffers(modules: Iterable[nn.Module], share: float, communicator: Communicator) -> None:
-    """Makes the buffers of all ranks equal: floats become averages weighted by ``share``, integers the maximum.
-
-    For saving and evaluating. One collective for each kind.
-
-    Args:
-        modules: the same on every rank.
-        share: of this rank, at least 0, in any unit. At 0 its floats do not count, whatever they are.
-
-    Raises:
-        ConfigurationError: the shares of all ranks are 0.
-    """
-    buffers = list({id(buffer): buffer for module in modules for buffer in module.buffers()}.values())
+def _average_buffers(model: nn.Module, share: float, communicator: Communicator) -> None:
+    """One collective for each kind."""
+    buffers = list(model.buffers())
     floats = [buffer for buffer in buffers if buffer.is_floating_point()]
     integers = [buffer for buffer in buffers if not buffer.is_floating_point() and not buffer.is_complex()]
     if floats:
         flat = torch.cat([buffer.reshape(-1).double().cpu() for buffer in floats])
         mine = flat * share if share else torch.zeros_like(flat)
         total = communicator.all_reduce(torch.cat([mine, torch.tensor([share], dtype=torch.float64)]))
-        if not total[-1]:
+        if not total[-1]:  # a ring that heals has lost all who had seen any
             raise ConfigurationError("expected a share above 0 on some rank to average buffers with, got 0 on all")
         _scatter(total[:-1] / total[-1], floats)
     if integers:
         flat = torch.cat([buffer.reshape(-1).long().cpu() for buffer in integers])
         _scatter(communicator.all_reduce(flat, ReduceOp.MAX), integers)
-
-
-def average_by_examples(models: Sequence[nn.Module], seen: Sequence[int], communicator: Communicator) -> None:
-    """As :func:`average_buffers`, of each model by the examples that it has seen on this rank; before the first batch
-    nobody has seen any, and all have the same."""
-    everybody = communicator.all_reduce(torch.tensor(seen))
-    for model, count, total in zip(models, seen, everybody.tolist(), strict=True):
-        average_buffers([model], float(count) if total else 1.0, communicator)
 
 
 def _scatter(flat: torch.Tensor, buffers: list[torch.Tensor]) -> None:

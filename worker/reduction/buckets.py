@@ -15,38 +15,22 @@ BUCKET_BYTES = 25 * 1024**2
 """Large enough for full bandwidth, small enough to leave while backward goes on."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterSize:
-    """What the cut needs to know about one parameter."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Bucket:
     """Gradients of one dtype and device that are reduced by one collective."""
 
     dtype: torch.dtype
     device: torch.device
-    parameters: tuple[int, ...]
+    parameters: list[int] = dataclasses.field(default_factory=list)
     """Indices of the parameters, the last registered first."""
-    offsets: tuple[int, ...]
+    offsets: list[int] = dataclasses.field(default_factory=list)
     """Where each of them begins, in bytes from the begin of the bucket."""
-    num_bytes: int
+    num_bytes: int = 0
     """Size with the gaps between the gradients; a multiple of :data:`ALIGNMENT`."""
 
 
-@dataclasses.dataclass
-class _Open:
-    parameters: list[int] = dataclasses.field(default_factory=list)
-    offsets: list[int] = dataclasses.field(default_factory=list)
-    num_bytes: int = 0
-
-
 def cut_buckets(
-    parameters: Sequence[ParameterSize], first_bytes: int = FIRST_BYTES, bucket_bytes: int = BUCKET_BYTES
+    parameters: Sequence[torch.Tensor], first_bytes: int = FIRST_BYTES, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Bucket]:
     """Cuts parameters into buckets, in the order in which backward is expected to complete them.
 
@@ -57,29 +41,25 @@ def cut_buckets(
         first_bytes: limit of the first bucket of each dtype and device, at most ``bucket_bytes``.
         bucket_bytes: limit of the others. A parameter above the limit has a bucket of its own.
     """
-    opened: dict[tuple[torch.dtype, torch.device], _Open] = {}
+    opened: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     limits: dict[tuple[torch.dtype, torch.device], int] = {}
-    closed: list[Bucket] = []
-
-    def close(key: tuple[torch.dtype, torch.device]) -> None:
-        bucket = opened.pop(key)
-        closed.append(Bucket(*key, tuple(bucket.parameters), tuple(bucket.offsets), bucket.num_bytes))
-        limits[key] = bucket_bytes
-
+    buckets: list[Bucket] = []
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         key = (parameter.dtype, parameter.device)
-        num_bytes = aligned(parameter.numel * parameter.dtype.itemsize)
+        num_bytes = aligned(parameter.numel() * parameter.dtype.itemsize)
         limit = limits.setdefault(key, min(first_bytes, bucket_bytes))
         if key in opened and opened[key].num_bytes + num_bytes > limit:
-            close(key)
-        bucket = opened.setdefault(key, _Open())
+            limits[key] = bucket_bytes
+            del opened[key]
+        if key not in opened:
+            opened[key] = Bucket(*key)
+            buckets.append(opened[key])
+        bucket = opened[key]
         bucket.parameters.append(index)
         bucket.offsets.append(bucket.num_bytes)
         bucket.num_bytes += num_bytes
-    for key in list(opened):
-        close(key)
-    return sorted(closed, key=lambda bucket: -bucket.parameters[-1])
+    return sorted(buckets, key=lambda bucket: -bucket.parameters[-1])
 
 
 def aligned(num_bytes: int) -> int:

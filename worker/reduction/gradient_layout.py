@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.buckets import ALIGNMENT, ParameterSize, cut_buckets
+from stratagem.worker.reduction.buckets import ALIGNMENT, cut_buckets
 from stratagem.worker.reduction.compress_interface import BucketPart
 from stratagem.worker.reduction.gradient_areas import Area, CudaArea, page_locked
 from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradient, SparseSlot
@@ -61,8 +61,7 @@ class GradientLayout:
         plan = []
         for group in sorted(set(groups)):
             members = [s for s, its in zip(slots, groups, strict=True) if its == group and isinstance(s, DenseSlot)]
-            sizes = [ParameterSize(m.parameter.numel(), m.parameter.dtype, m.parameter.device) for m in members]
-            for bucket in cut_buckets(sizes, first_bytes, bucket_bytes):
+            for bucket in cut_buckets([member.parameter for member in members], first_bytes, bucket_bytes):
                 plan.append((group, [members[index] for index in bucket.parameters], bucket))
         cuda = next((bucket.device for _, _, bucket in plan if bucket.device.type == "cuda"), None)
         num_bytes = max(ALIGNMENT, sum(bucket.num_bytes for _, _, bucket in plan))

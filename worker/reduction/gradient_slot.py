@@ -79,12 +79,6 @@ class ParameterGradient:
                 self.parameter.grad, self.pending, self._held = self._held, False, None
             self._reset()
 
-    def close(self) -> None:
-        """Takes the hooks off the parameter."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-
     def _reset(self) -> None:
         self.taken = self.fired = self.spent = False
         self.stash = self._before = None
@@ -120,7 +114,7 @@ class DenseSlot(ParameterGradient):
 
         They get the strides of the parameter where it fills its memory (channels_last, for example), as autograd does.
         """
-        shape, strides = self.parameter.shape, dense_strides(self.parameter)
+        shape, strides = self.parameter.shape, torch.empty_like(self.parameter, device="meta").stride()
         self.source = source.as_strided(shape, strides, source.storage_offset())
         in_place = result.data_ptr() == source.data_ptr()
         self.result = self.source if in_place else result.as_strided(shape, strides, result.storage_offset())
@@ -245,17 +239,6 @@ class SparseSlot(OwnSlot):
             joined.div_(divisor)
         with torch.sparse.check_sparse_tensor_invariants(False):
             return torch.sparse_coo_tensor(torch.cat(indices).t(), joined, self.parameter.shape).coalesce()
-
-
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor that fills its memory without gaps; those of a contiguous one for any other."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return torch.empty(tensor.shape, device="meta").stride()
-            expected *= size
-    return tensor.stride()
 
 
 class WeakHook:

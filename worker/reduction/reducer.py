@@ -31,8 +31,6 @@ from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.healing import Kept
 from stratagem.worker.step_meter import StepMeter
 
-__all__ = ["GradientReducer", "Weight"]
-
 
 class GradientReducer(BackwardReducer["_Backward"]):
     """Reduces the gradients of parameters over all ranks, whenever ``backward()`` reaches one of them.
@@ -114,13 +112,9 @@ class GradientReducer(BackwardReducer["_Backward"]):
 
     # -- what a strategy calls --------------------------------------------------------------------------------
 
-    def committed(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """A step was made with the gradients of ``parameters`` (None: all): what compression left out is owed."""
-        if self._compression is None:
-            return
-        if parameters is None:
-            self._compression.commit([bucket.index for bucket in self.buckets])
-        else:
+    def committed(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """A step was made with the gradients of ``parameters``: what compression left out is owed."""
+        if self._compression is not None:
             stepped = {id(parameter) for parameter in parameters}
             self._compression.commit(
                 bucket.index for bucket in self.buckets if any(id(slot.parameter) in stepped for slot in bucket.slots)
@@ -134,16 +128,6 @@ class GradientReducer(BackwardReducer["_Backward"]):
         """
         if self._is_stale():
             self._lay_out()
-
-    def close(self) -> None:
-        """Takes the hooks off the parameters; their gradients stay."""
-        self._drain()
-        for slot in self._slots:
-            slot.close()
-            if slot.parameter.grad is not None and not slot.parameter.grad.is_sparse:
-                slot.parameter.grad = slot.parameter.grad.clone()
-        if self._layout is not None:
-            self._layout.close()
 
     # -- memory ------------------------------------------------------------------------------------------------
 
@@ -253,7 +237,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
             finally:
                 self._num_reduced += 1
         if merged.wants_end:
-            self._request.hear()
+            self._request.agreed = True
         if merged.sees_newcomer and self._communicator.healing is not None:
             self._communicator.healing.is_due = True
         self._futures.clear()

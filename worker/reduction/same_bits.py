@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.gradient_slot import dense_strides
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.state_broadcast import gather_json
 
 WINDOW = 16384
 """Elements that are looked at in one backward, round and round: about 20 µs on one core."""
@@ -70,10 +71,13 @@ class SameBits:
         Raises:
             ConfigurationError: names the rank and what it has.
         """
-        lines = [self._label, *self._setting_lines()]
-        text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
-        labels, *rest = zip(*_padded([_lines(each) for each in communicator.all_gather(text)]), strict=True)
-        sums = communicator.all_gather(torch.tensor([_sum(_flat(parameter)) for parameter in self._parameters]))
+        settings = [
+            f"{type(optimizer).__name__}({', '.join(f'{name}={group.get(name)!r}' for name in optimizer.defaults)})"
+            for optimizer in self._optimizers()
+            for group in optimizer.param_groups
+        ]
+        labels, *rest = itertools.zip_longest(*gather_json(communicator, [self._label, *settings]), fillvalue="")
+        sums = communicator.all_gather(torch.tensor([sum_of_bits(_flat(parameter)) for parameter in self._parameters]))
         for line in rest:
             if (odd := _odd([part for part in line if part])) is not None:
                 told = [(label, part) for label, part in zip(labels, line, strict=True) if part]
@@ -92,19 +96,12 @@ class SameBits:
                 )
         raise ConfigurationError("the replicas have had different weights or settings; they are the same again")
 
-    def _setting_lines(self) -> list[str]:
-        return [
-            f"{type(optimizer).__name__}({', '.join(f'{name}={group.get(name)!r}' for name in optimizer.defaults)})"
-            for optimizer in self._optimizers()
-            for group in optimizer.param_groups
-        ]
-
     def _next_window(self) -> int:
         total, left = 0, WINDOW
         for _ in range(min(MAX_PIECES, len(self._parameters))):
             flat = _flat(self._parameters[self._index])
             piece = flat[self._offset : self._offset + left]
-            total = total * 31 + _sum(piece)
+            total = total * 31 + sum_of_bits(piece)
             left -= piece.numel()
             self._offset += piece.numel()
             if self._offset >= flat.numel():
@@ -116,7 +113,7 @@ class SameBits:
 
 def checksums(parameters: Sequence[torch.nn.Parameter]) -> tuple[int, ...]:
     """Of the bits of each gradient; 0 where there is none."""
-    return tuple(0 if each.grad is None else _sum(each.grad.to_dense().reshape(-1)) for each in parameters)
+    return tuple(0 if each.grad is None else sum_of_bits(each.grad.to_dense().reshape(-1)) for each in parameters)
 
 
 def have_same_gradients(parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> bool:
@@ -142,12 +139,12 @@ def _settings(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> lis
 def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The elements in the order of memory, without a copy if there are no gaps."""
     own = parameter.detach()
-    if dense_strides(own) == own.stride():
+    if torch.empty_like(own, device="meta").stride() == own.stride():
         return own.as_strided((own.numel(),), (1,))
     return own.reshape(-1)
 
 
-def _sum(flat: torch.Tensor) -> int:
+def sum_of_bits(flat: torch.Tensor) -> int:
     """Of the bits, as integers: the order in which they are added does not matter."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return int(flat.view(sizes.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
@@ -160,12 +157,3 @@ def _odd(values: Sequence[object]) -> int | None:
         return None
     usual = counts.most_common(1)[0][0]
     return next(index for index, value in enumerate(values) if value != usual)
-
-
-def _lines(text: torch.Tensor) -> list[str]:
-    return bytes(text.tolist()).decode().splitlines()
-
-
-def _padded(texts: Sequence[list[str]]) -> Iterator[list[str]]:
-    longest = max(map(len, texts))
-    return ([*lines, *[""] * (longest - len(lines))] for lines in texts)

@@ -10,6 +10,7 @@ import torch
 from stratagem.errors import ConfigurationError
 from stratagem.rpc.codec import byte_view
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.state_broadcast import gather_json
 
 
 def agree(
@@ -21,12 +22,9 @@ def agree(
         ConfigurationError: a rank has other parameters, or other hyper-parameters of an optimizer.
     """
     mine = _describe(models, optimizers)
-    digest = torch.frombuffer(bytearray(hashlib.sha256("\n".join(mine).encode()).digest()), dtype=torch.uint8)
-    digests = communicator.all_gather(digest)
-    different = [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
+    different = _others(communicator, hashlib.sha256("\n".join(mine).encode()).digest())
     if different:
-        text = torch.frombuffer(bytearray("\n".join(mine).encode()), dtype=torch.uint8)
-        texts = [bytes(other.tolist()).decode().splitlines() for other in communicator.all_gather(text)]
+        texts = gather_json(communicator, mine)
         rank = different[0]
         here, there = _first_difference(texts[0], texts[rank])
         raise ConfigurationError(
@@ -42,8 +40,13 @@ def same_everywhere(communicator: Communicator, models: Iterable[torch.nn.Module
     for model in models:
         for parameter in model.parameters():
             digest.update(byte_view(parameter))
-    digests = communicator.all_gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
-    return all(torch.equal(other, digests[0]) for other in digests)
+    return not _others(communicator, digest.digest())
+
+
+def _others(communicator: Communicator, digest: bytes) -> list[int]:
+    """Ranks that have another digest than rank 0."""
+    digests = communicator.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    return [rank for rank, other in enumerate(digests) if not torch.equal(other, digests[0])]
 
 
 def _describe(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
@@ -60,15 +63,9 @@ def _describe(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.opti
 
 
 def _tensors(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    for model in models:
-        for tensor in (*model.parameters(), *model.buffers()):
-            found.setdefault(id(tensor), tensor)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                found.setdefault(id(tensor), tensor)
-    return found.values()
+    found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    found += [tensor for optimizer in optimizers for group in optimizer.param_groups for tensor in group["params"]]
+    return dict.fromkeys(found)
 
 
 def _first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, str]:

@@ -25,17 +25,17 @@ def choose_chunk_bytes(communicator: Communicator, ring: RingGroup) -> int:
     """Tries and sets the best; every rank gets the same answer."""
     tensor = torch.ones(TRIAL_BYTES // 4)
     out = torch.empty_like(tensor)
-    ring.set_chunk_bytes(DEFAULT_BYTES)
+    ring.chunk_bytes = DEFAULT_BYTES
     if _slowest(communicator, tensor[: tensor.numel() // 8], out[: tensor.numel() // 8]) > SLOW_S:
         return DEFAULT_BYTES
     taken_s = dict.fromkeys(CANDIDATES, float("inf"))
     for _ in range(ROUNDS):  # in turns: what disturbs the machine disturbs all alike
         for candidate in CANDIDATES:
-            ring.set_chunk_bytes(candidate)
+            ring.chunk_bytes = candidate
             taken_s[candidate] = min(taken_s[candidate], _slowest(communicator, tensor, out))
     fastest = min(CANDIDATES, key=taken_s.__getitem__)
     best = fastest if taken_s[fastest] < CLEARLY * taken_s[DEFAULT_BYTES] else DEFAULT_BYTES
-    ring.set_chunk_bytes(best)
+    ring.chunk_bytes = best
     return best
 
 

@@ -19,7 +19,6 @@ from stratagem.errors import CollectiveError, ConfigurationError, SegmentError
 from stratagem.measuring.flight import FLIGHT
 from stratagem.worker.ring.group import Arena, Group, Tag
 from stratagem.worker.ring.healing import KEPT_BYTES, Healing, Kept
-from stratagem.worker.ring.schedule import cut
 
 logger = logging.getLogger(__name__)
 
@@ -143,20 +142,6 @@ class Communicator:
         if target is not result:
             result.copy_(target.view(result.shape))
         return result
-
-    def reduce_scatter(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor:
-        """This rank's slice of the flattened reduction: contiguous, the first ranks have one element more."""
-        op, flat = ReduceOp(op), _flat(tensor)
-        group_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        what = f"reduce_scatter {op.value} of {tensor.numel():,} {name_of(tensor.dtype)}"
-
-        def scatter() -> torch.Tensor:
-            start, stop = cut(flat.numel(), self.size)[self.rank]
-            out = torch.empty(stop - start, dtype=flat.dtype)
-            self.collective(what, lambda tag: self.group.reduce_scatter(flat, out, group_op, tag))
-            return out.div_(self.size) if op is ReduceOp.MEAN else out
-
-        return self.atomic(scatter).to(tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order; the first dimension may differ between ranks, 0 included."""

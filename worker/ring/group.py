@@ -16,6 +16,7 @@ import torch
 
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError
+from stratagem.worker.ring.schedule import cut
 
 REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -82,7 +83,8 @@ class Group(Protocol):
 
     Tensors are flat, contiguous and of one dtype; the caller has checked that. A method returns when its outputs are
     complete and its inputs may be changed. Sums of float16 and bfloat16 are formed in float32 and rounded once
-    for each hop. Every rank ends with identical bits. Not thread-safe: one caller at a time.
+    for each hop. Every rank ends with identical bits. Not thread-safe: one caller at a time. A method that has a body
+    is as a group has it that can do no better.
 
     Raises (every method):
         CollectiveError: a peer is gone, stands still longer than the group's timeout, sent something else than what the
@@ -100,7 +102,9 @@ class Group(Protocol):
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
         """Memory for all_reduce, kept until the group closes: a source and a result inside it, at equal offsets, are
         reduced without copying. Any other tensors work too, and cost copies where the group needs some. ``in_place``:
-        source and result are the same memory, half as much."""
+        source and result are the same memory, half as much. Here it is each rank's own."""
+        self.barrier(tag)
+        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         """``out[:] = op over ranks of source``; ``source`` is left as it is unless it is ``out``.
@@ -109,7 +113,14 @@ class Group(Protocol):
         """
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        """``out`` = this rank's slice (:func:`stratagem.worker.ring.schedule.cut`) of the reduction of ``source``."""
+        """``out`` = this rank's slice (:func:`stratagem.worker.ring.schedule.cut`) of the reduction of ``source``.
+
+        Here by an all-reduce, of which every rank keeps its slice.
+        """
+        total = torch.empty_like(source)
+        self.all_reduce(source, total, op, tag)
+        start, stop = cut(source.numel(), self.size)[self.rank]
+        out.copy_(total[start:stop])
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         """``outs[r]`` = rank r's ``source``; the lengths may differ and are known, and may be 0."""
@@ -124,7 +135,8 @@ class Group(Protocol):
         """Returns when every rank has called it."""
 
     def waiting_on(self) -> int | None:
-        """The rank this one waits for at this moment; None: none. Called from other threads."""
+        """The rank this one waits for at this moment; None: none, or there is no telling. Called from other threads."""
+        return None
 
     def close(self, reason: str) -> None:
         """Frees sockets, threads and memory; a call that waits in another thread raises ``CollectiveError(reason)``."""

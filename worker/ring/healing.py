@@ -76,9 +76,6 @@ class Ranks(Protocol):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Communicator`."""
 
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """See :class:`Communicator`."""
-
     def confirm(self) -> None:
         """A barrier that is no atomic collective of its own."""
 

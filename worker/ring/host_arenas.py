@@ -34,10 +34,6 @@ class HostArenas:
         own = segments[rank]
         self._arenas.append(_Shared(segments, own.data_ptr(), own.numel(), result_start))
 
-    def segments(self, arena: int) -> Sequence[torch.Tensor]:
-        """Every rank's."""
-        return self._arenas[arena - 1].segments
-
     def place(self, source: torch.Tensor, out: torch.Tensor | None) -> tuple[int, int, int]:
         """Arena and offsets in bytes of source and result in its segment.
 
@@ -85,7 +81,7 @@ class HostArenas:
                 return segment[start : start + num_bytes].view(dtype).split(chunk) if num_bytes > 0 else ()
 
         first, targets = owners
-        segments = self.segments(arena)
+        segments = self._arenas[arena - 1].segments
         sources = zip(*(chunks(segment, starts[0]) for segment in segments), strict=True)
         results = zip(*(chunks(segments[rank], starts[1]) for rank in targets), strict=True)
         own = list(targets).index(first)
@@ -101,7 +97,7 @@ class HostArenas:
         """What every rank has at an offset, in the dtype and length of a flat tensor."""
         stop = start + like.numel() * like.itemsize
         with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
-            return [segment[start:stop].view(like.dtype) for segment in self.segments(arena)]
+            return [segment[start:stop].view(like.dtype) for segment in self._arenas[arena - 1].segments]
 
     def clear(self) -> None:
         """Lets go of the memory; it is unmapped when the last tensor in it goes."""

@@ -213,11 +213,6 @@ class Signals:
             for link in self._links.values():
                 link.close()
 
-    @property
-    def broken(self) -> bool:
-        """Whether an error or :meth:`close` ended the group."""
-        return self._failure is not None
-
     # -- waiting for one peer ---------------------------------------------------------------------------------
 
     def _send(self, peer: int, message: bytes) -> None:

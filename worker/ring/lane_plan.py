@@ -75,14 +75,16 @@ def plan_lanes(
     failures = failures or {}
     size = len(members)
     singles = tuple((rank,) for rank in range(size))
+    without_cuda = [member.task for member in members if not member.cuda]
     if options.implementation is CommunicationImplementation.NCCL or options.transport == "nccl":
-        missing = [member.task for member in members if not member.cuda]
-        if missing:
+        if without_cuda:
             raise ConfigurationError(
-                f"NCCL was asked for, but {', '.join(missing)} computes on no CUDA device; take RING (--transport auto)"
+                f"NCCL was asked for, but {', '.join(without_cuda)} computes on no CUDA device; take RING "
+                "(--transport auto)"
             )
         return LanePlan(singles, None, True, "nccl was asked for and every worker has CUDA")
-    if _wants_nccl(members, options):
+    is_auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
+    if is_auto and not without_cuda:
         return LanePlan(singles, None, True, "every worker has CUDA")
     if options.transport in failures:
         raise ConfigurationError(f"--transport {options.transport} cannot be had: {failures[options.transport]}")
@@ -103,11 +105,6 @@ def plan_lanes(
     if "tcp" in failures:
         return LanePlan(hosts, "grpc", False, f"{shared}; no tcp: {failures['tcp']}")
     return LanePlan(hosts, "tcp", False, shared)
-
-
-def _wants_nccl(members: Sequence[RankInfo], options: CommunicationOptions) -> bool:
-    auto = options.implementation is CommunicationImplementation.AUTO and options.transport == "auto"
-    return auto and all(member.cuda for member in members)
 
 
 def _hosts(members: Sequence[RankInfo]) -> tuple[tuple[int, ...], ...]:

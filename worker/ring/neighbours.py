@@ -30,7 +30,7 @@ class Neighbours(Breakable):
         super().__init__()
         self.right = (rank + 1) % size
         self.left = (rank - 1) % size
-        self.waiting_on: int | None = None
+        self.awaits: int | None = None
         """The neighbour that this rank waits for at this moment."""
         self._right_lane = right
         self._left_lane = left
@@ -53,13 +53,13 @@ class Neighbours(Breakable):
             Where they are: ``into``, or memory of the lane, which must not be written to.
         """
         assert self._left_lane is not None
-        self.waiting_on = self.left
+        self.awaits = self.left
         try:
             frame = self._left_lane.receive(0, time.monotonic() + self.timeout_s, into)
         except StratagemError as error:
             raise self._blame(self.left, tag, error) from None
         finally:
-            self.waiting_on = None
+            self.awaits = None
         tensor = frame.tensor
         num_elements = into.numel()
         if (
@@ -90,13 +90,13 @@ class Neighbours(Breakable):
         """Waits until everything that was sent may be changed."""
         if self._right_lane is None:
             return
-        self.waiting_on = self.right
+        self.awaits = self.right
         try:
             self._right_lane.flush(time.monotonic() + self.timeout_s)
         except StratagemError as error:
             raise self._blame(self.right, tag, error) from None
         finally:
-            self.waiting_on = None
+            self.awaits = None
 
     def _end(self, error: CollectiveError) -> None:
         for lane in (self._right_lane, self._left_lane):

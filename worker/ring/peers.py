@@ -17,7 +17,6 @@ from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.fields import from_message, to_message
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2, worker_pb2_grpc
 from stratagem.rpc.lane_listener import LaneTicket, connect_lane
-from stratagem.worker.ring import wire
 from stratagem.worker.ring.lane_plan import PairLane, RankInfo
 from stratagem.worker.ring.members import Members, MembershipSource, RankPosition
 
@@ -123,7 +122,7 @@ class Peers:
             PeerUnavailableError: it does not answer within ``timeout_s`` seconds.
         """
         reply = self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
-        return wire.position_from_proto(reply)
+        return from_message(RankPosition, reply, waiting_on=reply.waiting_on if reply.has_rank else None)
 
     def abort(self, reason: str, timeout_s: float) -> None:
         """Tells every other rank that the collectives are broken; whoever does not answer is not waited for longer."""

@@ -26,7 +26,7 @@ SMALL_BYTES = 64 << 10
 """Where all ranks' tensors together are at most this long, everybody gets all of them: half the hops, more bytes."""
 
 
-class RingGroup:
+class RingGroup(Neighbours):
     """Implements :class:`stratagem.worker.ring.group.Group` over a lane to the right and one from the left.
 
     All-reduce is reduce-scatter and all-gather, 2(N-1) hops in chunks; small tensors go around whole, N-1 hops. Every
@@ -56,33 +56,22 @@ class RingGroup:
         wire_dtype: torch.dtype | None,
         timeout_s: float,
     ) -> None:
+        super().__init__(rank, size, right, left, timeout_s)
         self.name = f"ring over {right.name}" if right is not None else "ring of one"
         self.rank = rank
         self.size = size
-        self._ring = Neighbours(rank, size, right, left, timeout_s)
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
+        """Every rank may change it, between the same two collectives."""
         self._wire_dtype = wire_dtype
         self._memory: dict[str, torch.Tensor] = {}
         self._scratches: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    @property
-    def timeout_s(self) -> float:
-        return self._ring.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._ring.timeout_s = seconds
-
-    def set_chunk_bytes(self, chunk_bytes: int) -> None:
-        """Changes the largest payload of a message; every rank has to do it between the same two collectives."""
-        self._chunk_bytes = chunk_bytes
-
     def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
-        self._ring.check()
+        self.check()
         return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        self._ring.check()
+        self.check()
         num_elements = source.numel()
         if self.size == 1 or not num_elements:
             out.copy_(source)
@@ -95,10 +84,10 @@ class RingGroup:
         else:
             steps = all_reduce_schedule(self.size, self.rank, num_elements, self._chunk_elements(source.dtype))
             self._run(steps, source, out, op, tag)
-        self._ring.flush(tag)
+        self.flush(tag)
 
     def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        self._ring.check()
+        self.check()
         if self.size == 1:
             out.copy_(source)
             return
@@ -110,11 +99,11 @@ class RingGroup:
             self._run(steps, source, held, op, tag)
         else:
             self._run_converted(steps, source, held, None, op, tag)
-        self._ring.flush(tag)
+        self.flush(tag)
         out.copy_(held[slice(*cut(source.numel(), self.size)[self.rank])])
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
-        self._ring.check()
+        self.check()
         outs[self.rank].copy_(source)
         stops = list(accumulate(out.numel() for out in outs))
         slices = tuple(zip([0, *stops], stops, strict=False))
@@ -122,26 +111,26 @@ class RingGroup:
             first = slices[step.slice][0]
             part = outs[step.slice][step.start - first : step.stop - first]
             if step.action is ChunkAction.SEND:
-                self._ring.send(part, step.start, tag)
+                self.send(part, step.start, tag)
             else:
-                self._ring.receive_into(part, step.start, tag)
-        self._ring.flush(tag)
+                self.receive_into(part, step.start, tag)
+        self.flush(tag)
 
     def broadcast(self, buffer: torch.Tensor, root: int, tag: Tag) -> None:
-        self._ring.check()
+        self.check()
         if self.size == 1:
             return
         for start, stop in chunks(0, buffer.numel(), self._chunk_elements(buffer.dtype)):
             part = buffer[start:stop]
             if self.rank != root:
-                self._ring.receive_into(part, start, tag)
-            if self._ring.right != root:
-                self._ring.send(part, start, tag)
-        self._ring.flush(tag)
+                self.receive_into(part, start, tag)
+            if self.right != root:
+                self.send(part, start, tag)
+        self.flush(tag)
 
     def all_to_all(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], tag: Tag) -> None:
         """By rotation: what a rank has for the d-th rank to its right goes d hops, for d = 1 … N-1."""
-        self._ring.check()
+        self.check()
         outs[self.rank].copy_(sources[self.rank])
         lengths = self._lengths(sources, tag)
         for distance in range(1, self.size):
@@ -158,27 +147,27 @@ class RingGroup:
 
     def barrier(self, tag: Tag) -> None:
         """N-1 hops of empty messages: the one that comes at hop h was sent when the h ranks to the left were here."""
-        self._ring.check()
+        self.check()
         empty = torch.empty(0, dtype=torch.uint8)
         for hop in range(1, self.size):
-            self._ring.send(empty, hop, tag)
-            self._ring.receive(empty, hop, tag)
-        self._ring.flush(tag)
+            self.send(empty, hop, tag)
+            self.receive(empty, hop, tag)
+        self.flush(tag)
 
     def waiting_on(self) -> int | None:
-        return self._ring.waiting_on
+        return self.awaits
 
     def close(self, reason: str) -> None:
-        self._ring.break_off(CollectiveError(reason))
+        self.break_off(CollectiveError(reason))
 
     def _all_reduce_small(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         """Everybody gets all tensors and reduces them in the order of ranks."""
         num_elements = source.numel()
         if self.size == 2:
             other = self._scratch("chunk", num_elements, source.dtype)
-            self._ring.send(source, 0, tag)
-            other = self._ring.receive(other, 0, tag)
-            self._ring.flush(tag)  # out may be the source, which has to have left
+            self.send(source, 0, tag)
+            other = self.receive(other, 0, tag)
+            self.flush(tag)  # out may be the source, which has to have left
             first, second = (source, other) if self.rank == 0 else (other, source)
             REDUCE[op](first, second, out=out)
             return
@@ -200,14 +189,14 @@ class RingGroup:
             part = held[step.start : step.stop]
             if step.action is ChunkAction.REDUCE:
                 scratch = self._scratch("chunk", step.stop - step.start, source.dtype)
-                received = self._ring.receive(scratch, step.start, tag)
+                received = self.receive(scratch, step.start, tag)
                 reduce(source[step.start : step.stop], received, out=part)
             elif step.action is ChunkAction.STORE:
-                self._ring.receive_into(part, step.start, tag)
+                self.receive_into(part, step.start, tag)
             elif step.action is ChunkAction.SEND:
-                self._ring.send(part, step.start, tag)
+                self.send(part, step.start, tag)
             else:
-                self._ring.send(source[step.start : step.stop], step.start, tag)
+                self.send(source[step.start : step.stop], step.start, tag)
 
     def _run_converted(
         self,
@@ -225,15 +214,15 @@ class RingGroup:
             if step.action is ChunkAction.REDUCE:
                 num_elements = step.stop - step.start
                 total = self._scratch("total", num_elements, source.dtype)
-                total.copy_(self._ring.receive(self._scratch("chunk", num_elements, wire.dtype), step.start, tag))
+                total.copy_(self.receive(self._scratch("chunk", num_elements, wire.dtype), step.start, tag))
                 reduce(source[step.start : step.stop], total, out=total)
                 part.copy_(total)
             elif step.action is ChunkAction.STORE:
-                self._ring.receive_into(part, step.start, tag)
+                self.receive_into(part, step.start, tag)
             else:
                 if step.action is ChunkAction.SEND_OWN:
                     part.copy_(source[step.start : step.stop])
-                self._ring.send(part, step.start, tag)
+                self.send(part, step.start, tag)
             complete = step.action is ChunkAction.STORE or (
                 step.action is ChunkAction.REDUCE and step.slice == self.rank
             )
@@ -253,24 +242,24 @@ class RingGroup:
     def _pass_around(self, every: Sequence[torch.Tensor] | torch.Tensor, tag: Tag) -> None:
         """Fills in the others' tensors; the own one is there."""
         for hop in range(self.size - 1):
-            self._ring.send(every[(self.rank - hop) % self.size], hop, tag)
-            self._ring.receive_into(every[(self.rank - hop - 1) % self.size], hop, tag)
+            self.send(every[(self.rank - hop) % self.size], hop, tag)
+            self.receive_into(every[(self.rank - hop - 1) % self.size], hop, tag)
 
     def _rotate(self, block: torch.Tensor, received: torch.Tensor, tag: Tag) -> None:
         """Sends one tensor to the right while another one comes from the left."""
         chunk_elements = self._chunk_elements(block.dtype)
         for start, stop in chunks(0, block.numel(), chunk_elements):
-            self._ring.send(block[start:stop], start, tag)
+            self.send(block[start:stop], start, tag)
         for start, stop in chunks(0, received.numel(), chunk_elements):
-            self._ring.receive_into(received[start:stop], start, tag)
-        self._ring.flush(tag)
+            self.receive_into(received[start:stop], start, tag)
+        self.flush(tag)
 
     def _wire(self, dtype: torch.dtype) -> torch.dtype | None:
         """Another dtype than the tensor's own, for the wire."""
         return self._wire_dtype if dtype is torch.float32 and self._wire_dtype is not torch.float32 else None
 
     def _chunk_elements(self, dtype: torch.dtype) -> int:
-        return max(1, self._chunk_bytes // dtype.itemsize)
+        return max(1, self.chunk_bytes // dtype.itemsize)
 
     def _scratch(self, purpose: str, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one purpose, kept; its contents are gone when the same purpose is asked for again."""

@@ -108,7 +108,7 @@ class RingMember:
         """The group of a generation; None: it is over before it was formed."""
         self._peers = Peers(self._session, members)
         try:
-            return self._form(self._peers, self._options, self._device, deadline)
+            return self._form(self._peers, deadline)
         except MembersChangedError:
             self._peers.close()
             return None
@@ -180,25 +180,20 @@ class RingMember:
         is_over = before is not None and bool(before.members.lost(self._session.membership))
         if before is not None and is_over:
             before.close()
-        formed = self._meet_next(members)
-        if formed is None and not is_over:
-            self._peers = before
-        elif before is not None:
-            before.close()
-        return formed
-
-    def _meet_next(self, members: Members) -> Group | None:
         try:
             # As long as in a collective: one that is left may be in the middle of a long step.
             timeout_s = self._options.timeout_seconds or DEFAULT_TIMEOUT_S
-            formed = self._meet(members, time.monotonic() + timeout_s)
+            group, _ = self._meet(members, time.monotonic() + timeout_s) or (None, None)
         except PeerUnavailableError as failure:
             logger.warning("generation %d of the ring did not form: %s", members.generation, failure)
-            return None
-        if formed is None:
-            return None
-        self._watch(formed[0])
-        return formed[0]
+            group = None
+        if group is not None:
+            self._watch(group)
+        if group is None and not is_over:
+            self._peers = before
+        elif before is not None:
+            before.close()
+        return group
 
     def _explain(self, error: CollectiveError, position: Position) -> CollectiveError:
         """What a collective raises: where the ring heals, at once if a member is lost."""
@@ -252,9 +247,8 @@ class RingMember:
         if self._peers is not None:
             self._peers.close()
 
-    def _form(
-        self, peers: Peers, options: CommunicationOptions, device: torch.device, deadline: float
-    ) -> tuple[Group, LanePlan]:
+    def _form(self, peers: Peers, deadline: float) -> tuple[Group, LanePlan]:
+        options, device = self._options, self._device
         me = RankInfo(
             task=self._session.task,
             place=own_host_id(),

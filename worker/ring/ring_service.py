@@ -8,11 +8,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Membership
-from stratagem.errors import FencedError, LimitError, PeerUnavailableError
-from stratagem.rpc.grpc_lane import FrameStream, ServedGrpcLane
+from stratagem.errors import ConfigurationError, FencedError, LimitError, PeerUnavailableError
+from stratagem.rpc.grpc_lane import ServedGrpcLane
 from stratagem.rpc.inbox import INBOX_BYTES
 from stratagem.rpc.lane_listener import MAX_LANES_PER_PEER, LaneListener, LaneTicket
 from stratagem.rpc.lane_meter import BytesMeter
@@ -20,12 +21,52 @@ from stratagem.rpc.security import OPEN, Security
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.failure_diagnosis import ANSWER_S, FailureDiagnosis
 from stratagem.worker.ring.lane_plan import PairLane, RankInfo
-from stratagem.worker.ring.meeting import MeetingRoom
 from stratagem.worker.ring.members import RankPosition, members_of
 from stratagem.worker.ring.peers import PATIENCE_S
 
+T = TypeVar("T")
+
 PeerKey = tuple[str, int, int, str]
 """Task, incarnation, generation, purpose."""
+
+
+class MeetingRoom(Generic[T]):
+    """The rendezvous at rank 0: nobody goes on before everybody of the generation has come, round by round. A call may
+    be repeated: what a rank said last counts until the round is complete."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._generation = 0
+        self._said: dict[tuple[int, int], dict[int, T]] = {}
+        self._closed = False
+
+    def meet(self, generation: int, meeting: int, size: int, rank: int, what: T, timeout_s: float) -> list[T] | None:
+        """What every rank said, in rank order; None when somebody is missing after ``timeout_s`` seconds.
+
+        Raises:
+            PeerUnavailableError: a newer generation meets already, or the room is closed.
+            ConfigurationError: no such rank.
+        """
+        if not 0 <= rank < size:
+            raise ConfigurationError(f"expected a rank below {size}, got {rank}")
+        with self._changed:
+            if generation < self._generation or self._closed:
+                raise PeerUnavailableError(f"generation {generation} is over; generation {self._generation} meets")
+            if generation > self._generation:
+                self._generation = generation
+                self._said = {key: said for key, said in self._said.items() if key[0] == generation}
+            said = self._said.setdefault((generation, meeting), {})
+            if len(said) < size:
+                said[rank] = what
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(said) == size or self._closed, timeout_s)
+            return [said[other] for other in range(size)] if len(said) == size else None
+
+    def close(self) -> None:
+        """Sends everybody home."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class RingService:
@@ -101,8 +142,8 @@ class RingService:
             return LaneTicket(token)
         return self.listener.expect(peer_key, kind, caller.task)
 
-    def exchange(self, token: bytes, messages: Iterator[bytes], stream: FrameStream) -> None:
-        """Serves a grpc lane until it ends.
+    def exchange(self, token: bytes, messages: Iterator[bytes], cancel: Callable[[], object]) -> None:
+        """Serves a grpc lane until it ends, or ``cancel`` ends its stream.
 
         Raises:
             FencedError: the token is unknown.
@@ -116,7 +157,7 @@ class RingService:
             self._lanes[peer_key] = lane
             self._changed.notify_all()
         try:
-            lane.serve(messages, stream)
+            lane.serve(messages, cancel)
         finally:
             with self._changed:  # nobody took it: it would keep its call
                 if self._lanes.get(peer_key) is lane:

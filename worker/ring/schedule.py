@@ -60,12 +60,6 @@ def cut(num_elements: int, num_parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-AHEAD = 0
-"""Beats that a rank's sends are ahead of its receives."""
-STRIDE = AHEAD + 1
-"""Beats between a chunk's arrival and its departure to the next rank; it has to be received before it can be sent."""
-
-
 @functools.lru_cache(maxsize=1024)
 def chunks(start: int, stop: int, chunk_elements: int) -> tuple[tuple[int, int], ...]:
     """(start, stop) of the fewest equal chunks of at most ``chunk_elements``; none for no elements."""
@@ -112,9 +106,10 @@ def _relay(
 ) -> list[RingStep]:
     """Sends the first slice, then receives one slice after the other and sends each on, except the last.
 
-    The slices follow each other as waves: at beat ``c + STRIDE * place`` a rank sends chunk c of the slice that is its
-    place-th to send, and :data:`AHEAD` beats later it receives what its left neighbour sent at that beat. So every rank
-    has about as much under way as the next one takes, and the bytes are still in the caches when they are read.
+    The slices follow each other as waves: at beat ``c + place`` a rank sends chunk c of the slice that is its place-th
+    to send, and then it receives what its left neighbour sent at that beat: a chunk departs to the next rank at the
+    beat after its arrival. So every rank has about as much under way as the next one takes, and the bytes are still in
+    the caches when they are read.
 
     Args:
         first: how and which slice is sent first.
@@ -125,8 +120,8 @@ def _relay(
     for place, (action, index, hop) in enumerate(received):
         sent_action, sent = first if place == 0 else (ChunkAction.SEND, received[place - 1][1])
         for number, chunk in enumerate(parts[sent]):
-            events.append((number + STRIDE * place, 0, place, RingStep(sent_action, sent, hop, *chunk)))
+            events.append((number + place, 0, place, RingStep(sent_action, sent, hop, *chunk)))
         for number, chunk in enumerate(parts[index]):
-            events.append((number + STRIDE * place + AHEAD, 1, place, RingStep(action, index, hop, *chunk)))
+            events.append((number + place, 1, place, RingStep(action, index, hop, *chunk)))
     events.sort(key=lambda event: event[:3])
     return [step for *_, step in events]

@@ -23,6 +23,12 @@ def broadcast_json(communicator: Communicator, value: Any, root: int = 0) -> Any
     return json.loads(bytes(communicator.broadcast(text, root).tolist()))
 
 
+def gather_json(communicator: Communicator, value: Any) -> list[Any]:
+    """The values that the ranks give, on every rank; anything JSON can hold."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(each.tolist())) for each in communicator.all_gather(data)]
+
+
 def broadcast_tensors(
     communicator: Communicator, tensors: Mapping[str, torch.Tensor], root: int = 0, wants: bool = True
 ) -> dict[str, torch.Tensor]:

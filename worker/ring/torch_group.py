@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.rpc.binding import listening
-from stratagem.worker.ring.group import Arena, Breakable, Tag
-from stratagem.worker.ring.schedule import cut
+from stratagem.worker.ring.group import Arena, Breakable, Group, Tag
 
 _OPS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -36,7 +35,7 @@ def free_store_address(host: str) -> str:
         return f"{host}:{listener.getsockname()[1]}"
 
 
-class TorchGroup(Breakable):
+class TorchGroup(Breakable, Group):
     """Implements :class:`stratagem.worker.ring.group.Group` by a process group of its own.
 
     NCCL is what this class is for. With gloo it runs on a CPU, so that it can be tested without a GPU; lanes of our
@@ -89,17 +88,15 @@ class TorchGroup(Breakable):
 
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
         self.check()
-        total = self._own(out) if source.data_ptr() == out.data_ptr() else self._own(out).copy_(source)
-        self._reduce(total, op, tag)
+        if not source.numel():
+            return
+        total = out.to(self._device)
+        if source.data_ptr() != out.data_ptr():
+            total.copy_(source)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        self._run(lambda group: group.allreduce([total], options), tag)
         _fill(out, total)
-
-    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        """An all-reduce of which every rank keeps its slice: slices differ in length, which NCCL cannot scatter."""
-        self.check()
-        total = source.to(self._device, copy=True)
-        self._reduce(total, op, tag)
-        start, stop = cut(source.numel(), self.size)[self.rank]
-        out.copy_(total[start:stop])
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         """Shorter tensors are padded on their way: NCCL gathers equal lengths."""
@@ -121,7 +118,7 @@ class TorchGroup(Breakable):
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        moved = self._own(buffer)
+        moved = buffer.to(self._device)
         self._run(lambda group: group.broadcast([moved], options), tag)
         _fill(buffer, moved)
 
@@ -138,10 +135,6 @@ class TorchGroup(Breakable):
         """Also tells when the ranks are not in the same collective."""
         self._compare(tag)
 
-    def waiting_on(self) -> int | None:
-        """None: NCCL does not say."""
-        return None
-
     def close(self, reason: str) -> None:
         self.break_off(CollectiveError(reason))
 
@@ -157,17 +150,6 @@ class TorchGroup(Breakable):
                 expected = f"in collective {tag.ordinal} (fingerprint {tag.fingerprint:08x})"
                 got = f"in {ordinal} (fingerprint {fingerprint:08x})"
                 raise self.break_off(CollectiveError(f"expected rank {rank} {expected}, it is {got}", rank))
-
-    def _reduce(self, total: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        if not total.numel():
-            return
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        self._run(lambda group: group.allreduce([total], options), tag)
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the group's device: itself, or a copy."""
-        return tensor.to(self._device)
 
     def _run(self, start: Callable[[Any], Any], tag: Tag) -> None:
         """Starts a collective and waits until its outputs are complete."""

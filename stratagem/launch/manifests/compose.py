@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.cluster.identity import file_stem
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TaskId
 from stratagem.launch.machines import MachineConfig
-from stratagem.launch.manifests.kubernetes import cluster_of, cluster_variable
+from stratagem.launch.manifests.kubernetes import cluster_of, cluster_variable, tasks_of
 from stratagem.launch.manifests.pod import GRACE_S, JOB_FOLDER, Object, command_of, labels_of, machine_of, settings_of
 from stratagem.launch.manifests.workload import Workload
 
@@ -29,11 +28,10 @@ def render(workload: Workload, num_cores: float | None = None) -> Object:
     Args:
         num_cores: of the machine, which all tasks share: Docker refuses a limit above it. None: not known.
     """
-    cluster = None if workload.chosen_strategy in ONE_PROCESS else cluster_of(workload, _host)
-    tasks = cluster.tasks if cluster is not None else (TaskId("worker", 0),)
+    cluster = cluster_of(workload, _host)
     return {
         "name": workload.name,
-        "services": {_host(task): _service(workload, task, cluster, num_cores) for task in tasks},
+        "services": {_host(task): _service(workload, task, cluster, num_cores) for task in tasks_of(cluster)},
         "volumes": {VOLUME: {"labels": labels_of(workload)}},
     }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stratagem.cluster.choice import ONE_PROCESS
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.task import TASK_TYPES
 from stratagem.launch.manifests.kubernetes import RESTARTS, cluster_of, object_of, shared_objects
@@ -33,8 +32,6 @@ def jobset_cluster(workload: Workload, names: Mapping[str, str] | None = None) -
     Args:
         names: of the replicated jobs, where it is not the role's.
     """
-    if workload.chosen_strategy in ONE_PROCESS:
-        return None
     jobs = {role: role for role in TASK_TYPES} | dict(names or {})
     name = workload.name
     return cluster_of(workload, lambda task: f"{name}-{jobs[task.type]}-0-{task.index}.{name}")

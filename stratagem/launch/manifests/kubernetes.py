@@ -22,10 +22,9 @@ RESTARTS = 20
 
 def render(workload: Workload) -> list[Object]:
     """The objects of a job, in the order in which they are to be applied; none has a namespace."""
-    if workload.chosen_strategy in ONE_PROCESS:
-        return [*shared_objects(workload, None), _job(workload, TaskId("worker", 0))]
     cluster = cluster_of(workload, lambda task: f"{file_stem(str(task))}.{workload.name}")
-    return [*shared_objects(workload, cluster), _service(workload), *(_job(workload, task) for task in cluster.tasks)]
+    service = [_service(workload)] if cluster is not None else []
+    return [*shared_objects(workload, cluster), *service, *(_job(workload, task) for task in tasks_of(cluster))]
 
 
 def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Object]:
@@ -39,11 +38,13 @@ def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Obje
     return [_service_account(workload), _config_map(workload, cluster), _volume(workload), *wall]
 
 
-def cluster_of(workload: Workload, host_of: Callable[[TaskId], str]) -> ClusterSpec:
-    """The cluster, by the names that ``host_of`` gives its tasks.
+def cluster_of(workload: Workload, host_of: Callable[[TaskId], str]) -> ClusterSpec | None:
+    """The cluster, by the names that ``host_of`` gives its tasks; None: the job is one process.
 
     A name without a namespace ("worker-1.digits") is known to the DNS of Kubernetes in every namespace.
     """
+    if workload.chosen_strategy in ONE_PROCESS:
+        return None
     counts = {"chief": 1, "worker": workload.num_workers, "ps": workload.num_ps, "evaluator": int(workload.evaluator)}
     return ClusterSpec.from_mapping(
         {
@@ -51,6 +52,11 @@ def cluster_of(workload: Workload, host_of: Callable[[TaskId], str]) -> ClusterS
             for role, count in counts.items()
         }
     )
+
+
+def tasks_of(cluster: ClusterSpec | None) -> tuple[TaskId, ...]:
+    """The tasks of a job; one process is worker 0."""
+    return (TaskId("worker", 0),) if cluster is None else cluster.tasks
 
 
 def cluster_variable(cluster: ClusterSpec) -> str:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from stratagem.launch.machines import MachineConfig
 from stratagem.launch.submit import submission
+from stratagem.launch.submit.entry_point import find_entry_point
 from stratagem.launch.submit.environment import Job, own_job, runs_in_job
 from stratagem.launch.submit.notebook import running_shell
+from stratagem.launch.submit.plan import make_plan
 from stratagem.launch.submit.record import JobStore
 from stratagem.launch.submit.request import JobRequest
 
@@ -116,8 +118,9 @@ def submit_and_follow(
     Returns:
         The job, and an exit code: the job's under ``stream_logs``, else 0.
     """
-    plan, notes = submission.plan_job(request, entry_point or None)
-    for note in notes:
+    plan = make_plan(request, find_entry_point(entry_point or None), Path.cwd())
+    about_context = plan.image.context.warning() if plan.image is not None else ""
+    for note in filter(None, (plan.entry_point.note, request.warning(), about_context)):
         print(f"stratagem: {note}", file=sys.stderr)
     if dry_run:
         print(submission.show(plan), end="")

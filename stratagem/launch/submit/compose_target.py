@@ -13,8 +13,7 @@ from stratagem.errors import SubmitError
 from stratagem.launch.manifests import compose
 from stratagem.launch.submit.docker_cli import build, docker, forget, json_lines, num_cores, push
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord
-from stratagem.launch.submit.state import JobState, rank_of
+from stratagem.launch.submit.record import JobRecord, JobState, rank_of
 
 FILE = "compose.yaml"
 

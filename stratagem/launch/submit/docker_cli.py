@@ -70,7 +70,8 @@ def push(name: str) -> str:
     """
     docker(["push", "--quiet", name], f"push the image {name}")
     repository = name.rpartition(":")[0]
-    digests: list[str] = json.loads(inspect(name, "json .RepoDigests"))
+    known = docker(["image", "inspect", "--format", "{{json .RepoDigests}}", name], f"find the image {name}")
+    digests: list[str] = json.loads(known)
     return next((digest for digest in digests if digest.startswith(f"{repository}@")), name)
 
 
@@ -78,11 +79,6 @@ def forget(image: str) -> None:
     """Deletes an image of this engine, under all its names; its layers stay in the build cache for the next job."""
     if found := docker(["image", "ls", "--quiet", image], "list images").split():
         docker(["image", "rm", "--force", found[0]], f"remove the image {image}")
-
-
-def inspect(image: str, template: str) -> str:
-    """One part of what Docker knows about an image."""
-    return docker(["image", "inspect", "--format", "{{" + template + "}}", image], f"find the image {image}").strip()
 
 
 def num_cores() -> int:

@@ -30,14 +30,6 @@ class EntryPoint:
         """Its name without endings."""
         return self.path.name.split(".")[0]
 
-    def inside(self, root: Path) -> str:
-        """Its path below ``root``, with "/".
-
-        Raises:
-            ConfigurationError: it stands elsewhere.
-        """
-        return path_inside(self.path, root, "entry_point")
-
 
 def path_inside(path: Path, root: Path, what: str) -> str:
     """The path of a file below the project folder, with "/".

@@ -15,8 +15,7 @@ from stratagem.launch.submit.docker_cli import build, forget, push
 from stratagem.launch.submit.kubernetes_client import Cluster, Object
 from stratagem.launch.submit.kubernetes_reasons import reasons_of, task_of
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord
-from stratagem.launch.submit.state import JobState, rank_of
+from stratagem.launch.submit.record import JobRecord, JobState, rank_of
 
 FILE = "kubernetes.yaml"
 POLL_S = 1.0
@@ -36,7 +35,7 @@ class KubernetesTarget:
     def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
         """Builds and pushes the image, and creates the objects, all or none; the image is not kept here."""
         assert plan.image is not None
-        with _cluster(namespace=plan.request.kubernetes_namespace or "") as cluster:
+        with contextlib.closing(Cluster(namespace=plan.request.kubernetes_namespace or "")) as cluster:
             build(plan.image)
             image = push(plan.image.name)
             objects = kubernetes.render(plan.workload(image))
@@ -48,7 +47,7 @@ class KubernetesTarget:
 
     def state(self, record: JobRecord, folder: Path) -> JobState:
         """Where the job stands: it is over when its workers' Jobs are, or when one of its Jobs has failed."""
-        with _cluster(**record.place) as cluster:
+        with contextlib.closing(Cluster(**record.place)) as cluster:
             jobs = cluster.jobs(_selector(record))
             if not jobs:
                 return JobState("cancelled" if record.cancelled else "unknown", None, "its Jobs are gone")
@@ -69,7 +68,7 @@ class KubernetesTarget:
     def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
         """Lines of every pod with the name of its task; ``follow`` is for worker 0, to the end of the job. What keeps
         the job waiting is said too."""
-        with _cluster(**record.place) as cluster:
+        with contextlib.closing(Cluster(**record.place)) as cluster:
             if not follow:
                 pods = cluster.pods(_selector(record))
                 for pod in filter(_has_started, pods):
@@ -106,22 +105,13 @@ class KubernetesTarget:
 
     def cancel(self, record: JobRecord, folder: Path) -> None:
         """Deletes the Jobs; their pods get SIGTERM, save and end. The volume stays."""
-        with _cluster(**record.place) as cluster:
+        with contextlib.closing(Cluster(**record.place)) as cluster:
             cluster.delete([one for one in _objects(folder) if one["kind"] == "Job"])
 
     def remove(self, record: JobRecord, folder: Path) -> None:
         """Deletes every object of the job, the volume too; the image stays in its registry."""
-        with _cluster(**record.place) as cluster:
+        with contextlib.closing(Cluster(**record.place)) as cluster:
             cluster.delete(list(reversed(_objects(folder))))
-
-
-@contextlib.contextmanager
-def _cluster(**where: str) -> Iterator[Cluster]:
-    cluster = Cluster(**where)
-    try:
-        yield cluster
-    finally:
-        cluster.close()
 
 
 def _objects(folder: Path) -> list[Object]:

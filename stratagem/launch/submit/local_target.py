@@ -19,8 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from stratagem.errors import ConfigurationError
 from stratagem.launch.submit.background import ALIVE, EXIT_CODE, ORDER, OUTPUT
 from stratagem.launch.submit.plan import JobPlan
-from stratagem.launch.submit.record import JobRecord
-from stratagem.launch.submit.state import JobState
+from stratagem.launch.submit.record import JobRecord, JobState
 
 POLL_S = 0.2
 CANCEL_S = 40.0

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import secrets
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from stratagem.launch.manifests.pod import JOB_FOLDER
+from stratagem import __version__
+from stratagem.launch.manifests.pod import JOB_FOLDER, USER
 from stratagem.launch.manifests.workload import ACCESS_MODES, Workload
 from stratagem.launch.submit.build_context import BuildContext, read_context
-from stratagem.launch.submit.dockerfile import DEFAULT_BASE_IMAGE, render_dockerfile
 from stratagem.launch.submit.entry_point import EntryPoint, path_inside
 from stratagem.launch.submit.environment import Job, job_variables
 from stratagem.launch.submit.request import JobRequest
 
 _MAX_STEM = 24
+DEFAULT_BASE_IMAGE = "stratagem:latest"
+"""What deploy/Dockerfile makes (`docker compose build`)."""
+OWNER = f"{USER}:{USER}"
+PROJECT = "/project"
+"""Of the project in the image; its working directory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +32,6 @@ class ImagePlan:
 
     name: str
     """Under which it is built, and pushed if ``pushed``."""
-    dockerfile: str
     context: BuildContext
     made: Mapping[str, str]
     """Texts in the archive beside the project: Dockerfile, requirements, a script made from a notebook."""
@@ -54,7 +60,7 @@ class JobPlan:
         return Workload(
             name=self.id,
             image=image,
-            script=self.entry_point.inside(self.root),
+            script=path_inside(self.entry_point.path, self.root, "entry_point"),
             args=request.args,
             num_workers=request.num_workers,
             num_ps=request.ps_count,
@@ -93,13 +99,12 @@ def make_plan(request: JobRequest, entry_point: EntryPoint, root: Path) -> JobPl
         ConfigurationError: a file that is needed would not be in the image.
     """
     job_id = new_job_id(entry_point.stem)
-    if request.target == "local":
-        return JobPlan(job_id, request, entry_point, root, None)
-    return JobPlan(job_id, request, entry_point, root, _plan_image(request, entry_point, root, job_id))
+    image = None if request.target == "local" else _plan_image(request, entry_point, root, job_id)
+    return JobPlan(job_id, request, entry_point, root, image)
 
 
 def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id: str) -> ImagePlan:
-    script = entry_point.inside(root)
+    script = path_inside(entry_point.path, root, "entry_point")
     context = read_context(root)
     made: dict[str, str] = {}
     if entry_point.source is None:
@@ -115,7 +120,50 @@ def _plan_image(request: JobRequest, entry_point: EntryPoint, root: Path, job_id
     registry = request.docker_image_bucket_name
     name = f"{registry}/{job_id}" if registry else f"stratagem-job/{job_id}"
     made = {"Dockerfile": dockerfile, **made}
-    return ImagePlan(f"{name}:latest", dockerfile, context, made, bool(registry), request.docker_build_network)
+    return ImagePlan(f"{name}:latest", context, made, bool(registry), request.docker_build_network)
+
+
+def render_dockerfile(
+    job_id: str, base_image: str, script: str, has_requirements: bool, labels: Mapping[str, str]
+) -> str:
+    """The text of the Dockerfile.
+
+    The archive that is sent has it at the top, beside ``requirements.txt`` and the project in ``project/``.
+
+    Args:
+        job_id: becomes a label.
+        base_image: has Python and stratagem, of the version of whoever submits.
+        script: path in the project; what the image runs when nothing else is said.
+        has_requirements: install requirements.txt.
+    """
+    missing = (
+        f"the base image {base_image} has no stratagem {__version__}: build one with deploy/Dockerfile and name it "
+        "docker_base_image"
+    )
+    check = f"import stratagem, sys; sys.exit(stratagem.__version__ != {__version__!r})"
+    lines = [
+        f"# Made by sg.run() for the job {job_id}.",
+        f"FROM {base_image}",
+        "USER root",
+        f"RUN python -c {shlex.quote(check)} || {{ echo {shlex.quote(missing)} >&2; exit 1; }}",
+    ]
+    if has_requirements:
+        lines += [
+            "COPY requirements.txt /tmp/requirements.txt",
+            "RUN python -m pip install --no-cache-dir --requirement /tmp/requirements.txt",
+        ]
+    lines += [
+        # A volume that is mounted there first takes its owner from this folder.
+        f"RUN install --directory --owner={USER} --group={USER} {PROJECT} {JOB_FOLDER}",
+        f"COPY --chown={OWNER} project/ {PROJECT}/",
+        f"WORKDIR {PROJECT}",
+        f"USER {OWNER}",
+        "ENV HOME=/tmp PYTHONUNBUFFERED=1",
+    ]
+    stated = {"stratagem.job": job_id, **labels}
+    lines += [f"LABEL {json.dumps(key)}={json.dumps(value)}" for key, value in stated.items()]
+    lines += ["ENTRYPOINT []", f"CMD {json.dumps(['stratagem', 'run', script])}"]
+    return "\n".join(lines) + "\n"
 
 
 def new_job_id(stem: str) -> str:

@@ -14,9 +14,13 @@ from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
 from stratagem.launch.manifests.workload import ACCESS_MODES
-from stratagem.launch.submit.labels import check_labels
 
 TARGETS = ("local", "compose", "kubernetes")
+MAX_LABELS = 64
+_MAX_NAME, _MAX_PREFIX = 63, 253
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_PREFIX = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_RESERVED = ("kubernetes.io", "k8s.io", "stratagem.dev", "app.kubernetes.io")
 
 _REGISTRY = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 _IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/:@-]*")
@@ -130,17 +134,15 @@ class JobRequest:
         """STRATAGEM_DEVICES of the tasks: the CPU where no accelerator was asked for; empty: what the task sees."""
         return "" if self.trainer.accelerator_count else "cpu"
 
-    def warnings(self) -> list[str]:
-        """What is not wrong, and probably not meant."""
-        said = []
-        if self.worker_count and self.chief_config != "auto":
-            count = machine_of(self.chief_config, "chief_config").accelerator_count
-            if count:
-                said.append(
-                    f"the chief beside workers coordinates and computes nothing: its {count} accelerators are not "
-                    "asked for (in TensorFlow Cloud the chief trains too: there worker_count is one less than here)"
-                )
-        return said
+    def warning(self) -> str:
+        """What is not wrong, and probably not meant; empty: nothing."""
+        count = machine_of(self.chief_config, "chief_config").accelerator_count
+        if not (self.worker_count and count):
+            return ""
+        return (
+            f"the chief beside workers coordinates and computes nothing: its {count} accelerators are not asked for "
+            "(in TensorFlow Cloud the chief trains too: there worker_count is one less than here)"
+        )
 
     def _check_arguments(self) -> None:
         args = self.entry_point_args
@@ -221,3 +223,47 @@ def machine_of(config: object, name: str) -> MachineConfig:
         return parse_machine("CPU" if config == "auto" else config)
     except ConfigurationError as error:
         raise ConfigurationError(f"{name}: {error}") from None
+
+
+def check_labels(labels: object) -> dict[str, str]:
+    """The labels, if they are such.
+
+    The rules are those of Kubernetes: a key is ``name`` or ``prefix/name``, the name and the value at most 63 letters,
+    digits, "-", "_" and ".", with a letter or digit at both ends (a value may be empty), the prefix a DNS name.
+
+    Raises:
+        ConfigurationError: names the label, and the rule that it breaks.
+    """
+    if not isinstance(labels, Mapping):
+        raise ConfigurationError(f"expected job_labels like {{'team': 'vision'}}, got {labels!r}")
+    if len(labels) > MAX_LABELS:
+        raise ConfigurationError(f"expected at most {MAX_LABELS} job_labels, got {len(labels)}")
+    for key, value in labels.items():
+        _check_key(key)
+        if not isinstance(value, str):
+            raise ConfigurationError(
+                f"expected text as the value of the label {key!r}, got {value!r}; write {str(value)!r}"
+            )
+        if value and (len(value) > _MAX_NAME or not _LABEL.fullmatch(value)):
+            raise ConfigurationError(f"the label {key}={value!r} has no valid value: {_rule('it')}")
+    return dict(labels)
+
+
+def _check_key(key: object) -> None:
+    if not isinstance(key, str) or not key:
+        raise ConfigurationError(f"expected text as the key of a label, got {key!r}")
+    prefix, slash, name = key.rpartition("/")
+    if len(name) > _MAX_NAME or not _LABEL.fullmatch(name):
+        raise ConfigurationError(f"the label {key!r} has no valid key: {_rule('its name')}")
+    if slash and (len(prefix) > _MAX_PREFIX or not _PREFIX.fullmatch(prefix)):
+        raise ConfigurationError(
+            f"the label {key!r} has no valid prefix: expected a DNS name in lower case, for example example.com/team"
+        )
+    if prefix in _RESERVED or prefix.endswith((".kubernetes.io", ".k8s.io")):
+        raise ConfigurationError(
+            f"the label {key!r} is not yours to give: {prefix}/ is reserved; choose another prefix"
+        )
+
+
+def _rule(what: str) -> str:
+    return f"{what} takes at most {_MAX_NAME} letters, digits, '-', '_' and '.', with a letter or digit at both ends"

@@ -8,26 +8,56 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from stratagem.errors import ConfigurationError, SubmitError
-from stratagem.launch.submit.entry_point import find_entry_point
-from stratagem.launch.submit.plan import JobPlan, make_plan
-from stratagem.launch.submit.record import JobRecord, JobStore
-from stratagem.launch.submit.request import JobRequest
-from stratagem.launch.submit.state import JobState
-from stratagem.launch.submit.target import target_of
+from stratagem.launch.submit.plan import JobPlan
+from stratagem.launch.submit.record import JobRecord, JobState, JobStore
 
 POLL_S = 0.5
 SETTLE_S = 30.0
 """Seconds that a job has to be over in once its log has ended."""
 
 
-def plan_job(request: JobRequest, entry_point: str | Path | None) -> tuple[JobPlan, list[str]]:
-    """Validates and plans; nothing has happened yet. Returns the plan, and what a person should know about it."""
-    found = find_entry_point(entry_point)
-    plan = make_plan(request, found, Path.cwd())
-    notes = [found.note, *request.warnings(), plan.image.context.warning() if plan.image is not None else ""]
-    return plan, [note for note in notes if note]
+class Target(Protocol):
+    """Where jobs run."""
+
+    def show(self, plan: JobPlan) -> str:
+        """What would be submitted, for people."""
+
+    def submit(self, plan: JobPlan, folder: Path) -> tuple[str, dict[str, str]]:
+        """Makes the image and starts the job; returns the image, and what is needed to find the job again.
+
+        Raises:
+            SubmitError: the target refused; nothing is left running.
+        """
+
+    def state(self, record: JobRecord, folder: Path) -> JobState:
+        """Where the job stands."""
+
+    def logs(self, record: JobRecord, folder: Path, follow: bool) -> Iterator[str]:
+        """Lines of what the job has written, without line ends; to its end if ``follow``."""
+
+    def cancel(self, record: JobRecord, folder: Path) -> None:
+        """Tells the job to save and end."""
+
+    def remove(self, record: JobRecord, folder: Path) -> None:
+        """Deletes what the target still has of a job that is over."""
+
+
+def target_of(name: str) -> Target:
+    """The target of a name; loaded when it is needed."""
+    if name == "local":
+        from stratagem.launch.submit.local_target import LocalTarget
+
+        return LocalTarget()
+    if name == "compose":
+        from stratagem.launch.submit.compose_target import ComposeTarget
+
+        return ComposeTarget()
+    from stratagem.launch.submit.kubernetes_target import KubernetesTarget
+
+    return KubernetesTarget()
 
 
 def show(plan: JobPlan) -> str:
@@ -36,7 +66,7 @@ def show(plan: JobPlan) -> str:
     if plan.entry_point.source is not None:
         parts.append(f"# {plan.entry_point.path.name}, made from the notebook\n{plan.entry_point.source}")
     if plan.image is not None:
-        parts.append(f"# Dockerfile of {plan.image.name}\n{plan.image.dockerfile}")
+        parts.append(f"# Dockerfile of {plan.image.name}\n{plan.image.made['Dockerfile']}")
         parts.append(f"# context: {plan.image.context.words()}\n")
     parts.append(f"# for {plan.request.target}\n{target_of(plan.request.target).show(plan)}")
     return "\n".join(parts)

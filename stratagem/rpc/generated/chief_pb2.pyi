@@ -348,19 +348,23 @@ class Goodbye(_message.Message):
 
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    FOLLOWS_FIELD_NUMBER: _builtins.int
     exit_code: _builtins.int
     """Exit code of the task as docs/semantics.md numbers them."""
     message: _builtins.str
     """One paragraph about a failure; empty on success."""
+    follows: _builtins.bool
+    """It failed because another task had: its failure is not the first one of the job."""
     def __init__(
         self,
         *,
         exit_code: _builtins.int = ...,
         message: _builtins.str = ...,
+        follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "follows", b"follows", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,20 +417,14 @@ class Welcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: _builtins.int
-    CHIEF_EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
-    SESSION_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     JOB_STARTED_FIELD_NUMBER: _builtins.int
     PS_REPLICAS_FIELD_NUMBER: _builtins.int
     WANTS_LOG_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The incarnation of the task from now on."""
-    chief_epoch: _builtins.int
-    """Incarnation of the chief; grows with each restart."""
     heartbeat_interval_s: _builtins.float
     """Seconds between heartbeats."""
-    session_timeout_s: _builtins.float
-    """Seconds of silence after which either side takes the session for lost."""
     job_started: _builtins.bool
     """True when the job had trained before this process joined (the worker is a newcomer)."""
     ps_replicas: _builtins.int
@@ -437,16 +435,14 @@ class Welcome(_message.Message):
         self,
         *,
         incarnation: _builtins.int = ...,
-        chief_epoch: _builtins.int = ...,
         heartbeat_interval_s: _builtins.float = ...,
-        session_timeout_s: _builtins.float = ...,
         job_started: _builtins.bool = ...,
         ps_replicas: _builtins.int = ...,
         wants_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chief_epoch", b"chief_epoch", "heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_started", b"job_started", "ps_replicas", b"ps_replicas", "session_timeout_s", b"session_timeout_s", "wants_log", b"wants_log"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "incarnation", b"incarnation", "job_started", b"job_started", "ps_replicas", b"ps_replicas", "wants_log", b"wants_log"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1226,20 +1222,16 @@ class SaveCheckpointReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
-    STEP_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path of the committed checkpoint, "<directory>/step-00000100"."""
-    step: _builtins.int
-    """Step (largest number of updates applied by any ps) of the checkpoint."""
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
-        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1343,7 +1335,7 @@ class GetStatusReply(_message.Message):
     UNITS_ACCEPTED_FIELD_NUMBER: _builtins.int
     UNITS_PLANNED_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    EXAMPLES_ACCEPTED_FIELD_NUMBER: _builtins.int
+    EXAMPLES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     UPDATES_LOST_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
@@ -1365,7 +1357,7 @@ class GetStatusReply(_message.Message):
     """Units accepted and planned in the newest epoch that is open, and the epoch."""
     units_planned: _builtins.int
     epoch: _builtins.int
-    examples_accepted: _builtins.int
+    examples: _builtins.int
     """Examples in units accepted since the job started."""
     checkpoint: _builtins.str
     """Path of the newest committed checkpoint; empty if none."""
@@ -1402,7 +1394,7 @@ class GetStatusReply(_message.Message):
         units_accepted: _builtins.int = ...,
         units_planned: _builtins.int = ...,
         epoch: _builtins.int = ...,
-        examples_accepted: _builtins.int = ...,
+        examples: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
         updates_lost: _builtins.int = ...,
         waiting_for: _abc.Iterable[_builtins.str] | None = ...,
@@ -1417,7 +1409,7 @@ class GetStatusReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples_accepted", b"examples_accepted", "lead", b"lead", "num_ps", b"num_ps", "ready", b"ready", "restored", b"restored", "scaling", b"scaling", "standby", b"standby", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for", "wanted_ps", b"wanted_ps", "wanted_workers", b"wanted_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "chief_epoch", b"chief_epoch", "epoch", b"epoch", "examples", b"examples", "lead", b"lead", "num_ps", b"num_ps", "ready", b"ready", "restored", b"restored", "scaling", b"scaling", "standby", b"standby", "stop_reason", b"stop_reason", "tasks", b"tasks", "units_accepted", b"units_accepted", "units_planned", b"units_planned", "updates_lost", b"updates_lost", "updates_undone", b"updates_undone", "waiting_for", b"waiting_for", "wanted_ps", b"wanted_ps", "wanted_workers", b"wanted_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

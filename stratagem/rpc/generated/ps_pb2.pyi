@@ -1150,28 +1150,6 @@ class HoldCommitsRequest(_message.Message):
 Global___HoldCommitsRequest: _TypeAlias = HoldCommitsRequest  # noqa: Y015
 
 @_typing.final
-class HoldCommitsReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    UNITS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def units(self) -> Global___DescribeUnitsReply:
-        """As DescribeUnits, after commits in progress have finished."""
-
-    def __init__(
-        self,
-        *,
-        units: Global___DescribeUnitsReply | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["units", b"units"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["units", b"units"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HoldCommitsReply: _TypeAlias = HoldCommitsReply  # noqa: Y015
-
-@_typing.final
 class AdmitUpdatesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1258,23 +1236,23 @@ class SavedFile(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """File name inside the directory."""
-    bytes: _builtins.int
+    num_bytes: _builtins.int
     sha256: _builtins.str
     """SHA-256, hex."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        bytes: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
         sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_bytes", b"num_bytes", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1377,16 +1355,12 @@ Global___RestoreShardsRequest: _TypeAlias = RestoreShardsRequest  # noqa: Y015
 class RestoreShardsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    STORE_EPOCH_FIELD_NUMBER: _builtins.int
-    store_epoch: _builtins.int
     def __init__(
         self,
-        *,
-        store_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["store_epoch", b"store_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1420,17 +1394,12 @@ Global___MarkLostRequest: _TypeAlias = MarkLostRequest  # noqa: Y015
 class MarkLostReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_LOST_FIELD_NUMBER: _builtins.int
-    num_lost: _builtins.int
-    """Units of the request that this ps did not have."""
     def __init__(
         self,
-        *,
-        num_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_lost", b"num_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,7 +100,7 @@ class ParameterServerStub:
         self.HoldCommits = channel.unary_unary(
                 '/stratagem.ParameterServer/HoldCommits',
                 request_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.HoldCommitsRequest.SerializeToString,
-                response_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.HoldCommitsReply.FromString,
+                response_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.DescribeUnitsReply.FromString,
                 _registered_method=True)
         self.AdmitUpdates = channel.unary_unary(
                 '/stratagem.ParameterServer/AdmitUpdates',
@@ -225,7 +225,8 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldCommits(self, request, context):
-        """Stops commits (not compute) for a checkpoint; they wait. Releases itself after hold_s.
+        """Stops commits (not compute) for a checkpoint; they wait. Answers as DescribeUnits once those in progress have finished.
+        Releases itself after hold_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -339,7 +340,7 @@ def add_ParameterServerServicer_to_server(servicer, server):
             'HoldCommits': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldCommits,
                     request_deserializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.HoldCommitsRequest.FromString,
-                    response_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.HoldCommitsReply.SerializeToString,
+                    response_serializer=stratagem_dot_rpc_dot_generated_dot_ps__pb2.DescribeUnitsReply.SerializeToString,
             ),
             'AdmitUpdates': grpc.unary_unary_rpc_method_handler(
                     servicer.AdmitUpdates,

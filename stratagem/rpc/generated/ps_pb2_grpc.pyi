@@ -62,8 +62,10 @@ class ParameterServerStub:
     """Staleness 0: closes a step that a dead worker left incomplete."""
     DescribeUnits: _grpc.UnaryUnaryMultiCallable[_ps_pb2.DescribeUnitsRequest, _ps_pb2.DescribeUnitsReply]
     """Units closed here, and updates applied of units still open."""
-    HoldCommits: _grpc.UnaryUnaryMultiCallable[_ps_pb2.HoldCommitsRequest, _ps_pb2.HoldCommitsReply]
-    """Stops commits (not compute) for a checkpoint; they wait. Releases itself after hold_s."""
+    HoldCommits: _grpc.UnaryUnaryMultiCallable[_ps_pb2.HoldCommitsRequest, _ps_pb2.DescribeUnitsReply]
+    """Stops commits (not compute) for a checkpoint; they wait. Answers as DescribeUnits once those in progress have finished.
+    Releases itself after hold_s.
+    """
     AdmitUpdates: _grpc.UnaryUnaryMultiCallable[_ps_pb2.AdmitUpdatesRequest, _ps_pb2.AdmitUpdatesReply]
     """Lets the named updates through a hold, and answers when they are applied."""
     SaveShards: _grpc.UnaryUnaryMultiCallable[_ps_pb2.SaveShardsRequest, _ps_pb2.SaveShardsReply]
@@ -109,8 +111,10 @@ class ParameterServerAsyncStub(ParameterServerStub):
     """Staleness 0: closes a step that a dead worker left incomplete."""
     DescribeUnits: _aio.UnaryUnaryMultiCallable[_ps_pb2.DescribeUnitsRequest, _ps_pb2.DescribeUnitsReply]  # type: ignore[assignment]
     """Units closed here, and updates applied of units still open."""
-    HoldCommits: _aio.UnaryUnaryMultiCallable[_ps_pb2.HoldCommitsRequest, _ps_pb2.HoldCommitsReply]  # type: ignore[assignment]
-    """Stops commits (not compute) for a checkpoint; they wait. Releases itself after hold_s."""
+    HoldCommits: _aio.UnaryUnaryMultiCallable[_ps_pb2.HoldCommitsRequest, _ps_pb2.DescribeUnitsReply]  # type: ignore[assignment]
+    """Stops commits (not compute) for a checkpoint; they wait. Answers as DescribeUnits once those in progress have finished.
+    Releases itself after hold_s.
+    """
     AdmitUpdates: _aio.UnaryUnaryMultiCallable[_ps_pb2.AdmitUpdatesRequest, _ps_pb2.AdmitUpdatesReply]  # type: ignore[assignment]
     """Lets the named updates through a hold, and answers when they are applied."""
     SaveShards: _aio.UnaryUnaryMultiCallable[_ps_pb2.SaveShardsRequest, _ps_pb2.SaveShardsReply]  # type: ignore[assignment]
@@ -231,8 +235,10 @@ class ParameterServerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _ps_pb2.HoldCommitsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_ps_pb2.HoldCommitsReply, _abc.Awaitable[_ps_pb2.HoldCommitsReply]]:
-        """Stops commits (not compute) for a checkpoint; they wait. Releases itself after hold_s."""
+    ) -> _typing.Union[_ps_pb2.DescribeUnitsReply, _abc.Awaitable[_ps_pb2.DescribeUnitsReply]]:
+        """Stops commits (not compute) for a checkpoint; they wait. Answers as DescribeUnits once those in progress have finished.
+        Releases itself after hold_s.
+        """
 
     @_abc_1.abstractmethod
     def AdmitUpdates(

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from stratagem.worker.push.gradient_push import GradientPush
+
 logger = logging.getLogger(__name__)
-
-
-class Updates(Protocol):
-    """Counts of what an optimizer did: :class:`stratagem.worker.push.gradient_push.GradientPush`."""
-
-    num_pushed: int
-    """Of this worker."""
-
-    @property
-    def num_applied(self) -> int:
-        """Of the job, as far as this worker knows."""
 
 
 class _SchedulePace:
     """How far a scheduler goes in a ``step()`` that belongs to an update of this worker."""
 
-    def __init__(self, push: Updates) -> None:
+    def __init__(self, push: GradientPush) -> None:
         self._push = push
         # What began with its optimizer, perhaps in a worker that starts again, follows the job from its first update.
         self._applied = push.num_applied if push.num_pushed else 0
@@ -56,7 +47,7 @@ class _SchedulePace:
         return times
 
 
-def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]) -> None:
+def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool]) -> None:
     """Has ``scheduler.step()``, called for each update of this worker, count the updates of all.
 
     The place in the schedule is then the number of updates that the job has applied, as TensorFlow's schedules read
@@ -100,7 +91,7 @@ def follow(scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool]
 
 
 def keep_up(
-    scheduler: LRScheduler, push: Updates, is_in_loop: Callable[[], bool], dataset: Callable[[], int]
+    scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool], dataset: Callable[[], int]
 ) -> Callable[[int], None]:
     """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed.
 

@@ -12,12 +12,10 @@ from stratagem.cluster.units import Lease, Plan, Topic, Unit
 from stratagem.data.placement import Listener, StepShare
 from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
+from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.leases import LeaseClient
-from stratagem.worker.push.close_reports import CloseReports
-from stratagem.worker.step_meter import StepMeter
+from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.unit_tracker import UnitTracker
-
-Dismissal = Callable[[], StratagemError | None]
 
 
 class UnitListener(Protocol):
@@ -39,9 +37,9 @@ class UnitListener(Protocol):
 class OwnBatches(Listener):
     """Counts the examples of a worker's own pipeline, which no chief leases; steps are counted as they are pushed."""
 
-    def __init__(self, meter: StepMeter, dismissal: Dismissal) -> None:
-        self._meter = meter
-        self._dismissal = dismissal
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self._meter = runtime.meter
+        self._dismissal = runtime.dismissal
 
     def start_epoch(self, epoch: int) -> None:
         self._meter.epoch = epoch
@@ -68,28 +66,23 @@ class LeasedUnits:
     _dataset: int
     """Its ordinal."""
     _client: LeaseClient
-    _accept: Callable[[Sequence[Unit]], None]
-    """Hears which units are complete."""
+    _runtime: WorkerRuntime
+    _groups: VariableGroups
     _tracker: UnitTracker
     """Matches units and steps."""
-    _closes: CloseReports
-    """Tells the ps which units are complete, in the end at once."""
-    _meter: StepMeter
-    """Counts steps and examples, times waiting."""
+    _accept: Callable[[Sequence[Unit]], None]
+    """Hears which units are complete."""
     _pull: Callable[[], None]
     """Takes newer weights from the ps, and waits for one that restarts."""
     _attach: Callable[[], None]
     """Gives a ps that came back the values that it lacks."""
-    _catch_up: Callable[[], None]
-    """Takes the weights of a step that this worker missed (staleness 0)."""
     _on_begin: Callable[[Lease | None, Any], None]
     """Hears of each unit before its batch is handed out, and of the end of it as (None, None)."""
     _listeners: Callable[[], Sequence[UnitListener]]
     """Gives those who hear of units."""
-    _dismissal: Dismissal
-    """How this worker's script ends, once the job is to go on without it."""
 
     def __post_init__(self) -> None:
+        self._meter = self._runtime.meter
         self._bounded = 0 < self._plan.staleness < math.inf
         self._clock = 0
         self._uncounted: Unit | None = None
@@ -117,7 +110,7 @@ class LeasedUnits:
             listener.flush()
         # Nothing may stay open here while others wait for the end of the epoch, or it could never close.
         self._accept(self._tracker.end())
-        self._closes.deliver()
+        self._groups.closes.deliver()
         with self._meter.exposed("the other workers to finish the epoch", phase=measures.MEETING):
             return self._ask(wait=True, group=group, counts=counts)
 
@@ -132,10 +125,10 @@ class LeasedUnits:
         return self._client.holds(lease.unit)
 
     def begin(self, lease: Lease, batch: Any) -> None:
-        if (end := self._dismissal()) is not None:
+        if (end := self._runtime.dismissal()) is not None:
             for listener in self._listeners():
                 listener.flush()
-            self._closes.deliver()
+            self._groups.closes.deliver()
             raise end  # whoever is in the loop leaves it, and what this worker holds goes back
         if self._bounded:
             with self._meter.exposed("slower workers (staleness bound)", phase=measures.GATE_WAIT):
@@ -144,7 +137,7 @@ class LeasedUnits:
                     self._pull()
         elif lease.refresh:
             with self._meter.exposed("weights of the step that was missed"):
-                self._catch_up()
+                self._groups.pull()
         self._tracker.take(lease.unit)
         self._on_begin(lease, batch)
         self._uncounted = lease.unit

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -18,14 +19,17 @@ from stratagem.errors import (
     UnsupportedOptimizerError,
 )
 from stratagem.ps.row_updates import check_for_rows
+from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
+from stratagem.strategy.preparation import Preparation
+from stratagem.worker.gradient_guard import GradientPolicy
+from stratagem.worker.push.close_reports import CloseReports
+from stratagem.worker.push.gradient_push import GradientPush
 from stratagem.worker.push.layout import Layout, VariableSpec
-from stratagem.worker.push.optimizer_state import OptimizerState
+from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable, TableLink
 from stratagem.worker.push.row_placement import RowPlacement
-from stratagem.worker.push.staging import GradientStaging
-from stratagem.worker.push.table_state import TableState
 from stratagem.worker.push.variables import Attachable, RemoteVariables, create_or_attach
 from stratagem.worker.runtime import WorkerRuntime
 
@@ -38,18 +42,6 @@ RETRY_S = 0.05
 """Until the next look whether another worker has given a ps its values."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizedVariables:
-    """What one optimizer changes."""
-
-    optimizer: torch.optim.Optimizer
-    parameters: Sequence[torch.nn.Parameter]
-    """Without tables."""
-    tables: Sequence[RemoteTable]
-    variables: RemoteVariables
-    staging: GradientStaging
-
-
 class VariableGroups:
     """Creates the variables of every ``prepare`` and keeps their copies here up to date.
 
@@ -60,15 +52,16 @@ class VariableGroups:
     def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None) -> None:
         self._runtime = runtime
         self._partitioner = partitioner
-        self.on_reroute: list[Callable[[], None]] = []
-        """Called when everything has been laid out anew, for another number of ps."""
+        self.closes = CloseReports(runtime.clients, self.recover)
+        """Units on their way to the ps."""
+        self.pushes: list[GradientPush] = []
+        """One for each optimizer."""
         self._load_bytes = [0] * len(runtime.clients)
         self._epochs = {client.index: client.store_epoch for client in runtime.clients}
         """Of each ps: the store to which everything is attached."""
         self._placed: list[RemoteVariables | RemoteTable] = []
         """In the order in which they were shared out; the last may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
-        self._staging: list[GradientStaging] = []
         self._tables: list[RemoteTable] = []
         self._num_models = 0
         self._next_group = 0
@@ -77,16 +70,18 @@ class VariableGroups:
         self,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
+        policy: GradientPolicy,
         on_backward: Callable[[], None],
-    ) -> list[OptimizedVariables]:
-        """Creates or attaches to the variables of ``models``; returns those that each optimizer changes.
+    ) -> list[GradientPush]:
+        """Creates or attaches to the variables of ``models``; returns what pushes the gradients of each optimizer.
 
         Args:
+            policy: how gradients are treated before they are applied.
             on_backward: called in a backward whenever a gradient was accumulated.
         """
         names = self._names(models)
         every = {id(table.handle): table for model in models for table in tables_of(model)}
-        optimized: list[OptimizedVariables] = []
+        pushes: list[GradientPush] = []
         taken: set[int] = set()
         for optimizer in optimizers:
             _check_optimizer(optimizer)
@@ -98,18 +93,14 @@ class VariableGroups:
                     self._add_table(every[id(handle)], names[id(handle)], group, type(optimizer).__name__, on_backward)
             parameters = [parameter for parameter, _ in pairs if id(parameter) not in every]
             groups = [group for parameter, group in pairs if id(parameter) not in every]
-            variables = self._add(
-                [names[id(parameter)] for parameter in parameters],
-                parameters,
-                groups,
-                type(optimizer).__name__,
-            )
-            staging = GradientStaging(variables.clients, variables.layout, parameters, on_backward, tables)
-            self._staging.append(staging)
-            OptimizerState(variables.clients, variables.layout, optimizer, parameters, self._runtime.may_assign)
+            named = [names[id(parameter)] for parameter in parameters]
+            variables = self._add(named, parameters, groups, type(optimizer).__name__)
+            OptimizerState(variables, optimizer, parameters, self._runtime.may_assign)
             if tables:
                 TableState(optimizer, tables)
-            optimized.append(OptimizedVariables(optimizer, parameters, tables, variables, staging))
+            treated = policy, self.closes, self._runtime.meter, self.recover
+            pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
+            self.pushes.append(pushes[-1])
         for identity, table in every.items():
             if identity not in taken:
                 self._add_table(table, names[identity], 0, "", on_backward)
@@ -123,7 +114,7 @@ class VariableGroups:
         rest = list({id(tensor): (name, tensor) for name, tensor in rest}.values())
         if rest:
             self._add([name for name, _ in rest], [tensor for _, tensor in rest], [0] * len(rest), "")
-        return optimized
+        return pushes
 
     @property
     def optimized(self) -> list[tuple[str, torch.Tensor]]:
@@ -131,7 +122,7 @@ class VariableGroups:
 
         Tables, and what stands for them, are among them, also those that no optimizer changes.
         """
-        dense = [pair for variables in self._all if variables.optimized for pair in variables.named]
+        dense = [pair for variables in self._all if variables.optimizer for pair in variables.named]
         return [*dense, *((table.link.name, table.handle) for table in self._tables)]
 
     def push(self) -> None:
@@ -146,8 +137,8 @@ class VariableGroups:
             ConfigurationError: the copies here were changed by somebody else meanwhile.
         """
         for variables in self._all:
-            if variables.optimized:
-                variables.check_unchanged()
+            if variables.optimizer:
+                variables.copies.check()
                 variables.pull()
 
     def pull_anew(self) -> None:
@@ -175,22 +166,24 @@ class VariableGroups:
 
     def roll_back(self) -> None:
         """After the ps went back to a checkpoint: forgets what was staged, takes their weights."""
-        for staging in self._staging:
-            staging.reset()
+        for push in self.pushes:
+            push.staging.reset()
         for table in self._tables:
-            table.clear_gradient()
+            table.pending.clear()
         for client in self._runtime.clients:
             self._connect(client)
         for variables in self._all:
-            variables.may_differ()
+            variables.copies.forget()
         self.pull()
+        for push in self.pushes:
+            push.reattached()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, backward sends nothing."""
         with contextlib.ExitStack() as stack:
-            for staging in self._staging:
-                stack.enter_context(staging.paused())
+            for push in self.pushes:
+                stack.enter_context(push.staging.paused())
             yield
 
     def _connect(self, client: PsClient) -> None:
@@ -199,8 +192,8 @@ class VariableGroups:
         except Rerouted:
             self._reroute()
             return
-        for staging in self._staging:
-            staging.lost(client.index)
+        for push in self.pushes:
+            push.staging.lost(client.index)
 
     def _connect_to(self, client: PsClient) -> None:
         for tries_left in reversed(range(MAX_TRIES)):
@@ -226,18 +219,19 @@ class VariableGroups:
                     one.link_to(dataclasses.replace(one.link, placement=self._place_table(one)))
                 else:
                     rows = place(_shapes(one.layout.variables), self._partitioner, self._load_bytes)
-                    one.layout.place(rows, len(clients))
+                    one.layout.place(rows)
                     one.rerouted()
-            for staging in self._staging:
-                staging.rerouted()
+            for push in self.pushes:
+                push.staging.rerouted()
             try:
                 for client in clients:
                     self._connect_to(client)
                 break
             except Rerouted:  # and another one
                 continue
-        for listener in self.on_reroute:
-            listener()
+        self.closes.rerouted()
+        for push in self.pushes:
+            push.rerouted()
 
     def _attach(self, client: PsClient) -> None:
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
@@ -267,22 +261,18 @@ class VariableGroups:
     ) -> None:
         link = TableLink(
             name=name,
-            clients=self._runtime.clients,
+            runtime=self._runtime,
             placement=self._place_table(table),
             group=self._next_group,
             optimizer=optimizer,
             param_group=param_group,
-            frame_bytes=self._runtime.config.frame_bytes,
-            meter=self._runtime.meter,
-            may_assign=self._runtime.may_assign,
             on_backward=on_backward,
             recover=self.recover,
-            timeout_s=self._runtime.config.start_timeout_s,
         )
         self._next_group += 1
         table.link_to(link)
         self._placed.append(table)
-        self._create(table, lambda: table.link.clients, f" of table {name}")
+        self._create(table, f" of table {name}")
         self._tables.append(table)
 
     def _place_table(self, table: RemoteTable) -> RowPlacement:
@@ -301,33 +291,26 @@ class VariableGroups:
             for name, tensor, param_group in zip(names, tensors, param_groups, strict=True)
         ]
         rows = place(_shapes(specs), self._partitioner, self._load_bytes)
-        layout = Layout(specs, rows, len(self._runtime.clients), self._runtime.config.frame_bytes)
-        variables = RemoteVariables(
-            self._runtime.clients,
-            layout,
-            [tensor.data for tensor in tensors] if not optimizer else list(tensors),
-            {first_group + index: optimizer for index in range(len(dtypes))},
-        )
+        layout = Layout(specs, rows, self._runtime.config.frame_bytes)
+        copies = tensors if optimizer else [tensor.data for tensor in tensors]
+        variables = RemoteVariables(self._runtime.clients, layout, copies, optimizer)
         self._placed.append(variables)
-        self._create(variables, lambda: variables.clients)
+        self._create(variables)
         self._all.append(variables)
         return variables
 
-    def _create(self, one: Attachable, clients: Callable[[], Sequence[PsClient]], of: str = "") -> None:
+    def _create(self, one: Attachable, of: str = "") -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
-        timeout_s = self._runtime.config.start_timeout_s
-
-        def create() -> None:
-            create_or_attach(one, clients(), self._runtime.is_lead, timeout_s, of)
-
-        for _ in range(MAX_TRIES - 1):
+        runtime = self._runtime
+        for tries_left in reversed(range(MAX_TRIES)):
             try:
-                create()
+                create_or_attach(one, runtime.clients, runtime.is_lead, runtime.config.start_timeout_s, of)
                 return
             except (PeerUnavailableError, StaleStoreError) as error:
+                if not tries_left:
+                    raise
                 logger.warning("%s", error)
                 self.reconnect()
-        create()
 
     def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Names as in ``state_dict``; of several models, with the prefix "model0.", "model1.", …"""
@@ -385,3 +368,28 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
             "a parameter server runs optimizers by name, and cannot run code of yours"
         )
+
+
+def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
+    """Looks at what ``prepare`` was given.
+
+    Raises:
+        ConfigurationError: it cannot be trained on parameter servers; says what can.
+    """
+    if any(isinstance(item, torch.amp.GradScaler) for item in objects):
+        raise ConfigurationError(
+            "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use "
+            "bfloat16 autocast, which needs no scaling"
+        )
+    if preparation.sync_batchnorm:
+        raise ConfigurationError(
+            "sync_batchnorm=True needs workers that run in step and talk to each other: use "
+            "MultiWorkerMirroredStrategy (--strategy ring)"
+        )
+    for name, layer in sparse_embeddings(item for item in objects if isinstance(item, torch.nn.Module)):
+        if not isinstance(getattr(layer, "remote_table", None), RemoteTable):
+            raise ConfigurationError(
+                f"gradients of an nn.Embedding travel dense to parameter servers: give {name} sparse=False, or make "
+                "it an sg.nn.Embedding (or EmbeddingBag) inside `with strategy.scope():`, whose rows live on the "
+                "parameter servers"
+            )

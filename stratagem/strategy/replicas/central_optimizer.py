@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from stratagem.data.nested import CopiedAsDict
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.mirrored import Meet, current
 from stratagem.strategy.replicas.mirrored_stepping import MirroredOptimizer
@@ -71,7 +72,7 @@ class CentralOptimizer(MirroredOptimizer):
         return self._mirrored_meet(self._mirrored_name, None, decide)
 
 
-class CentralGroup(MutableMapping[str, Any]):
+class CentralGroup(CopiedAsDict):
     """A parameter group as one replica sees it: settings are those of all, parameters its own.
 
     Args:
@@ -79,26 +80,17 @@ class CentralGroup(MutableMapping[str, Any]):
     """
 
     def __init__(self, group: dict[str, Any], copy_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        self._group = group
+        self.data = group  # itself: what is set here is set for all
         self._copy_of = copy_of
 
     def __getitem__(self, name: str) -> Any:
-        value = self._group[name]
+        value = self.data[name]
         return list(map(self._copy_of, value)) if name == "params" else value
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "params":
             raise ConfigurationError("the parameters of a prepared optimizer stay what they were when it was prepared")
-        self._group[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._group[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
+        self.data[name] = value
 
 
 @torch.no_grad()

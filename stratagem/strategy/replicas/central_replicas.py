@@ -42,7 +42,7 @@ class CentralReplicas(SeveralReplicas):
     ) -> None:
         self._parameter_device = parameter_device
         self._num_seen = num_seen
-        super().__init__(strategy, devices, ops, None, meter)
+        super().__init__(strategy, devices, ops, meter)
 
     def _make_mirrors(self, keep: Callable[[int, dict[int, Any]], None]) -> Mirrors:
         self._central = CentralMirrors(
@@ -93,9 +93,6 @@ class CentralMirrors(Mirrors):
                     "MirroredStrategy, or bfloat16 autocast, which needs no scaling"
                 )
         return super().add(objects)
-
-    def acts_for_all(self) -> bool:
-        return self.which() in (None, 1)
 
     def record(self) -> None:
         """See :meth:`Mirrors.record`. The user's models get the gradients and the averages of buffers."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.data.nested import map_values, outline, values_in
+from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.cross_replica import as_tensor, check_gatherable
+from stratagem.strategy.cross_replica import as_tensor, concatenated
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
@@ -48,15 +51,23 @@ def get_replica_context() -> ReplicaContext | None:
     return ReplicaContext(current_strategy())
 
 
-def running_strategy() -> Strategy | None:
-    """Whose step runs here; None outside of replicas."""
+@functools.cache
+def watch_torch() -> None:
+    """From now on strategies hear of each step of an optimizer in a replica, and of each parameter of their scope."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_module_parameter_registration_hook(_on_parameter)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     here = _here.get()
-    return here.strategy if isinstance(here, ReplicaContext) else None
+    if isinstance(here, ReplicaContext) and here.strategy.prepared is not None:
+        here.strategy.prepared.check_step(optimizer)
 
 
-def strategy_of_scope() -> Strategy | None:
-    """The strategy of the scope that is open here, or the default; None in replicas."""
-    return current_strategy() if _here.get() is _Here.OUTSIDE else None
+def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    prepared = current_strategy().prepared if _here.get() is _Here.OUTSIDE else None
+    if prepared is not None:
+        prepared.created(module, name)
 
 
 def in_cross_replica_context() -> bool:
@@ -75,7 +86,6 @@ class ReplicaContext:
         replica_threads: the replicas of this process; None: there is one, in the calling thread.
         replica: local number of this one.
         ops: reduces within the process; only with several replicas.
-        workers: collectives with other workers; None: there are none.
         own: collectives of this replica; what it has queued there is done before the replicas meet, so that every
             worker makes its collectives in one order.
     """
@@ -86,25 +96,20 @@ class ReplicaContext:
         replica_threads: ReplicaThreads | None = None,
         replica: int = 0,
         ops: CrossDeviceOps | None = None,
-        workers: Communicator | None = None,
         own: Communicator | None = None,
     ) -> None:
-        if replica_threads is not None and ops is None:
-            raise ValueError("expected cross-device ops with several replicas, got None")
         self.strategy = strategy
         """Whose step runs."""
+        self._workers = strategy.communicator
         self._replica_threads = replica_threads
         self._replica = replica
         self._ops = ops
-        self._workers = workers
         self._own = own
 
     @property
     def replica_id_in_sync_group(self) -> int:
         """Number of this replica, from 0, among those of all workers."""
-        if self._workers is None:
-            return self.strategy.first_replica_id + self._replica
-        return self._replica + self._workers.rank * (1 if self._replica_threads is None else self._replica_threads.size)
+        return self.strategy.first_replica_id + self._replica
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -133,8 +138,7 @@ class ReplicaContext:
             results = _ReplicaAllReduce.apply(self, op, what, *values_in(value))  # type: ignore[no-untyped-call]
         else:
             results = self._reduce(op, what, [leaf.detach() for leaf in values_in(value)])
-        following = iter(results)
-        return map_values(value, lambda _: next(following))
+        return refilled(value, results)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """The concatenation of all replicas' tensors along ``axis``, in replica order, on every replica.
@@ -153,8 +157,7 @@ class ReplicaContext:
             return value
         what = f"all_gather along axis {axis} of {outline(value)}"
         results = _AllGather.apply(self, axis, what, *values_in(value))  # type: ignore[no-untyped-call]
-        following = iter(results)
-        return map_values(value, lambda _: next(following))
+        return refilled(value, results)
 
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -237,9 +240,7 @@ class ReplicaContext:
 
         def decide(values: list[Sequence[torch.Tensor]]) -> list[Any]:
             columns = list(zip(*values, strict=True))
-            for column in columns:
-                check_gatherable(column, axis)
-            wholes = [self._concatenated(column, axis) for column in columns]
+            wholes = [concatenated(column, axis, self._workers) for column in columns]
             results = []
             for replica, own in enumerate(values):
                 copies = [whole.to(one.device, copy=True) for (whole, _), one in zip(wholes, own, strict=True)]
@@ -250,21 +251,13 @@ class ReplicaContext:
 
         return cast("tuple[Sequence[torch.Tensor], Sequence[int]]", self._merge(what, tensors, decide))
 
-    def _concatenated(self, column: Sequence[torch.Tensor], axis: int) -> tuple[torch.Tensor, int]:
-        """The tensors of all replicas of all workers in one, and where those of this worker begin."""
-        local = torch.cat([tensor.to(column[0].device) for tensor in column], axis)
-        if self._workers is None:
-            return local, 0
-        parts = self._workers.all_gather(local.movedim(axis, 0))
-        return torch.cat(parts).movedim(0, axis), sum(part.shape[0] for part in parts[: self._workers.rank])
-
 
 def run_alone(
     strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> PerReplica[Any]:
     """``Strategy.run`` where the only replica of this process is in the calling thread."""
     own = part_of_replica(list(args), 0), part_of_replica(dict(kwargs), 0) if kwargs else {}
-    running = contextlib.nullcontext() if strategy.prepared is None else strategy.prepared.running()
+    running: contextlib.AbstractContextManager[object] = strategy.prepared or contextlib.nullcontext()
     with _Entered(ReplicaContext(strategy), strategy), running:
         return PerReplica((fn(*own[0], **own[1]),))
 

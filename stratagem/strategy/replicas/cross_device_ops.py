@@ -7,6 +7,8 @@ whoever brought tensor i, whatever device the tensor says: torch has one CPU, so
 from __future__ import annotations
 
 import abc
+import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,7 +18,7 @@ from stratagem.arguments import checked, whole_number
 from stratagem.cluster.communication import ReduceOp
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.devices import parse_device
-from stratagem.strategy.replicas.packing import pack
+from stratagem.worker.ring.group import REDUCE
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +34,7 @@ _NCCL_DTYPES = (
     torch.int32,
     torch.int64,
 )
-_COMBINE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MEAN: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.MIN: torch.minimum,
-}
+_COMBINE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {**REDUCE, ReduceOp.MEAN: torch.add}
 # The numbers of ncclRedOp_t.
 _NCCL_OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 
@@ -137,7 +133,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 class _AllReduce(CrossDeviceOps):
     """What HierarchicalCopyAllReduce and NcclAllReduce have in common: packing, and what they leave to one device."""
 
-    def __init__(self, num_packs: int) -> None:
+    def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = whole_number("num_packs", num_packs, 0)
         self._one_device = ReductionToOneDevice()
 
@@ -178,9 +174,6 @@ class HierarchicalCopyAllReduce(_AllReduce):
         num_packs: into how many flat tensors the tensors of a call are packed, each dtype apart; 0: none, each goes
             alone. Sparse tensors are reduced on one device.
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        super().__init__(num_packs)
 
     def _all_reduce_pack(self, op: ReduceOp, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
         devices = [tensor.device for tensor in tensors]
@@ -235,16 +228,73 @@ class NcclAllReduce(_AllReduce):
         return results
 
 
+def pack_sizes(num_elements: int, num_packs: int) -> list[int]:
+    """Elements of each pack: equal ones, the last takes the remainder too (the rule of ``tf.distribute``)."""
+    size = num_elements // num_packs
+    return [size] * (num_packs - 1) + [num_elements - size * (num_packs - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Flat tensors to be reduced, and what is needed to take them apart again."""
+
+    packs: list[list[torch.Tensor]]
+    """By pack, then by replica: flat tensors of one length and dtype. No pack is empty unless all tensors are."""
+    _groups: list[tuple[list[int], int]]
+    """The tensors that lie in a row of packs, and how many packs that is."""
+    _shapes: list[torch.Size]
+
+    def unpack(self, reduced: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """By tensor, then by replica: what the packs have become. Results of one replica may share a storage."""
+        results: dict[int, list[torch.Tensor]] = {}
+        first = 0
+        for members, num_packs in self._groups:
+            rows = reduced[first : first + num_packs]
+            first += num_packs
+            flats = [parts[0] if num_packs == 1 else torch.cat(parts) for parts in zip(*rows, strict=True)]
+            counts = [self._shapes[index].numel() for index in members]
+            pieces = [flat.split(counts) for flat in flats]
+            for place, index in enumerate(members):
+                results[index] = [piece[place].view(self._shapes[index]) for piece in pieces]
+        return [results[index] for index in range(len(self._shapes))]
+
+
+def pack(per_tensor: Sequence[Sequence[torch.Tensor]], num_packs: int) -> Packed:
+    """Flattens and concatenates each replica's tensors, dtype by dtype, and splits the whole into ``num_packs``.
+
+    Args:
+        per_tensor: by tensor, then by replica; dense.
+        num_packs: 0: every tensor is a pack of its own.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, tensors in enumerate(per_tensor):
+        groups.setdefault(tensors[0].dtype if num_packs else index, []).append(index)
+    packs: list[list[torch.Tensor]] = []
+    sizes_of: list[tuple[list[int], int]] = []
+    for members in groups.values():
+        rows = list(zip(*([tensor.detach().reshape(-1) for tensor in per_tensor[i]] for i in members), strict=True))
+        flats = [row[0] if len(row) == 1 else torch.cat(row) for row in rows]
+        sizes = [size for size in pack_sizes(flats[0].numel(), num_packs or 1) if size] or [0]
+        packs += [list(parts) for parts in zip(*(flat.split(sizes) for flat in flats), strict=True)]
+        sizes_of.append((members, len(sizes)))
+    return Packed(packs, sizes_of, [tensors[0].shape for tensors in per_tensor])
+
+
 def cross_device_ops_of(
     given: CrossDeviceOps | type[CrossDeviceOps] | None, devices: Sequence[torch.device]
 ) -> CrossDeviceOps:
-    """What a strategy was given, a class with its defaults; None: the default for the devices.
+    """What a strategy was given, a class with its defaults.
+
+    Args:
+        given: None: NCCL where each replica has a GPU of its own, else one device.
 
     Raises:
         ConfigurationError: it is something else.
     """
     if given is None:
-        return default_cross_device_ops(devices)
+        distinct = len(set(devices)) == len(devices)
+        with_nccl = distinct and all(each.type == "cuda" for each in devices) and torch.distributed.is_nccl_available()
+        return NcclAllReduce() if with_nccl else ReductionToOneDevice()
     if isinstance(given, CrossDeviceOps):
         return given
     if isinstance(given, type) and issubclass(given, CrossDeviceOps):
@@ -253,14 +303,6 @@ def cross_device_ops_of(
         "expected cross_device_ops like sg.ReductionToOneDevice(), sg.HierarchicalCopyAllReduce() or "
         f"sg.NcclAllReduce(), got {given!r}"
     )
-
-
-def default_cross_device_ops(devices: Sequence[torch.device]) -> CrossDeviceOps:
-    """What a strategy uses when nobody says: NCCL where each replica has a GPU of its own, else one device."""
-    distinct = len(set(devices)) == len(devices)
-    if distinct and all(device.type == "cuda" for device in devices) and torch.distributed.is_nccl_available():
-        return NcclAllReduce()
-    return ReductionToOneDevice()
 
 
 def hierarchy(num_replicas: int, root: int) -> list[tuple[int, range]]:
@@ -350,9 +392,5 @@ def _place(device: Device) -> torch.device:
 
 def names_of(devices: Sequence[torch.device]) -> list[Device]:
     """The devices of the replicas; those on the CPU are numbered as logical ones."""
-    names: list[Device] = []
-    num_cpus = 0
-    for device in devices:
-        names.append(f"cpu:{num_cpus}" if device.type == "cpu" else str(device))
-        num_cpus += device.type == "cpu"
-    return names
+    numbers = itertools.count()
+    return [f"cpu:{next(numbers)}" if device.type == "cpu" else str(device) for device in devices]

@@ -13,8 +13,7 @@ from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps
 from stratagem.strategy.replicas.meeting import Meeting
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.group import Arena, Tag
-from stratagem.worker.ring.schedule import cut
+from stratagem.worker.ring.group import Group, Tag
 
 T = TypeVar("T")
 
@@ -22,7 +21,7 @@ MEETING_TIMEOUT_S = 300.0
 """Seconds to wait for replicas while no step runs; in a step, one that computes is waited for."""
 
 
-class LocalGroup:
+class LocalGroup(Group):
     """Implements :class:`stratagem.worker.ring.group.Group` for one of several replicas.
 
     All replicas of the process meet, and the last to come does the work: reduces by the cross-device ops, and, if
@@ -82,18 +81,15 @@ class LocalGroup:
     def timeout_s(self, seconds: float) -> None:
         self.meeting.timeout_s = seconds
 
-    def arena(self, num_bytes: int, tag: Tag, in_place: bool = False) -> Arena:
-        """Memory of each replica's own."""
-        self.barrier(tag)
-        return Arena.of(lambda: torch.zeros(num_bytes, dtype=torch.uint8), in_place)
-
     def all_reduce(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        out.copy_(self._reduce(source, op, tag))
+        def conclude(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+            totals = self._ops.all_reduce(op, sources)
+            if self._workers is None:
+                return totals
+            total = self._workers.all_reduce(totals[0], op)
+            return [total.to(each.device) for each in totals]
 
-    def reduce_scatter(self, source: torch.Tensor, out: torch.Tensor, op: ReduceOp, tag: Tag) -> None:
-        """An all-reduce of which every rank keeps its slice."""
-        start, stop = cut(source.numel(), self.size)[self.rank]
-        out.copy_(self._reduce(source, op, tag)[start:stop])
+        out.copy_(self._exchange(tag, [source], source, conclude))
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         lengths = [out.numel() for out in outs]
@@ -163,18 +159,6 @@ class LocalGroup:
     def close(self, reason: str) -> None:
         """See :meth:`Group.close`. Breaks the group of every replica of the process."""
         self.meeting.close(self.local, reason)
-
-    def _reduce(self, source: torch.Tensor, op: ReduceOp, tag: Tag) -> torch.Tensor:
-        def conclude(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-            totals = self._ops.all_reduce(op, sources)
-            if self._workers is None:
-                return totals
-            total = self._workers.all_reduce(totals[0], op)
-            return [total.to(each.device) for each in totals]
-
-        result = self._exchange(tag, [source], source, conclude)
-        assert isinstance(result, torch.Tensor)
-        return result
 
     def _exchange(
         self,

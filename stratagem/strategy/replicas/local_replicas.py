@@ -89,19 +89,13 @@ class LocalReplicas(abc.ABC):
 
 
 class OneReplica(LocalReplicas):
-    """Implements :class:`LocalReplicas` in the calling thread; objects are changed in place.
+    """Implements :class:`LocalReplicas` in the calling thread; objects are changed in place."""
 
-    Args:
-        workers: collectives with the replicas of other workers; None: there are none.
-    """
-
-    def __init__(
-        self, strategy: Strategy, device: torch.device, workers: Communicator | None, meter: StepMeter
-    ) -> None:
+    def __init__(self, strategy: Strategy, device: torch.device, meter: StepMeter) -> None:
         self.devices: tuple[torch.device, ...] = (device,)
-        self.communicators: Sequence[Communicator] = () if workers is None else (workers,)
+        self.communicators: Sequence[Communicator] = () if strategy.communicator is None else (strategy.communicator,)
         self.meter = meter
-        self._context = ReplicaContext(strategy, workers=workers)
+        self._context = ReplicaContext(strategy)
 
     def which(self) -> int | None:
         return 0
@@ -129,25 +123,19 @@ class SeveralReplicas(LocalReplicas):
 
     Args:
         devices: one a replica.
-        workers: collectives with other workers; None: there are none.
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        devices: Sequence[torch.device],
-        ops: CrossDeviceOps,
-        workers: Communicator | None,
-        meter: StepMeter,
+        self, strategy: Strategy, devices: Sequence[torch.device], ops: CrossDeviceOps, meter: StepMeter
     ) -> None:
+        workers = strategy.communicator
         self.devices: tuple[torch.device, ...] = tuple(devices)
         self.replica_threads = ReplicaThreads(devices, 0 if workers is None else workers.rank * len(devices))
         self.meter: StepMeter = WaitingMeter(meter, self.replica_threads)
         self._own = [ReplicaCommunicator(group) for group in LocalGroup.make(self.replica_threads, ops, workers)]
         self.communicators: Sequence[Communicator] = self._own
         self._contexts = [
-            ReplicaContext(strategy, self.replica_threads, replica, ops, workers, own)
-            for replica, own in enumerate(self._own)
+            ReplicaContext(strategy, self.replica_threads, replica, ops, own) for replica, own in enumerate(self._own)
         ]
         self._mirrors = self._make_mirrors(functools.partial(keep_variables, strategy))
 
@@ -181,20 +169,17 @@ class SeveralReplicas(LocalReplicas):
             return work()
 
     def together(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        self._mirrors.synchronize()
-        try:
+        with self._mirrors.running():
             return self.replica_threads.run(work)
-        finally:
-            self._mirrors.record()
 
     def interrupted(self) -> contextlib.AbstractContextManager[None]:
         return self._mirrors.interrupted()
 
     def random_states(self) -> dict[str, torch.Tensor]:
-        return self.replica_threads.random_states()
+        return self.replica_threads.turn_lock.states()
 
     def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        self.replica_threads.set_random_states(states)
+        self.replica_threads.turn_lock.set_states(states)
 
     def close(self) -> None:
         for own in self._own:

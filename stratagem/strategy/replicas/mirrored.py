@@ -11,7 +11,8 @@ import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 """What cannot be changed by whoever is given it."""
-
+_CHANGING_NOTHING = {"__call__", "__dir__", "__getstate__", "__reduce__", "__reduce_ex__", "__repr__", "__str__"}
+"""Special methods that leave what code outside of replicas could change as it is."""
 
 Meet = Callable[[str, Any, Callable[[list[Any]], Sequence[Any]]], Any]
 """All replicas come together: :meth:`stratagem.strategy.replicas.replica_threads.ReplicaThreads.meet`."""
@@ -25,9 +26,6 @@ class Home(Protocol):
 
     def touch(self) -> None:
         """Code outside of replicas got hold of something that it may change without a trace."""
-
-    def acts_for_all(self) -> bool:
-        """Whether what asks is the first replica, or the code outside of replicas."""
 
 
 class Mirrored:
@@ -69,15 +67,6 @@ class Mirrored:
     def __delattr__(self, name: str) -> None:
         delattr(current(self), name)
 
-    def __dir__(self) -> list[str]:
-        return dir(current(self))
-
-    def __repr__(self) -> str:
-        return repr(current(self))
-
-    def __str__(self) -> str:
-        return str(current(self))
-
     def __eq__(self, other: object) -> bool:
         return original(other) is self._mirrored_copies[0]
 
@@ -89,15 +78,6 @@ class Mirrored:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(current(self), memo)
-
-    def __getstate__(self) -> Any:
-        return current(self).__getstate__()
-
-    def __reduce__(self) -> Any:
-        return current(self).__reduce__()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return current(self).__reduce_ex__(protocol)
 
 
 def current(mirrored: Mirrored) -> Any:
@@ -133,7 +113,7 @@ def mirrored(kind: type[Mirrored], copies: Sequence[Any], home: Home, **more: An
 def _with_special_methods(kind: Any, wrapped: Any) -> Any:
     """Python looks for special methods in the type alone, so they cannot be found through ``__getattr__``."""
     body: dict[str, Any] = {"__slots__": (), "__doc__": wrapped.__doc__, "__module__": wrapped.__module__}
-    taken = {*dir(kind), "__del__", "__set_name__", "__setstate__"}
+    taken = {*dir(kind), "__del__", "__set_name__", "__setstate__"} - _CHANGING_NOTHING
     for name in dir(wrapped):
         if name.startswith("__") and name.endswith("__") and name not in taken and callable(getattr(wrapped, name)):
             body[name] = _forwarding(name)
@@ -146,8 +126,8 @@ def _forwarding(name: str) -> Callable[..., Any]:
         return Mirrored.__getattr__(self, name)(*args, **kwargs)
 
     def call(self: Mirrored, *args: Any, **kwargs: Any) -> Any:
-        return current(self)(*args, **kwargs)
+        return getattr(current(self), name)(*args, **kwargs)
 
-    chosen = call if name == "__call__" else forward
+    chosen = call if name in _CHANGING_NOTHING else forward
     chosen.__name__ = name
     return chosen

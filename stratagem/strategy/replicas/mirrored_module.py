@@ -18,23 +18,14 @@ class MirroredModule(Mirrored):
 
     __slots__ = ()
 
-    harmless = frozenset({"__call__", "__contains__", "__len__", "forward", "state_dict"})
+    harmless = frozenset(
+        {"__call__", "__contains__", "__len__", "eval", "forward", "requires_grad_", "state_dict", "train"}
+    )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """On every replica, when called outside of them."""
         for module in copies_to_change(self):
             module.zero_grad(set_to_none)
-
-    def train(self, mode: bool = True) -> Any:
-        current(self).train(mode)
-        return self
-
-    def eval(self) -> Any:
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        current(self).requires_grad_(requires_grad)
-        return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Cannot be done any more."""
@@ -42,9 +33,7 @@ class MirroredModule(Mirrored):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = copy.deepcopy(current(self), memo)
-        for part in twin.modules():
-            for key in [key for key, hook in part._forward_pre_hooks.items() if _did_check(hook)]:
-                del part._forward_pre_hooks[key]
+        drop_checks(twin)
         return twin
 
 
@@ -57,7 +46,8 @@ def _returning_self(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "share_memory", "to", "to_empty", "type"):
+_RETURNING_SELF = "apply bfloat16 cpu cuda double eval float half requires_grad_ share_memory to to_empty train type"
+for _name in _RETURNING_SELF.split():
     setattr(MirroredModule, _name, _returning_self(_name))
 
 
@@ -83,13 +73,13 @@ class OnlyReplica:
 
 
 def drop_checks(model: nn.Module) -> None:
-    """Takes the checks off a model that is to be compiled: they would cut its graph into pieces.
-
-    Whoever uses it in another replica is still found out, in backward.
+    """Takes the checks, and what they are in a copy, off a model: one that is to be compiled they would cut into
+    pieces. Whoever uses it in another replica is still found out, in backward.
     """
     for part in model.modules():
-        for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, OnlyReplica)]:
-            del part._forward_pre_hooks[key]
+        for key, hook in list(part._forward_pre_hooks.items()):
+            if isinstance(hook, OnlyReplica) or getattr(hook, "__func__", None) is nullcontext.__exit__:
+                del part._forward_pre_hooks[key]
 
 
 def foreign(did: str, here: int, owner: int | None) -> ConfigurationError:
@@ -99,7 +89,3 @@ def foreign(did: str, here: int, owner: int | None) -> ConfigurationError:
     return ConfigurationError(
         f"replica {here} {did} of {whose}: the step uses {what}; use what strategy.prepare returned{own}"
     )
-
-
-def _did_check(hook: Any) -> bool:
-    return getattr(hook, "__func__", None) is nullcontext.__exit__

@@ -104,7 +104,7 @@ class MirroredScheduler(Mirrored):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """In a step of several replicas, done by replica 0 alone."""
-        if self._mirrored_home.acts_for_all():
+        if not current_replica():
             current(self).step(*args, **kwargs)
 
 

@@ -152,10 +152,6 @@ class Mirrors:
         """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
         self._touched = True
 
-    def acts_for_all(self) -> bool:
-        """Implements :class:`~stratagem.strategy.replicas.mirrored.Home`."""
-        return not self.which()
-
     # -- adding ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

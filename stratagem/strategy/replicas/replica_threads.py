@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -115,7 +115,8 @@ class ReplicaThreads:
         self.on_abort: list[Callable[[str], None]] = []
         """Called, with ``changed`` held, when a replica has failed and all others have to end."""
         self.first_replica = first_replica
-        self._turn_lock = TurnLock(self.changed, [r for r, device in enumerate(devices) if device.type == "cpu"])
+        self.turn_lock = TurnLock(self.changed, [r for r, device in enumerate(devices) if device.type == "cpu"])
+        """Has the streams of random numbers of the replicas that have one beside the caller's."""
         self._run: _Run | None = None
         self._one_at_a_time = threading.Lock()
         self._jobs: list[_Jobs] = [queue.SimpleQueue() for _ in devices]
@@ -159,7 +160,7 @@ class ReplicaThreads:
             thread_modes = ThreadModes.here(self.devices)
             with self.changed:
                 self._run = run
-            self._turn_lock.start()
+            self.turn_lock.start()
             for replica, one in enumerate(work):
                 play = functools.partial(self._play, run, replica, one, thread_modes)
                 self._jobs[replica].put(functools.partial(contextvars.copy_context().run, play))
@@ -171,7 +172,7 @@ class ReplicaThreads:
                 try:
                     with self.changed:
                         self.changed.wait_for(lambda: run.is_over)
-                    self._turn_lock.finish()
+                    self.turn_lock.finish()
                 finally:
                     with self.changed:
                         self._run = None
@@ -183,14 +184,6 @@ class ReplicaThreads:
             finally:
                 del cause  # its traceback holds this frame
         return cast(list[T], run.results)
-
-    def random_states(self) -> dict[str, torch.Tensor]:
-        """Where the streams of those replicas are that have one beside the caller's; nothing may run meanwhile."""
-        return self._turn_lock.states()
-
-    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Puts the streams back where :meth:`random_states` found them."""
-        self._turn_lock.set_states(states)
 
     def close(self) -> None:
         self._dismiss()
@@ -207,19 +200,19 @@ class ReplicaThreads:
                 self._check_same_place(run)
                 offers = [offer for offer in run.offers if offer is not None]
                 run.offers = [None] * self.size
-            self._turn_lock.take(CALLER)
+            self.turn_lock.take(CALLER)
             try:
                 results = offers[0].decide([offer.value for offer in offers])
             except BaseException as error:
                 _note(error, f"raised in {offers[0].what}, where all replicas had met")
-                self._turn_lock.release(CALLER)
+                self.turn_lock.release(CALLER)
                 raise
             del offers
             with self.changed:
                 run.results = list(results)
                 run.doing = [Doing.RUNNING] * self.size
                 run.num_met += 1
-                self._turn_lock.pass_on()
+                self.turn_lock.pass_on()
                 self.changed.notify_all()
 
     def _check_same_place(self, run: _Run) -> None:
@@ -257,7 +250,7 @@ class ReplicaThreads:
             return
         with self.changed:
             thread_replica.run.doing[thread_replica.replica] = Doing.WAITING
-            self._turn_lock.release(thread_replica.replica)
+            self.turn_lock.release(thread_replica.replica)
             self.changed.notify_all()
         try:
             yield
@@ -288,7 +281,7 @@ class ReplicaThreads:
             run.num_meetings[replica] += 1
             run.offers[replica] = _Offer(what, value, decide)
             run.doing[replica] = Doing.MEETING
-            self._turn_lock.release(replica)
+            self.turn_lock.release(replica)
             self.changed.notify_all()
             self.changed.wait_for(lambda: run.num_met != num_met or bool(run.reason))
         self._go_on(run, replica)
@@ -320,13 +313,13 @@ class ReplicaThreads:
             with self.changed:
                 run.results[replica] = result
                 run.doing[replica] = Doing.ENDED
-                self._turn_lock.release(replica)
+                self.turn_lock.release(replica)
                 self.changed.notify_all()
 
     def _go_on(self, run: _Run, replica: int) -> None:
         with self.changed:
             run.doing[replica] = Doing.RUNNING
-        self._turn_lock.take(replica)
+        self.turn_lock.take(replica)
 
     def _own_thread_replica(self) -> _ThreadReplica | None:
         thread_replica = _thread_replica.get()

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from stratagem.data.nested import map_values
 from stratagem.errors import ConfigurationError
 
 
-def _one(name: str) -> Callable[[Any], torch.Tensor]:
-    def operator(self: TensorOperators) -> torch.Tensor:
-        result: torch.Tensor = getattr(self.value(), name)()
-        return result
-
-    return operator
-
-
-def _two(name: str) -> Callable[[Any, Any], torch.Tensor]:
-    def operator(self: TensorOperators, other: Any) -> torch.Tensor:
-        result: torch.Tensor = getattr(self.value(), name)(_values(other))
+def _of_value(name: str) -> Callable[..., torch.Tensor]:
+    def operator(self: TensorOperators, *others: Any) -> torch.Tensor:
+        result: torch.Tensor = getattr(self.value(), name)(*map(_values, others))
         return result
 
     return operator
@@ -63,22 +56,18 @@ class TensorOperators:
     def __len__(self) -> int:
         return len(self.value())
 
-    __neg__, __abs__ = _one("__neg__"), _one("__abs__")
-    __getitem__ = _two("__getitem__")
-    __lt__, __le__, __gt__, __ge__ = _two("__lt__"), _two("__le__"), _two("__gt__"), _two("__ge__")
-    __add__, __radd__, __iadd__ = _two("__add__"), _two("__radd__"), _refused("+=")
-    __sub__, __rsub__, __isub__ = _two("__sub__"), _two("__rsub__"), _refused("-=")
-    __mul__, __rmul__, __imul__ = _two("__mul__"), _two("__rmul__"), _refused("*=")
-    __truediv__, __rtruediv__, __itruediv__ = _two("__truediv__"), _two("__rtruediv__"), _refused("/=")
-    __floordiv__, __rfloordiv__, __ifloordiv__ = _two("__floordiv__"), _two("__rfloordiv__"), _refused("//=")
-    __mod__, __rmod__, __imod__ = _two("__mod__"), _two("__rmod__"), _refused("%=")
-    __pow__, __rpow__, __ipow__ = _two("__pow__"), _two("__rpow__"), _refused("**=")
-    __matmul__, __rmatmul__, __imatmul__ = _two("__matmul__"), _two("__rmatmul__"), _refused("@=")
+    __neg__, __abs__ = _of_value("__neg__"), _of_value("__abs__")
+    __getitem__ = _of_value("__getitem__")
+    __lt__, __le__, __gt__, __ge__ = _of_value("__lt__"), _of_value("__le__"), _of_value("__gt__"), _of_value("__ge__")
+    __add__, __radd__, __iadd__ = _of_value("__add__"), _of_value("__radd__"), _refused("+=")
+    __sub__, __rsub__, __isub__ = _of_value("__sub__"), _of_value("__rsub__"), _refused("-=")
+    __mul__, __rmul__, __imul__ = _of_value("__mul__"), _of_value("__rmul__"), _refused("*=")
+    __truediv__, __rtruediv__, __itruediv__ = _of_value("__truediv__"), _of_value("__rtruediv__"), _refused("/=")
+    __floordiv__, __rfloordiv__, __ifloordiv__ = _of_value("__floordiv__"), _of_value("__rfloordiv__"), _refused("//=")
+    __mod__, __rmod__, __imod__ = _of_value("__mod__"), _of_value("__rmod__"), _refused("%=")
+    __pow__, __rpow__, __ipow__ = _of_value("__pow__"), _of_value("__rpow__"), _refused("**=")
+    __matmul__, __rmatmul__, __imatmul__ = _of_value("__matmul__"), _of_value("__rmatmul__"), _refused("@=")
 
 
 def _values(item: Any) -> Any:
-    if isinstance(item, TensorOperators):
-        return item.value()
-    if isinstance(item, Mapping):
-        return {key: _values(part) for key, part in item.items()}
-    return type(item)(map(_values, item)) if type(item) in (list, tuple) else item
+    return map_values(item, lambda part: part.value() if isinstance(part, TensorOperators) else part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -101,23 +101,23 @@ class Variable(TensorOperators):
         self._devices = self._strategy.local_devices
         self._workers = self._strategy.communicator
         initial = self._of_the_lead(initial)
-        self._tensors = [self._hold(initial.to(device, copy=True)) for device in self._places()]
+        places = self._devices
+        if self._strategy.parameter_device is not None and synchronization is VariableSynchronization.ON_WRITE:
+            places = (self._strategy.parameter_device,)  # one copy for all replicas
+        copies = [initial.to(device, copy=True) for device in places]
+        self.tensors: list[torch.Tensor] = [nn.Parameter(each) for each in copies] if trainable else copies
+        """The value on each local replica, or the only one."""
         self._strategy.keep_variable(self)
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the value on one replica."""
-        return self._tensors[0].shape
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """The value on each local replica, or the only one."""
-        return self._tensors
+        return self.tensors[0].shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the elements."""
-        return self._tensors[0].dtype
+        return self.tensors[0].dtype
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -130,10 +130,10 @@ class Variable(TensorOperators):
         context = self._context()
         if context is not None:
             replica = self._local(context)
-            return self._tensors[self._index(replica)].to(self._devices[replica])
+            return self.tensors[self._index(replica)].to(self._devices[replica])
         if self.synchronization is VariableSynchronization.ON_WRITE:
-            return self._tensors[0]
-        return self._aggregate(PerReplica(tuple(self._tensors)), "reading")
+            return self.tensors[0]
+        return self._aggregate(PerReplica(tuple(self.tensors)), "reading")
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The value as an array of its own."""
@@ -220,17 +220,17 @@ class Variable(TensorOperators):
             self._write_all(change, self._aggregate(PerReplica(parts), "an assignment of one value a replica"))
 
     def _write_all(self, change: _Change, value: torch.Tensor) -> None:
-        for index in range(len(self._tensors)):
+        for index in range(len(self.tensors)):
             self._write(index, change, value)
 
     @torch.no_grad()
     def _write(self, index: int, change: _Change, value: torch.Tensor) -> None:
-        old = self._tensors[index]
+        old = self.tensors[index]
         new = change(old.detach(), value.to(old.device)).to(old.dtype)
         if self.trainable:
             old.copy_(new)
         else:
-            self._tensors[index] = new
+            self.tensors[index] = new
 
     # -- replicas ----------------------------------------------------------------------------------------------
 
@@ -244,16 +244,7 @@ class Variable(TensorOperators):
 
     def _index(self, replica: int) -> int:
         """Which tensor holds the value of a local replica."""
-        return replica if len(self._tensors) > 1 else 0
-
-    def _places(self) -> tuple[torch.device, ...]:
-        central = self._strategy.parameter_device
-        if central is not None and self.synchronization is VariableSynchronization.ON_WRITE:
-            return (central,)  # one copy for all replicas
-        return self._devices
-
-    def _hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        return nn.Parameter(tensor) if self.trainable else tensor
+        return replica if len(self.tensors) > 1 else 0
 
     def _aggregate(self, values: PerReplica[torch.Tensor], doing: str) -> torch.Tensor:
         if self._strategy.num_replicas_in_sync == 1:
@@ -298,7 +289,7 @@ class Variable(TensorOperators):
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         twin = copy.copy(self)
         memo[id(self)] = twin
-        twin._tensors = [copy.deepcopy(tensor, memo) for tensor in self._tensors]
+        twin.tensors = [copy.deepcopy(tensor, memo) for tensor in self.tensors]
         self._strategy.keep_variable(twin)
         return twin
 
@@ -324,7 +315,7 @@ def keep_variables(strategy: Strategy, replica: int, memo: dict[int, Any]) -> No
     """
     for variable in strategy.variables():
         memo[id(variable)] = variable
-        memo[id(variable._tensors[0])] = variable._tensors[variable._index(replica)]
+        memo[id(variable.tensors[0])] = variable.tensors[variable._index(replica)]
 
 
 def _replace(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import newest, read_step, was_removed
@@ -16,7 +17,6 @@ from stratagem.errors import CheckpointError, ConfigurationError, JobStoppedErro
 from stratagem.strategy import roles
 from stratagem.strategy.random_states import random_untouched
 from stratagem.training.estimator.estimator import Estimator
-from stratagem.training.estimator.evaluator_schedule import EvaluatorDecision, EvaluatorSchedule
 from stratagem.training.estimator.exporters import Exporter
 from stratagem.training.estimator.inputs import InputFunction
 from stratagem.training.estimator.run_config import CHECKPOINT_NAME
@@ -150,6 +150,48 @@ class _Evaluation:
         self.newest = Evaluated(self.newest.results, exports)
 
 
+class EvaluatorSchedule:
+    """Decides when an evaluator evaluates, by the newest checkpoint and the clock. Pure, no I/O.
+
+    Once the job is over, or its last step is reached, nothing is gained by waiting: the newest checkpoint is evaluated
+    at once.
+
+    Args:
+        max_steps: the step after which there is no other checkpoint; None: the job's end says so.
+        start_delay_s: seconds before the first evaluation.
+        throttle_s: seconds from the start of one evaluation to that of the next.
+        now: seconds.
+    """
+
+    def __init__(self, max_steps: int | None, start_delay_s: float, throttle_s: float, now: float) -> None:
+        self._max_steps = max_steps
+        self._throttle_s = throttle_s
+        self._not_before = now + start_delay_s
+        self._done = -1
+
+    def decide(self, now: float, newest: int | None, is_over: bool) -> Literal["evaluate", "wait", "stop"]:
+        """What to do.
+
+        Args:
+            now: seconds.
+            newest: step of the newest checkpoint; None: there is none.
+            is_over: whether the job has ended. Told before the newest checkpoint was looked for.
+        """
+        if newest is not None and newest > self._done:
+            is_due = self.is_last(newest, is_over) or now >= self._not_before
+            return "evaluate" if is_due else "wait"
+        return "stop" if self.is_last(self._done, is_over) else "wait"
+
+    def evaluated(self, step: int, started: float) -> None:
+        """The checkpoint of ``step`` is done with, since ``started``."""
+        self._done = step
+        self._not_before = started + self._throttle_s
+
+    def is_last(self, step: int, is_over: bool) -> bool:
+        """Whether no other checkpoint comes after that of ``step``."""
+        return is_over or (self._max_steps is not None and step >= self._max_steps)
+
+
 def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
     """What an evaluator does beside a training cluster."""
     spec, model_dir = evaluation.spec, evaluation.estimator.model_dir
@@ -161,9 +203,9 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
             path, started = newest(model_dir, CHECKPOINT_NAME), time.monotonic()
             step = 0 if path is None else read_step(path) or 0
             decision = schedule.decide(started, None if path is None else step, reason is not None)
-            if decision is EvaluatorDecision.STOP:
+            if decision == "stop":
                 break
-            if path is None or decision is EvaluatorDecision.WAIT:
+            if path is None or decision == "wait":
                 continue
             try:
                 evaluation.evaluate(str(path), schedule.is_last(step, reason is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from stratagem.checkpoint.catalog import check
 from stratagem.checkpoint.reading import describe, kind_and_state, read_states
-from stratagem.data.nested import map_leaves, num_examples
+from stratagem.data.nested import map_leaves, num_examples, on_cpu
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.estimator.inputs import Input, sample, split
@@ -50,12 +50,11 @@ class RestoredObjects:
 
     def build(self, batch: Any) -> EstimatorSpec:
         """Creates the objects with a small batch, if that has not been done; the answer to the first one."""
-        features, labels = split(batch)
-        self.example = sample_of(features)
+        self.example = sample_of(split(batch)[0])
         if self._first is None:
             plain = not self.strategy.places_models
             with contextlib.nullcontext() if plain else self.strategy.scope(), self.objects.building():
-                self._first = self._function(features, self._labels(labels), self._mode)
+                self._first = self.call(batch)
             self.objects.prepare(self.strategy, False, {})
             if plain:
                 for module in self.objects.modules.values():
@@ -84,7 +83,7 @@ class RestoredObjects:
     def call(self, batch: Any) -> EstimatorSpec:
         """The answer to a batch."""
         features, labels = split(batch)
-        return self._function(features, self._labels(labels), self._mode)
+        return self._function(features, None if self._mode is ModeKeys.PREDICT else labels, self._mode)
 
     def results(self, step: Any, dataset: Iterable[Any], num_batches: int | None) -> Iterator[tuple[Any, ...]]:
         """What ``step(batch)`` returns on each local replica, batch by batch."""
@@ -94,9 +93,6 @@ class RestoredObjects:
                 with giving(self.objects), torch.no_grad():
                     result = self.strategy.run(step, args=(batch,))
                 yield self.strategy.local_results(result)
-
-    def _labels(self, labels: Any) -> Any:
-        return None if self._mode is ModeKeys.PREDICT else labels
 
 
 def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_batches: int | None) -> dict[str, float]:
@@ -136,17 +132,13 @@ def predict(restored: RestoredObjects, given: Input, path: Path | None) -> Itera
 
     def answer(batch: Any) -> tuple[int, Any]:
         size = num_examples(split(batch)[0])
-        return size, map_leaves(restored.call(batch).predictions, _on_cpu) if size else None
+        return size, map_leaves(restored.call(batch).predictions, on_cpu) if size else None
 
     dataset = for_prediction(restored.strategy, source, restored.device)
     for results in restored.results(answer, dataset, None):
         for size, predictions in results:
             for row in range(size):
                 yield map_leaves(predictions, functools.partial(_row, row))
-
-
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _row(row: int, leaf: Any) -> Any:
@@ -171,6 +163,33 @@ def _metrics(values: Mapping[str, MetricValue], device: torch.device) -> dict[st
                 f"expected a tensor or (metric, outputs, targets) for the metric {name!r}, got {type(value).__name__}"
             )
     return found
+
+
+class Predictor(nn.Module):
+    """The answers of a ``model_fn`` as a plain module, which can be exported; its parts have the names of its modules.
+
+    Args:
+        modules: what it creates in mode PREDICT.
+        global_step: of their weights.
+    """
+
+    def __init__(self, function: ModelFunction, modules: dict[str, nn.Module], global_step: int) -> None:
+        super().__init__()
+        self.global_step = global_step
+        self._function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.eval()
+
+    def forward(self, features: Any) -> Any:
+        """The predictions that ``model_fn`` gives for these features in mode ``PREDICT``."""
+        with giving(self):
+            return self._function(features, None, ModeKeys.PREDICT).predictions
+
+    def get_or_create(self, name: str, factory: Callable[[], Any]) -> Any:
+        if name not in self._modules:
+            raise ConfigurationError(f"model_fn did not create {name!r} in mode PREDICT at first")
+        return self._modules[name]
 
 
 class _Reported:

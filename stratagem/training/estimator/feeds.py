@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,30 +49,8 @@ class InputPosition:
             logger.warning("The input starts at its beginning, because it is not what it was: %s", error)
 
 
-class Feed(Protocol):
-    """The batches of a training."""
-
-    @property
-    def position(self) -> InputPosition:
-        """The place in the data."""
-
-    def aim(self, step: int, target: int | None) -> int | None:
-        """Says how far to go, before the batches are asked for.
-
-        Args:
-            step: updates that have been made.
-            target: updates after which to stop: the data is gone through again and again. None: one pass.
-
-        Returns:
-            updates that will have been made at the end; None: that remains to be seen.
-        """
-
-    def batches(self) -> Iterator[tuple[int, Any]]:
-        """What ``strategy.run`` is to be given, each with the number of updates before it."""
-
-
 class InStepFeed:
-    """Implements :class:`Feed` for workers that run in step.
+    """The batches of a training for workers that run in step.
 
     Args:
         dataset: this worker's part.
@@ -87,16 +65,26 @@ class InStepFeed:
         self._left: int | None = None
 
     def aim(self, step: int, target: int | None) -> int | None:
+        """Says how far to go, before the batches are asked for.
+
+        Args:
+            step: updates that have been made.
+            target: updates after which to stop: the data is gone through again and again. None: one pass.
+
+        Returns:
+            updates that will have been made at the end; None: that remains to be seen.
+        """
         self._step, self._left = step, None if target is None else target - step
         return None if self._is_once else target
 
     def batches(self) -> Iterator[tuple[int, Any]]:
+        """What ``strategy.run`` is to be given, each with the number of updates before it."""
         with Passes(self._dataset, None if self._is_once else self._left) as passes:
             yield from zip(itertools.count(self._step), itertools.islice(passes.epoch(), self._left), strict=False)
 
 
 class LeasedFeed:
-    """Implements :class:`Feed` for workers to whom the chief leases batches: exactly as many as updates are to be made.
+    """The same for workers to whom the chief leases batches: exactly as many as updates are to be made.
 
     Args:
         source: a DataLoader.
@@ -115,9 +103,12 @@ class LeasedFeed:
         return step + len(self._loader)
 
     def batches(self) -> Iterator[tuple[int, NumberedBatch]]:
-        """See :class:`Feed`. It ends when all workers' updates are applied."""
+        """See :meth:`InStepFeed.batches`. It ends when all workers' updates are applied."""
         for batch in self._strategy.distribute_dataset(self._loader):
             yield self._step + batch.first // (self._loader.batch_size or 1), batch
+
+
+Feed = InStepFeed | LeasedFeed
 
 
 def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module]) -> Feed:

@@ -13,13 +13,12 @@ from torch import nn
 from stratagem.data.nested import map_leaves
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.default import get_strategy
-from stratagem.training.compiled import Compiled
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.objects import get_or_create
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.spec import EstimatorSpec, ModeKeys
 from stratagem.training.fit.batches import call
-from stratagem.training.fit.steps import precision
+from stratagem.training.fit.steps import Compiled, precision
 from stratagem.training.metrics import Metric
 from stratagem.training.model import Model
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem.cluster.units import Plan
 from stratagem.data.distribute import leasable
+from stratagem.data.index_batches import epoch_order
 from stratagem.data.loaders import carried, plan_of
-from stratagem.data.order import epoch_order
 from stratagem.errors import ConfigurationError
 
 

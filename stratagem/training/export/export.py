@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import logging
 import os
@@ -15,12 +16,12 @@ from torch import nn
 
 import stratagem
 from stratagem.arguments import checked
+from stratagem.data.nested import on_cpu
 from stratagem.errors import ConfigurationError, ExportError
 from stratagem.strategy.default import is_lead
 from stratagem.training.export import folder as export_folder
 from stratagem.training.export.inputs import as_arguments
-from stratagem.training.export.program import bare_copy, check, describe, names_of, trace
-from stratagem.training.export.to_onnx import missing_packages, write_onnx
+from stratagem.training.export.program import bare_copy, check, describe, names_of, reason_of, trace
 
 logger = logging.getLogger(__name__)
 
@@ -120,28 +121,36 @@ def _write_program(plain: nn.Module, arguments: tuple[Any, ...], folder: Path) -
     return {"arguments": names_of(plain, arguments)} | describe(program)
 
 
+def missing_packages() -> list[str]:
+    """The packages that ONNX needs (the extra ``onnx``) and that are not installed."""
+    return [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+
+
 def _write_onnx(folder: Path, wanted: bool | None) -> None:
+    """Weights over 2 GB lie in a file beside it."""
     if wanted is False or missing_packages():
         return
+    program = torch.export.load(folder / export_folder.PROGRAM)
     try:
-        write_onnx(torch.export.load(folder / export_folder.PROGRAM), folder / export_folder.ONNX)
-    except ExportError as error:
+        converted = torch.onnx.export(program, dynamo=True, verbose=False)
+        assert converted is not None  # it is asked for no file
+        converted.save(folder / export_folder.ONNX)
+    except OSError:
+        raise
+    except Exception as error:  # torch.onnx has no common error
         for part in folder.glob(f"{export_folder.ONNX}*"):
             part.unlink()
+        reason = f"torch.onnx cannot convert the model: {reason_of(error)}"
         if wanted:
-            raise
-        logger.warning("Exported without ONNX: %s", error)
+            raise ExportError(reason) from error
+        logger.warning("Exported without ONNX: %s", reason)
 
 
 def _write_state_dict(plain: nn.Module, path: Path) -> None:
-    torch.save({name: _detached(value) for name, value in plain.state_dict().items()}, path)
+    torch.save({name: on_cpu(value) for name, value in plain.state_dict().items()}, path)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unsafe:
         raise ExportError(
             f"the state_dict holds {', '.join(sorted(unsafe))}, which a reader that unpickles nothing cannot load; "
             "keep tensors, numbers, strings and their containers in get_extra_state()"
         )
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stratagem.checkpoint.durable import hash_file
+from stratagem.checkpoint.durable import hash_file, sync
 from stratagem.errors import ExportError
 
 PROGRAM = "model.pt2"
@@ -94,7 +93,7 @@ def _commit(draft: ExportDraft, target: Path) -> None:
     text = json.dumps(head | draft.description | {"files": table}, indent=1)
     (draft.path / METADATA).write_text(text + "\n", encoding="utf-8")
     for path in [*files, draft.path / METADATA, draft.path]:
-        _sync(path)
+        sync(path)
     # A folder that is not empty cannot be replaced by a rename (POSIX): the earlier export steps aside for a moment.
     aside = draft.path.with_name(draft.path.name.replace(".tmp-", ".old-"))
     if target.exists():
@@ -105,13 +104,5 @@ def _commit(draft: ExportDraft, target: Path) -> None:
         if aside.exists():
             aside.rename(target)
         raise
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

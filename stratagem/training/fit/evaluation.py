@@ -14,8 +14,7 @@ from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
 from stratagem.data.placement import InputPlacement
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.ps.evaluation import EvaluatedUnits
-from stratagem.strategy.ps.servers import Servers
+from stratagem.strategy.ps.servers import EvaluatedUnits, Servers
 from stratagem.training.callbacks.call_list import CallbackList
 from stratagem.training.fit.loop import evaluating, first_batches
 from stratagem.training.fit.running_metrics import RunningMetrics
@@ -51,14 +50,13 @@ class Evaluation:
         self._running = new_running_metrics()
         self._callbacks = callbacks
         self._num_steps = num_steps
-        self._units: EvaluatedUnits | None = None
-        self._counts: UnitCounts | None = None
+        self._leased: tuple[EvaluatedUnits, UnitCounts] | None = None
         strategy = steps.strategy
         if strategy.servers is not None:
-            dataset, self._units = _leased(strategy, strategy.servers, source, num_steps)
-            self._counts = UnitCounts(strategy.servers.chief, new_running_metrics())
-            self._units.counted_by(self._counts.begin, self._counts.collect)
-            self._num_steps = None
+            dataset, units = _leased(strategy, strategy.servers, source, num_steps)
+            counts = UnitCounts(strategy.servers.chief, new_running_metrics())
+            units.counted_by(counts.begin, counts.collect)
+            self._leased, self._num_steps = (units, counts), None
         else:
             dataset = for_evaluation(strategy, source, device)
         self._dataset = sampled(dataset)
@@ -78,17 +76,18 @@ class Evaluation:
                 callbacks.call_batch("on_test_batch_begin", number)
                 results = steps.strategy.local_results(steps.strategy.run(steps.test, args=(batch,)))
                 running.add(results)
-                if self._counts is not None:
-                    self._counts.add(results)
+                if self._leased is not None:
+                    self._leased[1].add(results)
                 callbacks.call_batch("on_test_batch_end", number, running.logs())
         logs = self._result()
         callbacks.call("on_test_end", logs)
         return logs
 
     def _result(self) -> dict[str, float]:
-        if self._counts is None or self._units is None:
-            return self._running.result()
-        logs = self._counts.result(self._units.group, self._units.num_passes - 1)
+        logs = None
+        if self._leased is not None:
+            units, counts = self._leased
+            logs = counts.result(units.group, units.num_passes - 1)
         return self._running.result() if logs is None else logs
 
 

@@ -96,7 +96,7 @@ class Training:
             results = self._steps.strategy.local_results(result)
             running.add(results)
             self._agreement.add(results)
-            position.num_waiting = (position.num_waiting + 1) % self._steps.accumulate_steps
+            position.num_waiting = (position.num_waiting + 1) % self._steps.compiled.accumulate_steps
             position.step += 1
             position.num_steps += 1
             callbacks.call_batch("on_train_batch_end", position.step - 1, running.logs())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
+from stratagem.data.nested import CopiedAsDict
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.training.metrics import Metric
@@ -119,7 +121,7 @@ def _of(states: States, prefix: str) -> States:
     }
 
 
-class Logs(MutableMapping[str, float]):
+class Logs(CopiedAsDict):
     """Numbers that are computed when the first of them is read, because that waits for the device.
 
     They are of the moment of that reading: ``dict(logs)`` keeps them.
@@ -127,27 +129,7 @@ class Logs(MutableMapping[str, float]):
 
     def __init__(self, compute: Callable[[], dict[str, float]]) -> None:
         self._compute = compute
-        self._values: dict[str, float] | None = None
 
-    def _read(self) -> dict[str, float]:
-        if self._values is None:
-            self._values = self._compute()
-        return self._values
-
-    def __getitem__(self, name: str) -> float:
-        return self._read()[name]
-
-    def __setitem__(self, name: str, value: float) -> None:
-        self._read()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._read()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
-
-    def __repr__(self) -> str:
-        return repr(self._read())
+    @functools.cached_property
+    def data(self) -> dict[str, float]:  # type: ignore[override]
+        return self._compute()

@@ -1,20 +1,40 @@
-"""What one replica does in a step of ``fit``, ``evaluate`` and ``predict``."""
+"""What ``compile`` was told, and what one replica does in a step of ``fit``, ``evaluate`` and ``predict``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from stratagem.data.nested import map_leaves, num_examples, tensors
+from stratagem.data.nested import map_leaves, num_examples, on_cpu, tensors
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.training.fit.batches import Batch, call, unpack
 from stratagem.training.fit.running_metrics import StepResult
 from stratagem.training.losses import Loss
+from stratagem.training.metrics import Metric, Metrics, metrics_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The arguments of ``Model.compile``, checked."""
+
+    loss: Loss | None = None
+    metrics: Metrics | None = None
+    autocast: torch.dtype | None = None
+    """Of mixed precision."""
+    accumulate_steps: int = 1
+    preparation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What ``Strategy.prepare`` was told."""
+
+    def metrics_on(self, device: torch.device) -> dict[str, Metric]:
+        """The metrics of one replica, by the names they have in logs."""
+        probabilities = self.loss is not None and self.loss.takes_probabilities
+        return metrics_of(self.metrics, device, takes_probabilities=probabilities)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +44,8 @@ class FitSteps:
     strategy: Strategy
     module: nn.Module
     """Prepared, as is the optimizer."""
-    optimizer: torch.optim.Optimizer | None = None
-    loss: Loss | None = None
-    autocast: torch.dtype | None = None
-    """Of mixed precision."""
-    accumulate_steps: int = 1
-    keeps_outputs: bool = True
-    """Whether somebody counts by the outputs."""
+    optimizer: torch.optim.Optimizer | None
+    compiled: Compiled
 
     def train(self, batch: Any, num_waiting: int) -> StepResult:
         """Forward, backward and, after the last batch of an update, the update.
@@ -45,8 +60,9 @@ class FitSteps:
         outputs, loss, divisor = self._forward(parts)
         if divisor is not None:
             self.strategy.set_weight(divisor)
-        (loss / self.accumulate_steps if self.accumulate_steps > 1 else loss).backward()
-        if num_waiting + 1 == self.accumulate_steps:
+        accumulate_steps = self.compiled.accumulate_steps
+        (loss / accumulate_steps if accumulate_steps > 1 else loss).backward()
+        if num_waiting + 1 == accumulate_steps:
             self.optimizer.step()
         return self._result(parts, outputs, loss, divisor)
 
@@ -67,22 +83,22 @@ class FitSteps:
         parts = unpack(batch)
         if not num_examples(parts.inputs):
             return None
-        with precision(self.autocast, parts.inputs):
+        with precision(self.compiled.autocast, parts.inputs):
             outputs = call(self.module, parts.inputs)
-        return map_leaves(outputs, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
+        return map_leaves(outputs, on_cpu)
 
     def _forward(self, parts: Batch) -> tuple[Any, torch.Tensor, float | None]:
-        if self.loss is None:
+        if self.compiled.loss is None:
             raise ConfigurationError("the model has no loss: give compile(loss=...)")
-        with precision(self.autocast, parts.inputs):
+        with precision(self.compiled.autocast, parts.inputs):
             outputs = call(self.module, parts.inputs)
-            loss, divisor = self.loss(outputs, parts.targets, parts.weights)
+            loss, divisor = self.compiled.loss(outputs, parts.targets, parts.weights)
         return outputs, loss, divisor
 
     def _result(self, parts: Batch, outputs: Any, loss: torch.Tensor, divisor: float | None) -> StepResult:
         size = parts.size
         weight = float(size) if divisor is None else divisor
-        if not self.keeps_outputs:
+        if not self.compiled.metrics:  # nobody counts by the outputs
             return StepResult(size, loss=loss.detach(), weight=weight)
         kept = map_leaves(outputs, self._kept)
         return StepResult(size, kept, parts.targets, loss.detach(), weight)
@@ -91,7 +107,7 @@ class FitSteps:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         leaf = leaf.detach()
-        return leaf.float() if leaf.dtype is self.autocast else leaf
+        return leaf.float() if leaf.dtype is self.compiled.autocast else leaf
 
 
 def precision(autocast: torch.dtype | None, inputs: Any) -> contextlib.AbstractContextManager[Any]:

@@ -312,7 +312,8 @@ def _check_name(name: str, item: Any) -> None:
 
 
 def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
-    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it."""
+    """Calls ``write`` in a thread of its own, which also ends when nobody waits for it. No executor: those take nothing
+    once the interpreter shuts down, when ``atexit`` may still save."""
     future: Future[None] = Future()
 
     def run() -> None:

@@ -61,11 +61,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
         """
-
-        def find() -> str:
-            return str(newest_undamaged(self.directory, self._name) or "")
-
-        path: str = self.checkpoint._members.from_first(find)
+        path: str = self.checkpoint._members.from_first(lambda: str(newest_undamaged(self.directory, self._name) or ""))
         return self.checkpoint.restore(path).path if path else None
 
     def _prune(self, newest: pathlib.Path) -> None:

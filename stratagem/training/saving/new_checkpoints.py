@@ -94,10 +94,9 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
                     if was_removed(Path(newest)):
                         continue
                     logger.error("Left out a checkpoint: %s", error)
-                    given = step
-                    continue
+                else:
+                    yield NewCheckpoint(step, Path(newest), state_dict)
                 given = step
-                yield NewCheckpoint(given, Path(newest), state_dict)
             elif reason is not None:
                 break
     if not isinstance(reason, JobStoppedError) or reason.exit_code:

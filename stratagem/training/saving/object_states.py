@@ -169,12 +169,8 @@ def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> 
     for name, kind in kinds.items():
         if states[name][0] != kind and {states[name][0], kind} != {LEASED, OBJECT}:
             raise CheckpointError(f"expected a {states[name][0]} for {name}, as in the checkpoint, got a {kind}")
-    models = [name for name, kind in kinds.items() if kind == MODEL]
-    for name in models:
-        _put_one(objects, name, MODEL, *states[name])
-    for name, kind in kinds.items():
-        if kind != MODEL:
-            _put_one(objects, name, kind, *states[name])
+    for name in sorted(kinds, key=lambda name: kinds[name] != MODEL):  # models first
+        _put_one(objects, name, kinds[name], *states[name])
 
 
 def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: Any) -> None:

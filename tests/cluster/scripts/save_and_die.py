@@ -17,7 +17,7 @@ from stratagem.training.saving.checkpoint import Checkpoint
 CALLS = {
     "tensors": (tensor_file, "write_tensors"),
     "manifest": (draft, "_set_aside_if_damaged"),  # it is on the disk, the rename is next
-    "latest": (draft, "sync_directory"),  # the second one follows the rename
+    "latest": (draft, "sync"),  # the second one follows the rename
 }
 
 

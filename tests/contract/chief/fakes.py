@@ -17,13 +17,12 @@ import pytest
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
-from stratagem.cluster.config import ChiefConfig
+from stratagem.cluster.config import ChiefConfig, ServerConfig
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import CheckpointError, ProtocolError
 from stratagem.rpc.channels import connect_aio
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, common_pb2, ps_pb2, ps_pb2_grpc
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import serve_aio
 from stratagem.rpc.units import unit_to_proto
 
@@ -78,11 +77,9 @@ async def chief(bind: str = "127.0.0.1:0", **config: Any) -> AsyncIterator[Chief
         lambda epoch: lambda life, address: ChiefPsClient(life, address, chief="chief:0", chief_epoch=epoch),
     )
     server = await serve_aio(
-        settings.bind,
+        settings,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(ChiefServicer(job), server),
         services=[SERVICE],
-        limits=ServerLimits.of(settings),
-        insecure=False,
     )
     running = Chief(job, server)
     try:
@@ -256,7 +253,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             raise ProtocolError("a newer hold is on")
         self.token = request.token
         self.calls.append("hold")
-        return ps_pb2.HoldCommitsReply(units=self.describe())
+        return self.describe()
 
     async def AdmitUpdates(self, request: Any, context: Any) -> Any:
         self.calls.append("admit")
@@ -273,7 +270,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         content = repr((self.step, sorted(self.open), sorted(self.closed.items()))).encode()
         name = f"ps-{self.index}.safetensors"
         Path(request.directory, name).write_bytes(content)
-        file = ps_pb2.SavedFile(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        file = ps_pb2.SavedFile(name=name, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
         await self.save_gate.wait()
         return ps_pb2.SaveShardsReply(files=[file], step=self.step)
 
@@ -287,15 +284,13 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.restored_from, self.num_ps = request.directory, request.num_ps
         self.calls.append("restore")
         self.open, self.closed, self.initialized = {}, {}, True
-        return ps_pb2.RestoreShardsReply(store_epoch=2)
+        return ps_pb2.RestoreShardsReply()
 
     async def MarkLost(self, request: Any, context: Any) -> Any:
-        num_lost = 0
         for each in request.units:
             mine = self.closed.get((each.dataset, each.epoch), UnitBitmap())
-            num_lost += len(UnitBitmap(each.bitmap) - mine)
             self.closed[each.dataset, each.epoch] = mine | UnitBitmap(each.bitmap)
-        return ps_pb2.MarkLostReply(num_lost=num_lost)
+        return ps_pb2.MarkLostReply()
 
     async def TakeOver(self, request: Any, context: Any) -> Any:
         self.taken_from = (request.holder, request.incarnation)
@@ -314,11 +309,9 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
 async def ps(chief_address: str, fake: FakePs, resume: int = 0) -> AsyncIterator[FakePs]:
     """Serves a ps and joins it."""
     server = await serve_aio(
-        "127.0.0.1:0",
+        ServerConfig(task="chief:0", max_message_bytes=1 << 20),
         lambda server: ps_pb2_grpc.add_ParameterServerServicer_to_server(fake, server),
         services=["stratagem.ParameterServer"],
-        limits=ServerLimits(max_message_bytes=1 << 20),
-        insecure=False,
     )
     fake.session = Task(chief_address, f"ps:{fake.index}", server.address, resume)
     try:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.units import Unit
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import add_servicer, serve
 from tests.cluster.test_checkpoint_faults import cut, flip
 from tests.contract.chief.fakes import Chief, Task, chief, indices, run, until
@@ -47,11 +47,9 @@ async def real_ps(chief_address: str, index: int) -> AsyncIterator[Store]:
     lanes = SocketLanes(store, "127.0.0.1")
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     server = serve(
-        "127.0.0.1:0",
+        ServerConfig(task="chief:0", max_message_bytes=8 << 20),
         lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
-        limits=ServerLimits(max_message_bytes=8 << 20),
-        insecure=False,
     )
     session = Task(chief_address, store.task, server.address)
     try:

@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stratagem.chief.web import http_server
 from stratagem.chief.web.http_server import HttpServer, of_loop
-from stratagem.chief.web.metrics import metrics_routes
+from stratagem.chief.web.serving import metrics_routes
 from stratagem.errors import ConfigurationError
-from stratagem.launch.tls import make_throw_away
+from stratagem.launch.certificates import make_throw_away
 from stratagem.rpc.security import OPEN, Security, make_security
 
 TOKEN = "a-token-of-the-job-0123456789"

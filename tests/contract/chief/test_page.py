@@ -138,7 +138,7 @@ async def test_tasks_tell_their_log_where_there_is_a_page(monkeypatch: pytest.Mo
         assert not task.events[0].welcome.wants_log
         task.beat(lines=["nobody asked"])
         task.beat(step=3)
-        await until(lambda: running.job.get_status().tasks[1].progress)
+        await until(lambda: running.job.get_status().said[1][0])
         await task.die()
 
 

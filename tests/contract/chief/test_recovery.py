@@ -33,11 +33,11 @@ async def test_a_checkpoint_is_taken_with_commits_held_and_says_where_the_data_s
         applied(servers, 0, 1)
         await workers[0].next([0], held=[1])
         reply = await save(workers[0], tmp_path)
-        assert (reply.path, reply.step) == (str(tmp_path / "step-00000002"), 2)
+        assert reply.path == str(tmp_path / "step-00000002")
         for server in servers:
             assert server.calls == ["hold", "save", "release"]
         manifest = checkpoints.ServersManifest.read(Path(reply.path))
-        assert manifest is not None
+        assert manifest is not None and manifest.step == 2
         assert manifest.accepted == {(1, 0): UnitBitmap.of([0])}
         assert manifest.applied == {(1, 0): UnitBitmap.of([1])}
         assert manifest.plans[1].num_examples == 8 and not manifest.automatic

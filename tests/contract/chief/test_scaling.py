@@ -62,7 +62,7 @@ async def test_there_and_back(tmp_path: Path) -> None:
         assert (first.num_ps, second.num_ps) == (1, 3)
         assert running.job.get_status().scaling == ""
         newcomer.goodbye(0)
-        await until(lambda: {t.member.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
+        await until(lambda: {t.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
         assert running.job.sessions.stopping is None
 
 

@@ -48,8 +48,7 @@ async def test_everybody_hears_when_the_cluster_is_ready() -> None:
         assert live == {"worker:0": True, "worker:1": True, "ps:0": True, "ps:1": True}
         assert servers[0].session is not None
         await servers[0].session.ready()
-        welcome = workers[0].events[0].welcome
-        assert (welcome.chief_epoch, welcome.session_timeout_s, welcome.job_started) == (1, 60.0, False)
+        assert workers[0].events[0].HasField("welcome") and not workers[0].events[0].welcome.job_started
 
 
 async def test_two_workers_share_an_epoch_and_see_its_end() -> None:
@@ -166,7 +165,7 @@ async def test_of_many_tasks_each_sends_fewer_heartbeats() -> None:
             task = Task(running.address, "worker:0")
             await task.welcomed()
             welcome = next(event.welcome for event in task.events if event.HasField("welcome"))
-            assert welcome.session_timeout_s >= 4 * welcome.heartbeat_interval_s
+            assert running.job.config.session_timeout_s >= 4 * welcome.heartbeat_interval_s
             await task.die()
             return float(welcome.heartbeat_interval_s)
 
@@ -251,11 +250,11 @@ async def test_status_shows_what_every_task_does() -> None:
         await workers[0].next(want=3)
         await workers[0].next([0], held=[1, 2], want=1)
         workers[0].beat(step=4, loss=0.5, has_loss=True)
-        await until(lambda: running.job.get_status().tasks[1].progress)
+        await until(lambda: running.job.get_status().said[1][0])
         status: chief_pb2.GetStatusReply = await workers[1].stub.GetStatus(chief_pb2.GetStatusRequest())
         assert (status.tasks[1].progress.step, status.tasks[1].progress.loss) == (4, 0.5)
         assert (status.tasks[1].state, status.tasks[1].units_held, status.tasks[1].pid) == ("live", 3, 7)
-        assert (status.units_accepted, status.units_planned, status.examples_accepted) == (1, 4, 2)
+        assert (status.units_accepted, status.units_planned, status.examples) == (1, 4, 2)
         assert (status.ready, status.lead, list(status.waiting_for)) == (True, "worker:0", [])
 
 

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.errors import JobStoppedError, PeerUnavailableError, ProtocolError, StratagemError
 from stratagem.ps.backup import Backup
 from stratagem.ps.copies import StoreCopy, tensors_of
@@ -24,7 +25,6 @@ from stratagem.ps.specs import Limits
 from stratagem.ps.store import Store
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
@@ -45,11 +45,9 @@ class Ps:
         self._lanes = SocketLanes(self.store, "127.0.0.1")
         servicer = ParameterServerServicer(self.store, self._lanes, 8 << 20)
         self._server = serve(
-            "127.0.0.1:0",
+            ServerConfig(task="ps:0", max_message_bytes=8 << 20),
             lambda server: add_servicer(SERVICE, servicer, server),
             services=[SERVICE.full_name],
-            limits=ServerLimits(max_message_bytes=8 << 20),
-            insecure=False,
         )
         self.address = self._server.address
 

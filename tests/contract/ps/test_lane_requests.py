@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import Transport
+from stratagem.cluster.config import ServerConfig, WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import JobStoppedError, LimitError, PeerUnavailableError, ProtocolError, SequenceError
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
@@ -20,7 +21,6 @@ from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.push.ps_client import PsClient
@@ -44,7 +44,8 @@ class Worker:
             wait_stopped=lambda timeout_s: None,
         )
         self.session = session
-        self.client = PsClient(session, 0, BytesMeter(), 30.0, 1 << 20, transport)
+        config = WorkerConfig(task="worker:0", peer_timeout_s=30.0, frame_bytes=1 << 20, transport=transport)
+        self.client = PsClient(session, 0, BytesMeter(), config)
         self.client.connect()
         shard = ps_pb2.ShardSpec(variable="w", shape=[SIZE], num_rows=SIZE)
         group = ps_pb2.GroupSpec(group=1, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
@@ -85,11 +86,9 @@ def worker(store: Store, request: pytest.FixtureRequest) -> Iterator[Worker]:
     lanes = SocketLanes(store, "127.0.0.1")
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     running = serve(
-        "127.0.0.1:0",
+        ServerConfig(task="ps:0", max_message_bytes=8 << 20),
         lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
-        limits=ServerLimits(max_message_bytes=8 << 20),
-        insecure=False,
     )
     made = Worker(running.address, request.param)
     yield made
@@ -160,7 +159,7 @@ def test_what_cannot_be_ends_the_lane_and_changes_nothing(worker: Worker, store:
         client.lane.send(frame_pb2.COMMIT_UPDATE, 5, 0, 0, lambda: [torch.full((9,), 255, dtype=torch.uint8)], 9)
     with pytest.raises((PeerUnavailableError, LimitError, ProtocolError)):
         client.start("CommitUpdate", request, sequenced=True).result()
-    poll(lambda: not store.state.senders.lanes())
+    poll(lambda: not store.state.senders.lanes)
     assert store.state.locked_groups[1].group.num_updates == 0
 
 
@@ -168,7 +167,7 @@ def test_a_worker_that_leaves_while_its_commit_waits_is_noticed(worker: Worker, 
     store.checkpoints.hold_commits(CHIEF, 5, 60, CALL)
     worker.client.start("CommitUpdate", worker.request(0), sequenced=True)
     worker.client.close("it leaves")
-    poll(lambda: not store.state.senders.lanes())
+    poll(lambda: not store.state.senders.lanes)
     assert store.state.locked_groups[1].group.num_updates == 0
 
 

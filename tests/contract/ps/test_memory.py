@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.memory import read_pss
 from stratagem.cluster.communication import Transport
+from stratagem.cluster.config import ServerConfig, WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import JobStoppedError
@@ -30,7 +31,6 @@ from stratagem.rpc.generated import frame_pb2, ps_pb2
 from stratagem.rpc.lane import nothing
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.lent_slots import Lender
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.units import update_to_proto
@@ -69,7 +69,8 @@ class Pusher:
             raise_if_stopped=lambda: None,
             wait_stopped=lambda timeout_s: None,
         )
-        self.client = PsClient(session, 0, BytesMeter(), 20.0, 4 * FRAME, transport)
+        config = WorkerConfig(task="worker:0", peer_timeout_s=20.0, frame_bytes=4 * FRAME, transport=transport)
+        self.client = PsClient(session, 0, BytesMeter(), config)
         self.client.connect()
         shard = ps_pb2.ShardSpec(variable="w", shape=[SIZE], num_rows=SIZE)
         group = ps_pb2.GroupSpec(group=1, optimizer="SGD", dtype=frame_pb2.FLOAT32, shards=[shard])
@@ -141,11 +142,9 @@ def address(store: Store) -> Iterator[str]:
     lanes = SocketLanes(store, "127.0.0.1")
     servicer = ParameterServerServicer(store, lanes, 32 << 20)
     running = serve(
-        "127.0.0.1:0",
+        ServerConfig(task="ps:0", max_message_bytes=32 << 20),
         lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
-        limits=ServerLimits(max_message_bytes=32 << 20),
-        insecure=False,
     )
     yield running.address
     store.state.close_lanes(JobStoppedError("the test is over", 0))
@@ -198,7 +197,7 @@ def test_memory_of_messages_is_given_back_with_the_last_lane(
     store: Store, address: str, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[int] = []
-    monkeypatch.setattr(ps_store, "give_back_freed_memory", lambda: given_back.append(store.state.senders.num_lanes))
+    monkeypatch.setattr(ps_store, "give_back_freed_memory", lambda: given_back.append(len(store.state.senders.lanes)))
     with pushed(address, 2, "grpc"):
         assert not given_back
     poll(lambda: bool(given_back))

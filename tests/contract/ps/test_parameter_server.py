@@ -11,6 +11,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.errors import (
     CheckpointError,
     ConfigurationError,
@@ -33,7 +34,6 @@ from stratagem.ps.store import Store
 from stratagem.rpc.codec import encode_frame
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import common_pb2, frame_pb2, ps_pb2
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, add_servicer, serve
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
 from tests.unit.ps.driver import complete
@@ -54,11 +54,9 @@ def server(store: Store) -> Iterator[RunningServer]:
     lanes = SocketLanes(store, "127.0.0.1")
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     running = serve(
-        "127.0.0.1:0",
+        ServerConfig(task="ps:0", max_message_bytes=8 << 20),
         lambda server: add_servicer(SERVICE, servicer, server),
         services=[SERVICE.full_name],
-        limits=ServerLimits(max_message_bytes=8 << 20),
-        insecure=False,
     )
     yield running
     store.state.close_lanes(JobStoppedError("the test is over", 0))
@@ -165,7 +163,9 @@ def test_chief_closes_a_step_and_fences(store: Store, connect: Callable[..., Raw
     worker.stub.CloseStep(close, timeout=TIMEOUT_S)
     assert call.result().applied
     mark = ps_pb2.MarkLostRequest(sender=CHIEF, units=[common_pb2.UnitSet(dataset=1, bitmap=b"\x07")])
-    assert worker.stub.MarkLost(mark, timeout=TIMEOUT_S).num_lost == 3
+    worker.stub.MarkLost(mark, timeout=TIMEOUT_S)
+    described = worker.stub.DescribeUnits(ps_pb2.DescribeUnitsRequest(sender=CHIEF), timeout=TIMEOUT_S)
+    assert [(each.dataset, each.epoch, each.bitmap) for each in described.closed] == [(1, 0, b"\x07")]
 
 
 def test_hold_admit_save_release_restore(
@@ -175,7 +175,7 @@ def test_hold_admit_save_release_restore(
     worker.create(torch.zeros(SIZE))
     stub = worker.stub
     hold = ps_pb2.HoldCommitsRequest(sender=CHIEF, token=5, hold_s=60)
-    assert stub.HoldCommits(hold, timeout=TIMEOUT_S).units.initialized
+    assert stub.HoldCommits(hold, timeout=TIMEOUT_S).initialized
     request = worker.commit_request(2, worker.stage(2, torch.ones(SIZE)), 0)
     call = stub.CommitUpdate.future(request, timeout=TIMEOUT_S)
     admit = ps_pb2.AdmitUpdatesRequest(sender=CHIEF, token=5, updates=[request.update], wait_s=10)
@@ -192,14 +192,14 @@ def test_hold_admit_save_release_restore(
     restore = ps_pb2.RestoreShardsRequest(sender=CHIEF, directory=str(tmp_path))
     assert isinstance(refusal(lambda: stub.RestoreShards(restore, timeout=TIMEOUT_S)), CheckpointError)
     complete(tmp_path)
-    epoch = stub.RestoreShards(restore, timeout=TIMEOUT_S).store_epoch
-    assert epoch > worker.hello.store_epoch
+    stub.RestoreShards(restore, timeout=TIMEOUT_S)
+    assert store.state.store_epoch > worker.hello.store_epoch
     assert isinstance(error_from_rpc(worker.lane_end(), "ps:0"), StaleStoreError)
     assert isinstance(
         refusal(lambda: stub.CommitUpdate(worker.commit_request(6, None, 2), timeout=TIMEOUT_S)), StaleStoreError
     )
     hello = stub.Hello(ps_pb2.HelloRequest(sender=worker.sender(0), next_sequence=40), timeout=TIMEOUT_S)
-    assert (hello.store_epoch, hello.next_sequence) == (epoch, 40)
+    assert (hello.store_epoch, hello.next_sequence) == (store.state.store_epoch, 40)
     worker.open_lane()
     assert worker.pull(8, have=reply.versions[0].version).versions[0].version.epoch != reply.versions[0].version.epoch
     assert torch.equal(worker.receive(SIZE, 1), torch.full((SIZE,), -0.5))

@@ -16,10 +16,10 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.ps.store import Store
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, common_pb2, ps_pb2, ps_pb2_grpc
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import RunningServer, serve
 from tests import forks
 from tests.contract.ps.raw_client import TIMEOUT_S, RawClient
@@ -40,7 +40,7 @@ class SessionOnly:
         self, request_iterator: Iterator[chief_pb2.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[chief_pb2.SessionEvent]:
         self.joined.put(next(request_iterator).join)
-        welcome = chief_pb2.Welcome(incarnation=3, chief_epoch=1, heartbeat_interval_s=0.1, session_timeout_s=5)
+        welcome = chief_pb2.Welcome(incarnation=3, heartbeat_interval_s=0.1)
         yield chief_pb2.SessionEvent(welcome=welcome)
         context.add_callback(lambda: self.events.put(None))
         while (event := self.events.get()) is not None:
@@ -59,11 +59,9 @@ def chief() -> Iterator[tuple[SessionOnly, RunningServer]]:
         server.add_generic_rpc_handlers((handler,))
 
     running = serve(
-        "127.0.0.1:0",
+        ServerConfig(task="ps:0", max_message_bytes=1 << 20),
         register,
         services=["stratagem.Chief"],
-        limits=ServerLimits(max_message_bytes=1 << 20),
-        insecure=False,
     )
     yield servicer, running
     running.stop(0.2)
@@ -106,7 +104,9 @@ def test_joins_is_put_back_serves_and_ends_with_the_job(
         restore = ps_pb2.RestoreShardsRequest(
             sender=common_pb2.Sender(task="chief:0", incarnation=1), directory=str(path)
         )
-        assert stub.RestoreShards(restore, timeout=TIMEOUT_S).store_epoch > store.state.store_epoch
+        stub.RestoreShards(restore, timeout=TIMEOUT_S)
+        describe = ps_pb2.DescribeUnitsRequest(sender=restore.sender)
+        assert stub.DescribeUnits(describe, timeout=TIMEOUT_S).store_epoch > store.state.store_epoch
         info = common_pb2.TaskInfo(task="ps:0", incarnation=3, live=True)
         servicer.events.put(chief_pb2.SessionEvent(membership=chief_pb2.Membership(tasks=[info])))
         health: Any = health_pb2_grpc.HealthStub(channel)

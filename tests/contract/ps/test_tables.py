@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stratagem as sg
 from stratagem.cluster.communication import Transport
+from stratagem.cluster.config import ServerConfig, WorkerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import (
@@ -36,13 +37,12 @@ from stratagem.ps.socket_lanes import SocketLanes
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import ps_pb2
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import RunningServer, add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpLane
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.default import DefaultStrategy
-from stratagem.strategy.ps.variables import OptimizedVariables, VariableGroups
+from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push import gradient_push, remote_table
 from stratagem.worker.push.close_reports import CloseReports
@@ -95,27 +95,13 @@ class Job:
 
     def prepare(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         """As the strategy does."""
-        for member in self.groups.create([model], optimizers, lambda: None):
-            self.pushes.append(self._push(member))
+        self.pushes += self.groups.create([model], optimizers, GradientPolicy(), lambda: None)
 
     def step(self) -> None:
         """As ``optimizer.step()`` of every optimizer."""
         unit = Unit(1, 0, next(self.units))
         for ordinal, push in enumerate(self.pushes):
             push.push(Update((unit,), ordinal), None)
-
-    def _push(self, member: OptimizedVariables) -> GradientPush:
-        return GradientPush(
-            member.optimizer,
-            member.parameters,
-            member.variables,
-            member.staging,
-            GradientPolicy(),
-            CloseReports(self.clients, self.groups.recover),
-            StepMeter(),
-            member.tables,
-            self.groups.recover,
-        )
 
     def num_updates(self) -> set[int]:
         """Of all groups of all ps."""
@@ -125,9 +111,8 @@ class Job:
 def start_server(store: Store, lanes: SocketLanes, host: str) -> RunningServer:
     servicer = ParameterServerServicer(store, lanes, 8 << 20)
     return serve(
-        f"{host}:0", lambda server: add_servicer(SERVICE, servicer, server), services=[SERVICE.full_name],
-        limits=ServerLimits(max_message_bytes=8 << 20),
-        insecure=False,
+        ServerConfig(task="ps:0", bind=f"{host}:0", max_message_bytes=8 << 20),
+        lambda server: add_servicer(SERVICE, servicer, server), services=[SERVICE.full_name],
     )  # fmt: skip
 
 
@@ -158,11 +143,13 @@ def start() -> Iterator[Callable[..., Job]]:
             raise_if_stopped=lambda: None,
             wait_stopped=lambda timeout_s: None,
         )
-        clients = [PsClient(session, index, BytesMeter(), 30.0, frame_bytes, transport) for index in range(num_ps)]
+        config: Any = WorkerConfig.model_construct(
+            task="worker:0", peer_timeout_s=30.0, start_timeout_s=30.0, frame_bytes=frame_bytes, transport=transport
+        )
+        clients = [PsClient(session, index, BytesMeter(), config) for index in range(num_ps)]
         for client in clients:
             undo.append(functools.partial(client.close, "the test is over"))
             client.connect()
-        config = SimpleNamespace(frame_bytes=frame_bytes, start_timeout_s=30.0)
         runtime: Any = SimpleNamespace(
             clients=clients, config=config, meter=StepMeter(), is_lead=lambda: True, may_assign=lambda: True
         )
@@ -339,9 +326,9 @@ def test_a_ps_that_came_back_at_its_address_is_greeted_first(start: Callable[...
     # The control channel is whole again by itself, as after a restart at the same address; the lane is not.
     job = start("tcp", 1)
     (client,), (store,) = job.clients, job.stores
-    poll(lambda: bool(store.state.senders.lanes()))  # the ps accepts in a thread of its own
+    poll(lambda: bool(store.state.senders.lanes))  # the ps accepts in a thread of its own
     store.state.close_lanes(JobStoppedError("this life is over", 1))
-    poll(lambda: not store.state.senders.lanes())
+    poll(lambda: not store.state.senders.lanes)
     store.state.senders.forget_windows()
     model, optimizers = build("SparseAdam", Remote())
     with pytest.raises(StaleStoreError, match="say Hello first"):
@@ -371,7 +358,7 @@ def test_a_ps_that_restarts_gets_everything_back_whoever_meets_it_first(
     before = models[2].weight.detach().clone()
 
     store.state.close_lanes(PeerUnavailableError("it restarts"))
-    poll(lambda: not job.clients[0].is_connected and not store.state.senders.lanes())
+    poll(lambda: not job.clients[0].is_connected and not store.state.senders.lanes)
     store.checkpoints.restore_shards(str(tmp_path))
     assert held - store.state.locked_groups.keys(), "the checkpoint is older than some variables"
     for model in models:
@@ -421,7 +408,7 @@ def test_a_ps_that_takes_part_in_no_update_hears_of_closed_units_in_time(
     for index in range(10):
         model(torch.ones(1, 3)).sum().backward()
         push.push(Update((Unit(1, 0, index),), 0), None)
-        push._closes.add([Unit(1, 0, index)])
+        job.groups.closes.add([Unit(1, 0, index)])
     assert sorted(len(store.state.locked_groups) for store in job.stores) == [0, 1]
     assert all(len(store.state.units.describe().closed[1, 0]) >= 8 for store in job.stores)
 
@@ -484,7 +471,7 @@ def test_rows_that_are_given_go_in_parts_to_a_table_that_is_new(
         with Remote().scope():
             model = WAYS[way](rows)
         with LargestCopy() as largest:  # type: ignore[no-untyped-call]
-            groups.create([model], [torch.optim.SGD(model.parameters(), 0.1)], lambda: None)
+            groups.create([model], [torch.optim.SGD(model.parameters(), 0.1)], GradientPolicy(), lambda: None)
         return model, largest.num_elements
 
     model, largest = prepared(job.groups)
@@ -512,7 +499,7 @@ def test_rows_that_are_given_go_in_parts_to_a_table_that_is_new(
 
     store = job.stores[0]  # one that lost everything gets the rows that were given
     store.state.close_lanes(PeerUnavailableError("it restarts"))
-    poll(lambda: not store.state.senders.lanes())
+    poll(lambda: not store.state.senders.lanes)
     store.state.senders.forget_windows()
     store.state.locked_groups.clear()
     store.state.store_epoch += 1
@@ -581,7 +568,7 @@ def test_another_shape_of_the_same_table_is_refused(start: Callable[..., Job]) -
     job.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
     again = VariableGroups(job.groups._runtime, None)
     with pytest.raises(VariableError, match="shape"):
-        again.create([second], [torch.optim.SGD(second.parameters(), 0.1)], lambda: None)
+        again.create([second], [torch.optim.SGD(second.parameters(), 0.1)], GradientPolicy(), lambda: None)
 
 
 def test_at_the_end_of_an_epoch_a_ps_that_was_lost_is_waited_for_and_told(start: Callable[..., Job]) -> None:

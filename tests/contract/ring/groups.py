@@ -52,7 +52,7 @@ def grpc_lane(stack: contextlib.ExitStack) -> LanePair:
     receiver = ServedGrpcLane("the last", BytesMeter())
 
     def exchange(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        receiver.serve(messages, context)
+        receiver.serve(messages, context.cancel)
         yield from ()
 
     pool = stack.enter_context(futures.ThreadPoolExecutor(1))

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ClusterTimeoutError
 from stratagem.rpc.lane_listener import LaneListener
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring import ring_member
@@ -57,11 +57,11 @@ def formed(host: str, doors: list[LaneListener], options: CommunicationOptions) 
             ring_service = RingService(host, lambda: Membership(True, tuple(known)), BytesMeter())
             ring_service.listener = listener
             running = serve(
-                f"[{host}]:0" if ":" in host else f"{host}:0",
+                ServerConfig(
+                    task="worker:0", bind=f"[{host}]:0" if ":" in host else f"{host}:0", max_message_bytes=1 << 20
+                ),
                 lambda server, ring_service=ring_service: add_servicer(SERVICE, WorkerServicer(ring_service), server),  # type: ignore[misc]
                 services=[SERVICE.full_name],
-                limits=ServerLimits(max_message_bytes=1 << 20),
-                insecure=False,
             )
             undo.callback(running.stop, 0)
             known.append(Member(f"worker:{index}", running.address, index + 1, True))

@@ -558,7 +558,7 @@ def test_a_closed_group_frees_nothing_under_a_running_reduction(monkeypatch: pyt
         assert inside.wait(DEADLINE_S)
         closing = threading.Thread(target=groups[0].close, args=("enough",))
         closing.start()
-        wait_until(lambda: groups[1]._signals.broken)
+        wait_until(lambda: groups[1]._signals._failure is not None)
         assert closing.is_alive()
         go_on.set()
         closing.join(DEADLINE_S)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from stratagem.cluster.communication import CommunicationOptions
+from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import CollectiveError, StratagemError
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring import ring_member
@@ -96,11 +96,9 @@ def ring_of(size: int, transport: str, min_workers: int = 2) -> Iterator[tuple[C
         for index in range(size):
             ring_service = RingService("127.0.0.1", lambda: chief.membership, BytesMeter())
             running = serve(
-                "127.0.0.1:0",
+                ServerConfig(task="worker:0", max_message_bytes=1 << 20),
                 lambda server, ring_service=ring_service: add_servicer(SERVICE, WorkerServicer(ring_service), server),  # type: ignore[misc]
                 services=[SERVICE.full_name],
-                limits=ServerLimits(max_message_bytes=1 << 20),
-                insecure=False,
             )
             undo.callback(running.stop, 0)
             known.append(Member(f"worker:{index}", running.address, index + 1, True))

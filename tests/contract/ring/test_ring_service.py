@@ -11,17 +11,17 @@ from typing import Any
 import grpc
 import pytest
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.membership import Member, Membership
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import common_pb2, lane_pb2, worker_pb2_grpc
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import add_servicer, serve
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
 
 PEER = common_pb2.Sender(task="worker:1", incarnation=5)
-LIMITS = ServerLimits(max_message_bytes=1 << 20, max_calls_per_peer=4)
+LIMITS = ServerConfig(task="worker:0", max_message_bytes=1 << 20, max_calls_per_peer=4)
 
 
 def membership() -> Membership:
@@ -32,11 +32,9 @@ def membership() -> Membership:
 def address() -> Iterator[str]:
     ring_service = RingService("127.0.0.1", membership, BytesMeter())
     running = serve(
-        "127.0.0.1:0",
+        LIMITS,
         lambda server: add_servicer(SERVICE, WorkerServicer(ring_service), server),
         services=[SERVICE.full_name],
-        limits=LIMITS,
-        insecure=False,
     )
     yield running.address
     ring_service.close()

@@ -109,7 +109,7 @@ def test_a_change_of_the_chunk_size() -> None:
         for ordinal, chunk_bytes in enumerate((1 << 20, 8192), 1):
 
             def work(group: RingGroup, ordinal: int = ordinal, chunk_bytes: int = chunk_bytes) -> torch.Tensor:
-                group.set_chunk_bytes(chunk_bytes)
+                group.chunk_bytes = chunk_bytes
                 out = torch.empty(LENGTH)
                 group.all_reduce(sources[group.rank], out, ReduceOp.SUM, Tag(ordinal, 1))
                 return out

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from stratagem.launch import certificates
-from stratagem.launch.certificates import Authority
-from stratagem.launch.tls import LOCAL_HOSTS
+from stratagem.launch.certificates import LOCAL_HOSTS, Authority
 from stratagem.rpc.security import Security
 from stratagem.rpc.tls_files import TlsFiles
 from stratagem.rpc.token import Token

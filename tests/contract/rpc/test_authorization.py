@@ -17,10 +17,10 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.identity import ROLES
 from stratagem.rpc.channels import connect
 from stratagem.rpc.generated import chief_pb2, ps_pb2, worker_pb2
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.observer import OBSERVER
 from stratagem.rpc.permissions import OPEN_METHODS, PERMISSIONS
 from stratagem.rpc.security import OPEN, Security
@@ -152,11 +152,9 @@ class Answering:
 @contextlib.contextmanager
 def sync_server(security: Security, answering: Answering) -> Iterator[str]:
     running = serve(
-        "127.0.0.1:0",
+        ServerConfig(task="ps:0", max_message_bytes=1 << 20),
         lambda server: server.add_generic_rpc_handlers(answering.handlers(answering.sync)),
         services=[service.full_name for service in SERVICES],
-        limits=ServerLimits(max_message_bytes=1 << 20),
-        insecure=False,
         security=security,
     )
     yield running.address
@@ -251,11 +249,9 @@ def test_every_role_and_method_on_an_aio_server(folder: Path, kind: str) -> None
 
     async def check() -> int:
         server = await serve_aio(
-            "127.0.0.1:0",
+            ServerConfig(task="ps:0", max_message_bytes=1 << 20),
             lambda server: server.add_generic_rpc_handlers(tuple(answering.handlers(answering.aio))),
             services=[service.full_name for service in SERVICES],
-            limits=ServerLimits(max_message_bytes=1 << 20),
-            insecure=False,
             security=security_of("chief:0"),
         )
         num_allowed = await asyncio.to_thread(

@@ -18,15 +18,15 @@ import grpc.aio
 import pytest
 
 from stratagem.chief.servers.ps_clients import ChiefPsClient
+from stratagem.cluster.config import ServerConfig
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, PeerUnavailableError, StratagemError
+from stratagem.errors import ConfigurationError, ForbiddenError, IdentityError, StratagemError
 from stratagem.launch.poller import StatusPoller
 from stratagem.launch.status import fetch_stack, fetch_status
 from stratagem.rpc import channels
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, ps_pb2
 from stratagem.rpc.handshake import explain_refusal
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.security import OPEN, Security, make_security
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import SessionClient
@@ -67,11 +67,9 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
 def chief(security: Security, bind: str = "127.0.0.1:0") -> Iterator[tuple[Welcoming, str]]:
     servicer = Welcoming()  # type: ignore[abstract]  # the others are not called
     running = serve(
-        bind,
+        ServerConfig(task="ps:0", bind=bind, max_message_bytes=1 << 20),
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server),
         services=["stratagem.Chief"],
-        limits=ServerLimits(max_message_bytes=1 << 20),
-        insecure=False,
         security=security,
     )
     yield servicer, running.address
@@ -141,7 +139,7 @@ def test_a_workers_certificate_is_no_operators(folder: Path) -> None:
             fetch_status(address, 10, with_tls(folder, "ps:0"))
         with pytest.raises(IdentityError, match="is chief:0 by its certificate, and worker:1 was expected"):
             raise_explained(address, "worker:1", with_tls(folder, "operator"))
-        with pytest.raises(PeerUnavailableError):
+        with pytest.raises(IdentityError, match="is chief:0 by its certificate, and worker:1 was expected"):
             fetch_stack(address, "worker:1", 10, with_tls(folder, "operator"))
 
 
@@ -292,11 +290,9 @@ def describing(security: Security, bind: str = "127.0.0.1:0") -> RunningServer:
     )
     handler = grpc.method_handlers_generic_handler("stratagem.ParameterServer", {"DescribeUnits": describe})
     return serve(
-        bind,
+        ServerConfig(task="ps:0", bind=bind, max_message_bytes=1 << 20),
         lambda server: server.add_generic_rpc_handlers((handler,)),
         services=["stratagem.ParameterServer"],
-        limits=ServerLimits(max_message_bytes=1 << 20),
-        insecure=False,
         security=security,
     )
 

@@ -17,20 +17,25 @@ import grpc
 import grpc.aio
 import pytest
 
+from stratagem.cluster.config import ServerConfig
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 from stratagem.rpc import limits as limits_module
 from stratagem.rpc.channels import connect
 from stratagem.rpc.errors import error_from_rpc
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
-from stratagem.rpc.limits import ServerLimits
 from stratagem.rpc.server import serve, serve_aio
 
 # The poller thread of grpc.aio lives as long as the process; started here, before the first test looks for leaks.
 grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # the stubs lack it
 
 NEXT_UNITS = "/stratagem.Chief/NextUnits"
-LIMITS = ServerLimits(
-    max_message_bytes=1 << 16, max_connections=3, max_calls=6, max_calls_per_peer=4, max_ids_per_request=100
+LIMITS = ServerConfig(
+    task="ps:0",
+    max_message_bytes=1 << 16,
+    max_connections=3,
+    max_calls=6,
+    max_calls_per_peer=4,
+    max_ids_per_request=100,
 )
 
 
@@ -71,13 +76,11 @@ class AioWaiting(Waiting):
 
 
 @contextlib.contextmanager
-def sync_server(servicer: Waiting, limits: ServerLimits) -> Iterator[str]:
+def sync_server(servicer: Waiting, limits: ServerConfig) -> Iterator[str]:
     running = serve(
-        "127.0.0.1:0",
+        limits,
         lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server),
         services=["stratagem.Chief"],
-        limits=limits,
-        insecure=False,
     )
     yield running.address
     servicer.let_go.set()
@@ -85,17 +88,15 @@ def sync_server(servicer: Waiting, limits: ServerLimits) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def aio_server(servicer: Waiting, limits: ServerLimits) -> Iterator[str]:
+def aio_server(servicer: Waiting, limits: ServerConfig) -> Iterator[str]:
     address: list[str] = []
     ready, over = threading.Event(), threading.Event()
 
     async def run() -> None:
         running = await serve_aio(
-            "127.0.0.1:0",
+            limits,
             lambda server: chief_pb2_grpc.add_ChiefServicer_to_server(servicer, server),
             services=["stratagem.Chief"],
-            limits=limits,
-            insecure=False,
         )
         address.append(running.address)
         ready.set()
@@ -111,7 +112,7 @@ def aio_server(servicer: Waiting, limits: ServerLimits) -> Iterator[str]:
     thread.join()
 
 
-KINDS: dict[str, tuple[type[Waiting], Callable[[Waiting, ServerLimits], Any]]] = {
+KINDS: dict[str, tuple[type[Waiting], Callable[[Waiting, ServerConfig], Any]]] = {
     "sync": (Waiting, sync_server),
     "aio": (AioWaiting, aio_server),
 }
@@ -123,7 +124,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
 
 
 @contextlib.contextmanager
-def served(kind: Any, limits: ServerLimits = LIMITS) -> Iterator[tuple[Waiting, str]]:
+def served(kind: Any, limits: ServerConfig = LIMITS) -> Iterator[tuple[Waiting, str]]:
     servicer = kind[0]()
     with kind[1](servicer, limits) as address:
         yield servicer, address

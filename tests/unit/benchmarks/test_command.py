@@ -120,7 +120,7 @@ def test_apply_measures_and_checks_a_small_group() -> None:
 
 
 def test_a_wrong_update_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardGroup, "apply", lambda self, parts, present, hyper: None)
+    monkeypatch.setattr(ShardGroup, "apply", lambda self, parts, present: None)
     with pytest.raises(apply.WrongUpdateError, match=r"torch\.optim\.SGD"):
         apply.apply_cases(num_parameters=1000)[0].measure()
 

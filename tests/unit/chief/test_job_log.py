@@ -41,14 +41,14 @@ def test_words_of_a_task_are_bounded_and_no_level_of_its_own() -> None:
 def test_a_tail_keeps_the_newest_until_they_are_taken() -> None:
     tail = LogTail()
     PACKAGE.setLevel(logging.INFO)
-    tail.attach()
-    tail.attach()
+    PACKAGE.addHandler(tail)
+    PACKAGE.addHandler(tail)
     try:
         for number in range(2 * MAX_LINES_AT_ONCE):
             PACKAGE.getChild("worker").info("line %d %s", number, "z" * MAX_CHARACTERS)
         PACKAGE.debug("not this one")
     finally:
-        tail.detach()
+        PACKAGE.removeHandler(tail)
     PACKAGE.info("nor this one")
     found = tail.take()
     assert len(found) == MAX_LINES_AT_ONCE and tail.take() == []

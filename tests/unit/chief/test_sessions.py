@@ -54,7 +54,7 @@ def test_nothing_is_ready_before_everybody_joined() -> None:
     assert (sessions.ready, sessions.waiting_for, sessions.lead) == (False, ["worker:0"], "worker:1")
     join(sessions, "worker:0", 3)
     assert (sessions.ready, sessions.waiting_for, sessions.lead) == (True, [], "worker:0")
-    assert sessions.founders == {Incarnation("worker:0", 3), Incarnation("worker:1", 1)}
+    assert [each.number for each in sessions.live("worker")] == [3, 1]
 
 
 def test_a_ps_is_announced_only_after_it_is_prepared() -> None:
@@ -188,7 +188,7 @@ def test_the_job_ends_when_every_worker_said_goodbye() -> None:
     assert Fence(W0, (PS,)) in first and not any(isinstance(action, StopJob) for action in first)
     assert StopJob(0, "every worker has finished") in sessions.goodbye("worker:1", 2, 0, "", 1.0)
     assert sessions.goodbye("ps:0", 3, 0, "", 2.0)
-    assert sessions.deserted
+    assert not sessions.anybody_waits
 
 
 def test_a_failed_worker_may_come_back_and_its_words_are_kept() -> None:
@@ -202,6 +202,13 @@ def test_a_failed_worker_may_come_back_and_its_words_are_kept() -> None:
     for task, stream in (("worker:1", 9), ("worker:0", 10)):
         sessions.heartbeat(task, stream, 60.0)
     assert sessions.tick(65.0) == []
+
+
+def test_who_failed_because_of_another_is_not_the_first_failure() -> None:
+    sessions = ready()
+    sessions.goodbye("worker:0", 1, 1, "CollectiveError: worker:1 left", 1.0, follows=True)
+    sessions.goodbye("worker:1", 2, 1, "ValueError: no such file", 2.0)
+    assert sessions.first_failure == "worker:1: ValueError: no such file"
 
 
 def test_a_worker_that_stays_away_stops_the_job() -> None:
@@ -233,7 +240,8 @@ def test_the_only_worker_lost_is_a_failure() -> None:
 @pytest.mark.parametrize("exit_code", [2, 42])
 def test_a_hopeless_exit_stops_the_job_at_once(exit_code: int) -> None:
     actions = ready().goodbye("worker:0", 1, exit_code, "bad flag", 1.0)
-    assert any(isinstance(action, StopJob) and "bad flag" in action.reason for action in actions)
+    [stop] = [action for action in actions if isinstance(action, StopJob)]
+    assert stop.exit_code == exit_code and "bad flag" in stop.reason
 
 
 def test_a_cluster_that_does_not_come_up_names_who_is_missing() -> None:

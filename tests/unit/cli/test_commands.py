@@ -74,6 +74,13 @@ def test_version() -> None:
     assert code == 0 and out.strip().count(".") == 2
 
 
+def test_an_interrupt_while_the_command_loads_is_130_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    command, environ = [sys.executable, "-m", "stratagem.cli", "run"], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_every_field_is_a_flag_with_its_meaning(role: str) -> None:
     code, out, _ = invoke(role, "--help")
@@ -187,9 +194,9 @@ def test_a_worker_gets_its_configuration_and_the_script_its_environment(
         *(__file__, "--epochs", "2", "--task", "mine"),
     )
     assert code == 42, err
-    config, script, arguments = role.called
+    config, script, arguments, is_module = role.called
     assert (config.task, config.chief, config.staleness) == ("worker:1", "127.0.0.1:4000", 0.0)
-    assert (script, arguments) == (__file__, ["--epochs", "2", "--task", "mine"])
+    assert (script, arguments, is_module) == (__file__, ["--epochs", "2", "--task", "mine"], False)
     assert json.loads(role.environ["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert (role.environ["RANK"], role.environ["WORLD_SIZE"], role.environ["MASTER_PORT"]) == ("1", "2", "4000")
     assert (role.environ["STRATAGEM_STALENESS"], role.environ["STRATAGEM_NUM_THREADS"]) == ("0.0", "3")

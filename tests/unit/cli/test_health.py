@@ -15,8 +15,7 @@ import pytest
 from stratagem.cli.health import address_to_ask, health_command, own_config
 from stratagem.cluster.config import ChiefConfig, RoleConfig
 from stratagem.errors import ConfigurationError, StratagemError
-from stratagem.launch.tls import make_throw_away
-from stratagem.rpc.limits import ServerLimits
+from stratagem.launch.certificates import make_throw_away
 from stratagem.rpc.security import Security, make_security
 from stratagem.rpc.server import RunningServer, serve
 
@@ -31,13 +30,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listen(security: Security | None = None) -> RunningServer:
-    limits = ServerLimits.of(ChiefConfig(num_workers=1, max_calls=8))
     return serve(
-        "127.0.0.1:0",
+        ChiefConfig(num_workers=1, max_calls=8),
         lambda server: None,
         services=["stratagem.Chief"],
-        limits=limits,
-        insecure=False,
         security=security or Security(),
     )
 

@@ -52,7 +52,7 @@ def test_free_ports_may_repeat() -> None:
     ("cluster", "words"),
     [
         ({"wroker": ["a:1"]}, ["unknown role 'wroker'", "did you mean 'worker'"]),
-        ({"master": ["a:1"]}, ["unknown role 'master'", "known: chief, evaluator, ps, worker"]),
+        ({"master": ["a:1"]}, ["unknown role 'master'", "a master, which trains, is worker 0 here"]),
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, ["at most one chief", "got 2", "a:1, b:1"]),
         ({"evaluator": ["a:1", "b:1"], "worker": ["c:1"]}, ["at most one evaluator"]),
         ({"chief": ["a:1"]}, ["at least one worker", "a cluster of chief", "not a replica"]),

@@ -18,7 +18,7 @@ from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
-from stratagem.data.order import epoch_order
+from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
 from tests.unit.data.reading import CPU, Numbers
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
+import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +15,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from stratagem.data.distribute import distribute
-from stratagem.data.form import decode, empty_of, encode, fingerprint, form_of
-from stratagem.data.nested import empty_like, num_examples, part_of, tensors, to_device
+from stratagem.data.form import empty_of, fingerprint, form_of
+from stratagem.data.nested import CopiedAsDict, empty_like, num_examples, part_of, tensors, to_device
 from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
+from stratagem.training.fit.running_metrics import Logs
 from tests.unit.data.reading import CPU
 
 Point = collections.namedtuple("Point", ["x", "y"])
@@ -102,7 +106,7 @@ def test_objects_that_move_themselves() -> None:
 
 
 def test_the_form_travels() -> None:
-    empty = empty_of(decode(encode(form_of(batch()))))
+    empty = empty_of(json.loads(json.dumps(form_of(batch()))))
     assert [list(tensor.shape) for tensor in tensors(empty)][:2] == [[0, 2], [0, 2]]
     assert type(empty["point"]).__name__ == "Point" and empty["point"].y[1].dtype == np.float64
     assert empty["record"].x.shape == (0, 2) and empty["record"].size == () and empty["record"].rate == 0.5
@@ -121,3 +125,28 @@ def test_fingerprints_differ_with_values_and_forms() -> None:
     others[3]["point"].y[1][0] = 7
     assert same not in [fingerprint(other) for other in others]
     assert fingerprint(torch.zeros(2, dtype=torch.bfloat16)) != fingerprint(torch.zeros(2))
+
+
+def test_what_is_copied_as_a_dict_is_one() -> None:
+    class Upper(CopiedAsDict):
+        def __getitem__(self, name: str) -> str:
+            return str(self.data[name]).upper()
+
+        def __setitem__(self, name: str, value: str) -> None:
+            if name == "kept":
+                raise ValueError(name)
+            self.data[name] = value
+
+    mapping = Upper(one="a")
+    for copied in (copy.copy(mapping), mapping.copy(), mapping | {}, {} | mapping):
+        assert type(copied) is dict and copied == {"one": "A"}
+    assert mapping | {"one": 1} == {"one": 1} and {"one": 1} | mapping == {"one": "A"}
+    mapping |= {"two": "b"}
+    assert type(mapping) is Upper and dict(mapping) == {"one": "A", "two": "B"}
+    with pytest.raises(ValueError, match="kept"):
+        mapping |= {"kept": "c"}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, Logs.copy, copy.deepcopy, dict, lambda logs: logs | {}])
+def test_logs_are_copied_before_they_are_read(copied: Callable[[Logs], Any]) -> None:
+    assert copied(Logs(lambda: {"loss": 1.0})) == {"loss": 1.0}

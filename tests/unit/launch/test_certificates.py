@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from stratagem.cli.__main__ import stratagem
 from stratagem.errors import ConfigurationError
-from stratagem.launch.certificates import Authority
-from stratagem.launch.tls import make_throw_away
+from stratagem.launch.certificates import Authority, make_throw_away
 from stratagem.rpc.security import make_security
 
 
@@ -129,12 +128,11 @@ def test_a_throw_away_authority_leaves_no_key(tmp_path: Path) -> None:
 
 
 def test_without_cryptography_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "stratagem.launch.certificates")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
     for arguments in (["init"], ["issue", "worker:0"]):
         with pytest.raises(ConfigurationError, match=r"pip install 'stratagem\[tls\]'"):
             invoke("certs", arguments[0], "--dir", tmp_path, *arguments[1:])
-    with pytest.raises(ConfigurationError, match="stratagem"):
-        make_throw_away(tmp_path / "certs", ["chief:0"])
 
 
 def test_missing_and_broken_files_are_named_with_the_way_out(folder: Path) -> None:

@@ -168,6 +168,29 @@ def test_exit_code_of_the_first_failure(case: Case, code: int, lives: int) -> No
     assert case.summary["tasks"]["worker:1"]["exit_codes"] == [-signal.SIGTERM]
 
 
+def test_who_failed_because_of_another_is_not_named_though_it_ended_first(case: Case) -> None:
+    case.programs["worker:0"] = (
+        "import glob, os, sys\n[root] = glob.glob(sys.argv[1] + '/state/stratagem-run-*')\n"
+        "open(root + '/report-worker-0.json', 'w').write('{\"follows\": true}')\n"
+        "open(sys.argv[1] + '/part', 'w').write(str(os.getpid()))\n"
+        "os.rename(sys.argv[1] + '/part', sys.argv[1] + '/left')\nsys.exit(1)\n"
+    )
+    case.programs["worker:1"] = (  # ends when the launcher has noticed the end of the other
+        "import os, sys, time\nwhile not os.path.exists(sys.argv[1] + '/left'): time.sleep(0.01)\n"
+        "pid = int(open(sys.argv[1] + '/left').read())\ntry:\n    while True: os.kill(pid, 0); time.sleep(0.01)\n"
+        "except ProcessLookupError: sys.exit(7)\n"
+    )
+    assert case.run(num_ps=0) == 7
+    assert case.summary["first_failure"]["task"] == "worker:1"
+
+
+def test_an_interrupt_while_the_chief_loads_ends_it_without_a_word(case: Case) -> None:
+    case.programs["chief:0"] = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n" + WAIT
+    assert case.run() == 130
+    assert "Traceback" not in case.stderr.getvalue()
+    assert case.summary["tasks"]["chief:0"]["exit_codes"] == [-signal.SIGTERM]
+
+
 def test_who_ignores_sigterm_is_killed_with_its_children(case: Case, tmp_path: Path) -> None:
     case.programs["worker:0"] = (
         "import sys, os, time\nwhile not os.path.exists(sys.argv[1] + '/child'): time.sleep(0.01)\n"
@@ -227,7 +250,7 @@ from stratagem.rpc.generated import chief_pb2 as pb, chief_pb2_grpc
 class Servicer(chief_pb2_grpc.ChiefServicer):
     def GetStatus(self, request, context):
         path = sys.argv[1] + "/pid"
-        reply = pb.GetStatusReply(ready=True, lead="worker:1", units_planned=10, units_accepted=4, examples_accepted=64,
+        reply = pb.GetStatusReply(ready=True, lead="worker:1", units_planned=10, units_accepted=4, examples=64,
                                   updates_lost=3)
         pid = int(open(path).read()) if os.path.exists(path) else 0
         progress = pb.Progress(step=3, loss=0.25, has_loss=True)

@@ -18,11 +18,10 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
 from stratagem.launch.actions import Failure
-from stratagem.launch.display import LiveDisplay, PlainDisplay, make_display
+from stratagem.launch.display import JobPace, LiveDisplay, PlainDisplay, make_display, progress_words, task_words
 from stratagem.launch.output import OutputRouter, TracebackFilter, essence
 from stratagem.launch.plan import LocalJob, RunFolders, plan_launch
 from stratagem.launch.processes import Stream
-from stratagem.launch.progress import JobPace, progress_words, task_words
 from stratagem.launch.summary import build_summary, failure_words
 from stratagem.launch.supervisor import Supervisor
 from stratagem.rpc.status_view import StatusView, TaskState
@@ -43,7 +42,7 @@ class Shown:
 
 def test_the_lead_moves(tmp_path: Path) -> None:
     shown = Shown()
-    output = OutputRouter(shown, tmp_path, verbose=False, colour=False)
+    output = OutputRouter(shown.show, tmp_path, verbose=False, colour=False)
     output.line(W0, "stdout", "a")
     output.line(W1, "stdout", "b")
     output.lead = W1
@@ -59,7 +58,7 @@ def test_the_lead_moves(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_logs_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "worker-0.log").symlink_to("/dev/full")
     shown = Shown()
-    output = OutputRouter(shown, tmp_path, verbose=False, colour=False)
+    output = OutputRouter(shown.show, tmp_path, verbose=False, colour=False)
     output.line(PS, "stdout", "a")
     for line in ("b", "c"):
         output.line(W0, "stdout", line)
@@ -76,7 +75,7 @@ def test_a_full_disk_ends_the_logs_and_nothing_else(tmp_path: Path) -> None:
 
 def test_colour(tmp_path: Path) -> None:
     shown = Shown()
-    output = OutputRouter(shown, tmp_path, verbose=False, colour=True)
+    output = OutputRouter(shown.show, tmp_path, verbose=False, colour=True)
     output.line(PS, "stderr", "x")
     output.close()
     assert shown.lines == [("stderr", "\x1b[33m[ps:0]\x1b[0m x")]
@@ -136,7 +135,7 @@ def test_progress_in_words() -> None:
 
 
 def test_pace_forgets() -> None:
-    pace = JobPace(window_s=5.0)
+    pace = JobPace()
     pace.add(0.0, _status(examples=0))
     pace.add(100.0, _status(examples=1000))
     pace.add(102.0, _status(examples=1100))

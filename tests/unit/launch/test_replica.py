@@ -11,7 +11,8 @@ from stratagem.cluster.config import EvaluatorConfig, WorkerConfig
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import emit_tf_config, placement_from_environment
 from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
-from stratagem.launch import joining, replica
+from stratagem.launch import replica
+from stratagem.launch import status as asking
 from stratagem.rpc.status_view import StatusView, TaskState
 
 
@@ -67,9 +68,9 @@ def test_the_chief_says_the_cluster() -> None:
     status = StatusView(
         num_ps=1, tasks=tuple(TaskState(name, "live") for name in ("chief:0", "worker:0", "worker:1", "ps:0"))
     )
-    cluster, task = joining.placement_of(config("worker:1"), status)
+    cluster, task = asking.placement_of(config("worker:1"), status)
     assert (cluster.num_workers, cluster.num_ps, cluster.chief_address, str(task)) == (2, 1, "chief:2222", "worker:1")
-    cluster, _ = joining.placement_of(config("worker:4"), status)
+    cluster, _ = asking.placement_of(config("worker:4"), status)
     assert cluster.num_workers == 5, "it joins a job that began with fewer"
 
 
@@ -77,7 +78,7 @@ def test_an_evaluator_learns_the_cluster_too() -> None:
     status = StatusView(
         num_ps=1, tasks=tuple(TaskState(name, "live") for name in ("chief:0", "worker:0", "ps:0", "evaluator:0"))
     )
-    cluster, task = joining.placement_of(EvaluatorConfig(chief="chief:2222", checkpoint_dir="/c"), status)
+    cluster, task = asking.placement_of(EvaluatorConfig(chief="chief:2222", checkpoint_dir="/c"), status)
     assert (cluster.num_workers, cluster.num_ps, str(task)) == (1, 1, "evaluator:0")
     assert is_evaluator_by(emit_tf_config(cluster, TaskId("evaluator", 0)))
 
@@ -96,9 +97,9 @@ def test_a_chief_that_is_still_starting_is_waited_for(monkeypatch: pytest.Monkey
             raise answer
         return answer
 
-    monkeypatch.setattr(joining, "AGAIN_S", 0.0)
-    monkeypatch.setattr(joining, "fetch_status", fetch)
-    assert joining.ask_for_cluster(config("worker:0")).cluster.num_workers == 1
+    monkeypatch.setattr(asking, "AGAIN_S", 0.0)
+    monkeypatch.setattr(asking, "fetch_status", fetch)
+    assert asking.ask_for_cluster(config("worker:0")).cluster.num_workers == 1
     answers += [PeerUnavailableError("gone")] * 2
     with pytest.raises(ClusterTimeoutError, match=r"worker:0 asked its chief for the cluster for 0 s: gone"):
-        joining.ask_for_cluster(config("worker:0", start_timeout_s=1e-9))
+        asking.ask_for_cluster(config("worker:0", start_timeout_s=1e-9))

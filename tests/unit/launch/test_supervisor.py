@@ -32,6 +32,11 @@ def _running(policy: Policy = POLICY) -> Supervisor:
     return supervisor
 
 
+def _deadline(supervisor: Supervisor) -> float | None:
+    """When it will do something by itself."""
+    return min((at for at in (supervisor._deadline, supervisor._late_at) if at is not None), default=None)
+
+
 def _alone() -> Supervisor:
     supervisor = Supervisor([W0], policy=POLICY)
     assert supervisor.begin(0.0) == [Start(W0)]
@@ -42,7 +47,7 @@ def test_a_job_that_goes_well() -> None:
     supervisor = _running()
     assert supervisor.exited(W1, 0, 5.0) == []
     assert supervisor.exited(W0, 0, 6.0) == []
-    assert (supervisor.phase, supervisor.deadline()) == (Phase.DRAINING, 16.0)
+    assert (supervisor.phase, _deadline(supervisor)) == (Phase.DRAINING, 16.0)
     assert supervisor.exited(CHIEF, 0, 7.0) == []
     assert supervisor.exited(PS, 0, 7.1) == [Finish(0)]
     assert supervisor.failure is None
@@ -113,7 +118,7 @@ def test_an_evaluator_takes_its_time_for_the_last_checkpoint() -> None:
     assert supervisor.exited(W0, 0, 5.0) == []
     for now in (15.0, 25.0, 35.0):
         assert supervisor.ticked(now) == []
-        assert supervisor.deadline() == now + 10.0
+        assert _deadline(supervisor) == now + 10.0
     assert supervisor.exited(EVALUATOR, 0, 36.0) == []
     # The others do not: they have until the deadline.
     assert supervisor.ticked(45.0) == [Signal(CHIEF, signal.SIGTERM)]
@@ -206,7 +211,7 @@ def test_a_worker_that_is_killed_after_its_goodbye_does_not_wait_for_a_chief_tha
     assert Kill(W1) not in supervisor.exited(CHIEF, 0, 1.0)  # it may be about to end by itself
     supervisor.exited(PS, 0, 1.0)
     supervisor.exited(W0, 0, 1.0)
-    assert supervisor.deadline() == 1.0 + LATE_S and supervisor.ticked(0.9 + LATE_S) == []
+    assert _deadline(supervisor) == 1.0 + LATE_S and supervisor.ticked(0.9 + LATE_S) == []
     assert supervisor.ticked(1.0 + LATE_S) == [Kill(W1)]
     assert supervisor.exited(W1, -signal.SIGKILL, 1.0 + LATE_S) == [Finish(0)]
 
@@ -243,7 +248,7 @@ def test_exit_code_is_that_of_the_first_failure(code: int, finish: int) -> None:
 def test_who_does_not_end_after_a_failure_is_killed() -> None:
     supervisor = _running()
     supervisor.exited(W0, 42, 1.0)
-    assert supervisor.deadline() == 5.0
+    assert _deadline(supervisor) == 5.0
     assert supervisor.ticked(4.9) == []
     assert supervisor.ticked(5.0) == [Kill(W1), Kill(PS), Kill(CHIEF)]
     assert supervisor.ticked(99.0) == []
@@ -316,7 +321,7 @@ def test_an_interrupt_does_not_prolong_a_failure() -> None:
     supervisor = _running()
     supervisor.exited(W0, 42, 1.0)
     supervisor.interrupted(signal.SIGINT, 2.0)
-    assert supervisor.deadline() == 5.0
+    assert _deadline(supervisor) == 5.0
 
 
 RING = dataclasses.replace(POLICY, restart_workers=False)
@@ -335,9 +340,9 @@ def _ring(resumes: bool = True) -> Supervisor:
 def test_a_ring_whose_script_goes_on_is_started_again_as_a_whole(code: int) -> None:
     supervisor = _ring()
     assert supervisor.exited(W1, code, 1.0) == []  # the other one may be saving: it is let be
-    assert (supervisor.phase, supervisor.deadline()) == (Phase.RENEWING, 11.0)
+    assert (supervisor.phase, _deadline(supervisor)) == (Phase.RENEWING, 11.0)
     assert supervisor.exited(W0, 1, 2.0) == [Signal(CHIEF, signal.SIGTERM)]
-    assert supervisor.deadline() == 6.0
+    assert _deadline(supervisor) == 6.0
     assert supervisor.exited(CHIEF, 143, 3.0) == [Renew(), Start(CHIEF)]
     assert supervisor.phase is Phase.STARTING
     assert supervisor.listening(CHIEF) == [Start(W0), Start(W1)]

@@ -6,7 +6,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stratagem.checkpoint.durable import hash_file
 from stratagem.checkpoint.manifest import MANIFEST, encode
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import StratagemError
-from stratagem.ps.frames import kind_of, weights_message
+from stratagem.ps.frames import WEIGHTS, kind_of
 from stratagem.ps.published import HeldFrame
 from stratagem.ps.requests import (
     AssignValues,
@@ -34,6 +34,7 @@ from stratagem.ps.requests import (
     UpdateAction,
     Version,
 )
+from stratagem.ps.shard_group import Parts, ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.ps.units import UnitClose
@@ -63,6 +64,24 @@ def make_spec(
     return GroupSpec(group, optimizer, torch.float32, tuple(shards))
 
 
+def update(
+    group: ShardGroup,
+    parts: Parts,
+    present: Sequence[bool],
+    hyper_parameters: Sequence[Mapping[str, Any]],
+    scale: float = 1.0,
+) -> None:
+    """One update of one group."""
+    group.prepare(parts, present, hyper_parameters)
+    group.apply(parts, present, scale)
+
+
+def staged_bytes(store: Store) -> int:
+    """Payload bytes that wait for a commit."""
+    transfers = [each for kept in store.state.staging._buffers.values() for each in kept.transfers.values()]
+    return sum(piece.nbytes for each in transfers for parts in each.parts.values() for piece in parts.values())
+
+
 class ListLane:
     """Keeps what is sent."""
 
@@ -79,7 +98,7 @@ class ListLane:
 
     def send(self, transfer: int, frame: HeldFrame) -> None:
         self.frames.append(frame)
-        self.messages.append(weights_message(transfer, frame.group, frame.offset, frame.tensor))
+        self.messages.append(encode_frame(WEIGHTS, transfer, frame.group, frame.offset, frame.tensor))
 
     def close(self, error: StratagemError) -> None:
         self.closed = error

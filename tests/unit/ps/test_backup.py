@@ -33,6 +33,9 @@ class Lane(ListLane):
     def corked(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def is_active(self) -> bool:
+        return True
+
 
 class Waiting:
     """A call in a thread of its own."""

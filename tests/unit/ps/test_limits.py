@@ -19,7 +19,7 @@ from stratagem.ps.units import UnitClose, UnitLedger
 from stratagem.rpc.codec import decode_frame, encode_frame
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import frame_pb2
-from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec
+from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, complete, make_spec, staged_bytes
 
 SPEC = make_spec([(1000,)])
 
@@ -56,7 +56,7 @@ def test_what_was_committed_or_replaced_counts_no_more() -> None:
     for index in range(5):
         stage(worker, 4)
         worker.send(worker.request(stage(worker, 4), [Unit(1, 0, index)]))
-    assert store.state.staging.num_bytes == 0
+    assert staged_bytes(store) == 0
     assert [buffers.num_bytes for buffers in store.state.staging._buffers.values()] == [0]
 
 

@@ -13,6 +13,7 @@ from stratagem.errors import ConfigurationError, ProtocolError, UnsupportedOptim
 from stratagem.ps import optimizers
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.specs import GroupSpec, ShardSpec
+from tests.unit.ps.driver import update
 
 torch.set_num_threads(1)
 
@@ -91,7 +92,7 @@ def test_equals_torch_with_uneven_pieces_absent_gradients_and_changing_lr(name: 
         optimizer.step()
         cuts = random.Random(fixed_cuts) if step % 3 else rng
         scale = 1.0 if step % 2 else 2.0
-        group.apply(pieces_of(flat / scale, cuts), present, groups, scale)
+        update(group, pieces_of(flat / scale, cuts), present, groups, scale)
     for shard, parameter in zip(spec.shards, reference, strict=True):
         came = group.weights[shard.offset : shard.stop].reshape(shard.shape)
         torch.testing.assert_close(came, parameter.detach(), rtol=1e-6, atol=1e-6)
@@ -127,11 +128,11 @@ def test_refuses_bad_hyper_parameters_and_changes_nothing() -> None:
     parts = [(0, torch.ones(4))]
     for bad in ({"lr": -1.0}, {"lr": "x"}, {"betas": [2.0, 0.9]}, {"lr": float("nan")}):
         with pytest.raises(ConfigurationError, match="Adam refuses"):
-            group.apply(parts, [True], [bad])
+            update(group, parts, [True], [bad])
     with pytest.raises(UnsupportedOptimizerError, match="differentiable"):
-        group.apply(parts, [True], [{"differentiable": True}])
+        update(group, parts, [True], [{"differentiable": True}])
     with pytest.raises(ProtocolError, match="param_groups"):
-        group.apply(parts, [True], [])
+        update(group, parts, [True], [])
     assert group.counter == 0 and not group.weights.any() and group.counts == [0]
 
 
@@ -146,7 +147,7 @@ def test_refuses_bad_hyper_parameters_and_changes_nothing() -> None:
 def test_refuses_pieces_that_do_not_fit(parts: list[tuple[int, torch.Tensor]], match: str) -> None:
     group = ShardGroup(spec_of("SGD", [(4,)]))
     with pytest.raises(ProtocolError, match=match):
-        group.apply(parts, [True], [{"lr": 0.1}])
+        update(group, parts, [True], [{"lr": 0.1}])
     assert group.counter == 0
 
 
@@ -154,7 +155,7 @@ def test_refuses_pieces_that_do_not_fit(parts: list[tuple[int, torch.Tensor]], m
 @pytest.mark.parametrize("name", optimizers.SUPPORTED)
 def test_runs_in_every_floating_dtype(name: str, dtype: torch.dtype) -> None:
     group = ShardGroup(spec_of(name, [(64,), (3,)], dtype))
-    group.apply([(0, torch.ones(67, dtype=dtype))], [True, True], [{"lr": 0.1}, {"lr": 0.1}])
+    update(group, [(0, torch.ones(67, dtype=dtype))], [True, True], [{"lr": 0.1}, {"lr": 0.1}])
     assert group.weights.isfinite().all() and (group.weights != 0).all()
 
 
@@ -164,6 +165,6 @@ def test_pieces_are_neither_copied_nor_written() -> None:
     for sign in (1, -1, 1):
         came = gradient * sign
         kept = came.clone()
-        group.apply([(0, came)], [True], [{"lr": 0.1}])
+        update(group, [(0, came)], [True], [{"lr": 0.1}])
         assert torch.equal(came, kept)
     assert group._plan is not None and all(parameter.grad is None for parameter in group._plan.parameters)

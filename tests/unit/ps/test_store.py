@@ -22,7 +22,7 @@ from stratagem.errors import (
 from stratagem.ps.requests import FrameKind, GroupCommit, Sender, TransferRef
 from stratagem.ps.specs import GroupSpec, Limits, ShardSpec
 from stratagem.ps.store import Store
-from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, poll, weights
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, poll, staged_bytes, weights
 
 torch.set_num_threads(1)
 
@@ -217,7 +217,7 @@ def test_hundred_resends_reorderings_and_other_senders_apply_each_update_once() 
     group = store.state.locked_groups[1].group
     assert group.num_updates == 20 and group.counts == [20, 20]
     assert store.state.num_duplicates >= 100
-    assert store.state.staging.num_bytes == 0
+    assert staged_bytes(store) == 0
 
 
 def test_the_same_request_twice_at_once_applies_once() -> None:
@@ -352,11 +352,11 @@ def test_fenced_sender_is_refused_everywhere_and_woken() -> None:
     store, (lead, worker) = started(2)
     waiting = in_thread(lambda: worker.send(worker.request(TransferRef(99, 5), [unit(0)])))
     worker.stage(torch.ones(10))
-    poll(lambda: store.state.staging.num_bytes == 40)
+    poll(lambda: staged_bytes(store) == 40)
     store.fence(CHIEF, "worker:1", 1, CALL)
     with pytest.raises(FencedError, match="declared dead"):
         waiting.result()
-    assert store.state.staging.num_bytes == 0
+    assert staged_bytes(store) == 0
     assert isinstance(worker.lane.closed, FencedError)
     for call in (
         worker.connect,
@@ -395,7 +395,7 @@ def test_staging_replaces_supersedes_and_bounds() -> None:
     frame(5, 0, [1.0] * 5)
     frame(5, 5, [1.0] * 5)
     frame(5, 0, [2.0] * 5)
-    assert store.state.staging.num_bytes == 40
+    assert staged_bytes(store) == 40
     with pytest.raises(LimitError, match="at most 40 bytes can be staged"):
         frame(5, 3, [1.0])
     with pytest.raises(FrameError, match="expected elements below 10"):
@@ -406,7 +406,7 @@ def test_staging_replaces_supersedes_and_bounds() -> None:
         stage(worker.sender, FrameKind.GRADIENT, Frame(1, 5, 1, 0, torch.ones(1, dtype=torch.float64)))
     frame(6, 0, [3.0] * 10)  # a newer gradient: the older one goes
     frame(5, 0, [9.0] * 5)  # late: dropped
-    assert store.state.staging.num_bytes == 40
+    assert staged_bytes(store) == 40
     with pytest.raises(ProtocolError, match="transfer 5 was replaced by transfer 6"):
         worker.send(worker.request(TransferRef(5, 3), [unit(0)]))
     for transfer in range(10, 14):
@@ -414,7 +414,7 @@ def test_staging_replaces_supersedes_and_bounds() -> None:
     with pytest.raises(LimitError, match="at most 4 transfers of values"):
         frame(14, 0, [0.0], FrameKind.VALUES)
     worker.connect()  # after a loss everything is sent again
-    assert store.state.staging.num_bytes == 0
+    assert staged_bytes(store) == 0
 
 
 def test_memory_stays_within_rule_33() -> None:
@@ -424,7 +424,7 @@ def test_memory_stays_within_rule_33() -> None:
     for index, worker in itertools.product(range(10), workers):
         for _ in range(3):
             worker.stage(torch.ones(10))
-            peak = max(peak, store.state.staging.num_bytes)
+            peak = max(peak, staged_bytes(store))
         if index % 2:
             worker.commit(torch.ones(10), unit(index * 4 + workers.index(worker)))
     assert 0 < peak <= len(workers) * SPEC.num_bytes

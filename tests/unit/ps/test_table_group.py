@@ -16,11 +16,13 @@ from stratagem.errors import (
     UnsupportedOptimizerError,
     VariableError,
 )
+from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.merge import facts_of
 from stratagem.ps.row_values import BLOCK_ROWS, fill_rows
 from stratagem.ps.rows import merge_rows, unpack
 from stratagem.ps.specs import GroupSpec, ShardSpec, check_group
 from stratagem.ps.table_group import MAX_ANSWER_BYTES, TableGroup
+from tests.unit.ps.driver import ListLane, update
 from tests.unit.ps.tables import packed, table_spec
 
 torch.set_num_threads(1)
@@ -61,20 +63,27 @@ def test_equals_torch_with_sparse_gradients(name: str, hyper: dict[str, Any], dt
             optimizer.step()
         half = len(numbers) // 2
         parts = [packed(numbers[half:], values[half:], half), packed(numbers[:half], values[:half])]
-        group.apply(parts[1:] if half == len(numbers) else parts, [True], [hyper], scale)
+        update(group, parts[1:] if half == len(numbers) else parts, [True], [hyper], scale)
     torch.testing.assert_close(group.weights.view(ROWS, WIDTH), reference.detach(), rtol=2e-6, atol=2e-6)
     for slot, flat in group.slots.items():
         torch.testing.assert_close(flat.view(ROWS, WIDTH), optimizer.state[reference][slot], rtol=2e-6, atol=2e-6)
     assert group.counts == [12] and group.num_updates == 12
 
 
+def rows_of(group: TableGroup, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows as a worker is given them."""
+    lane = ListLane()
+    LockedGroup(group).send_rows(lane, 1, 0, numbers)
+    return lane.frames[0].tensor.view(-1, group.spec.row_elements)
+
+
 def test_rows_without_a_gradient_and_absent_updates_change_nothing() -> None:
     group = TableGroup(table_spec(ROWS, WIDTH, "SparseAdam"))
     group.make_values()
     before = group.weights.view(ROWS, WIDTH).clone()
-    group.apply([packed(torch.tensor([3]), torch.ones(1, WIDTH))], [True], [{"lr": 0.1}])
-    group.apply([], [False], [{"lr": 0.1}])
-    group.apply([packed(torch.tensor([5]), torch.ones(1, WIDTH))], [True], [{"lr": 0.1}])
+    update(group, [packed(torch.tensor([3]), torch.ones(1, WIDTH))], [True], [{"lr": 0.1}])
+    update(group, [], [False], [{"lr": 0.1}])
+    update(group, [packed(torch.tensor([5]), torch.ones(1, WIDTH))], [True], [{"lr": 0.1}])
     changed = (group.weights.view(ROWS, WIDTH) != before).any(1).nonzero().flatten()
     assert changed.tolist() == [3, 5] and group.counts == [2]
 
@@ -113,10 +122,10 @@ def test_a_ps_with_two_shards_of_a_table() -> None:
     group.make_values()
     whole = torch.empty(10, 2)
     fill_rows(whole, 0, initial)
-    assert torch.equal(group.rows(torch.tensor([0, 2, 3, 4])), whole[[0, 2, 6, 7]])
+    assert torch.equal(rows_of(group, torch.tensor([0, 2, 3, 4])), whole[[0, 2, 6, 7]])
     for numbers in ([0, 4], [2, 4], [3, 4]):
         gradient = packed(torch.tensor(numbers), torch.ones(2, 2))
-        group.apply([gradient], (True, True), [{"lr": 0.1, "maximize": False}])
+        update(group, [gradient], (True, True), [{"lr": 0.1, "maximize": False}])
     found = dict(group.hottest_rows())
     assert found == {"t:7": 0.5, "t:0": pytest.approx(1 / 6), "t:2": pytest.approx(1 / 6), "t:6": pytest.approx(1 / 6)}
 
@@ -140,7 +149,7 @@ def test_refuses_rows_that_cannot_be(parts: Any, match: str) -> None:
     group.make_values()
     before = group.weights.clone()
     with pytest.raises(ProtocolError, match=match):
-        group.apply(parts, [True], [{"lr": 0.1}])
+        update(group, parts, [True], [{"lr": 0.1}])
     assert torch.equal(group.weights, before) and group.num_updates == 0
 
 
@@ -157,9 +166,9 @@ def test_refuses_optimizers_that_change_every_row(name: str) -> None:
 def test_refuses_momentum_and_weight_decay(name: str, hyper: dict[str, Any]) -> None:
     group = TableGroup(table_spec(ROWS, WIDTH, name))
     with pytest.raises(UnsupportedOptimizerError, match=f"{next(iter(hyper))}=0"):
-        group.apply([], [True], [{"lr": 0.1, **hyper}])
+        update(group, [], [True], [{"lr": 0.1, **hyper}])
     with pytest.raises(ConfigurationError, match="refuses"):
-        group.apply([], [True], [{"lr": -1.0}])
+        update(group, [], [True], [{"lr": -1.0}])
     assert group.num_updates == 0
 
 
@@ -175,14 +184,14 @@ def test_refuses_specs_that_are_no_table() -> None:
 def test_asking_for_rows() -> None:
     group = TableGroup(table_spec(ROWS, WIDTH, "SGD"))
     with pytest.raises(VariableError, match="no values yet"):
-        group.rows(torch.tensor([1]))
+        rows_of(group, torch.tensor([1]))
     group.make_values()
-    assert group.rows(torch.tensor([], dtype=torch.int64)).shape == (0, WIDTH)
+    assert rows_of(group, torch.tensor([], dtype=torch.int64)).shape == (0, WIDTH)
     for numbers in (torch.tensor([ROWS]), torch.tensor([-1]), torch.tensor([1.0])):
         with pytest.raises(FrameError, match="expected row numbers"):
-            group.rows(numbers)
+            rows_of(group, numbers)
     with pytest.raises(LimitError, match="at most"):
-        group.rows(torch.zeros(MAX_ANSWER_BYTES // (4 * WIDTH) + 1, dtype=torch.int64))
+        rows_of(group, torch.zeros(MAX_ANSWER_BYTES // (4 * WIDTH) + 1, dtype=torch.int64))
 
 
 def test_merging_sums_in_the_order_that_is_given() -> None:

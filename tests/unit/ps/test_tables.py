@@ -18,7 +18,7 @@ from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
 from stratagem.rpc.codec import Frame
 from stratagem.rpc.generated import frame_pb2
-from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, poll
+from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, complete, in_thread, make_spec, poll, staged_bytes
 from tests.unit.ps.tables import TableWorker, packed, table_spec
 
 torch.set_num_threads(1)
@@ -183,7 +183,7 @@ def test_a_gradient_that_begins_anew_replaces_the_first() -> None:
     ref = type(first)(first.transfer, 4)
     assert worker.send(worker.request(ref, [UNIT])).applied
     assert (table(store) != before).any(1).nonzero().flatten().tolist() == [6]
-    assert store.state.staging.num_bytes == 0
+    assert staged_bytes(store) == 0
 
 
 def test_a_gradient_of_more_than_every_row_is_refused() -> None:

@@ -15,8 +15,9 @@ def test_a_ps_that_goes_away_while_frames_are_sent_again_is_waited_for_once_more
     client = mock.Mock(start=mock.Mock(side_effect=away), restart=mock.Mock(return_value="call"))
     push: Any = object.__new__(GradientPush)
     push._servers, push._clients, push._calls, push._corked = [0], {0: client}, {}, []
+    push._slice = None
     push._meter, push._recover = StepMeter(), mock.Mock()
-    push._staging = mock.Mock(restage=mock.Mock(side_effect=[away, mock.Mock()]))
+    push.staging = mock.Mock(restage=mock.Mock(side_effect=[away, mock.Mock()]))
     finished: list[Any] = []
-    push._on_all("CommitUpdate", mock.Mock(), {}, None, lambda ps, call: finished.append((ps, call)))
+    push._on_all("CommitUpdate", mock.Mock(), lambda ps, call: finished.append((ps, call)))
     assert push._recover.call_count == 2 and finished == [(0, "call")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stratagem.rpc.codec import Frame, decode_frame, encode_pieces
+from stratagem.rpc.codec import Frame, decode_frame, frame_parts
 from stratagem.worker.push.host_tensors import GradientSource, WeightTargets
 from stratagem.worker.push.layout import Layout, VariableSpec
 
@@ -20,11 +20,11 @@ def _device_is_here(request: pytest.FixtureRequest) -> None:
 
 def layout_of(tensors: list[torch.Tensor], chunk_bytes: int = 24) -> Layout:
     specs = [VariableSpec(f"v{i}", tuple(t.shape), t.dtype, 0) for i, t in enumerate(tensors)]
-    return Layout(specs, [[(0, 0, spec.rows)] for spec in specs], 1, chunk_bytes)
+    return Layout(specs, [[(0, 0, spec.shape[0] if spec.shape else 1)] for spec in specs], chunk_bytes)
 
 
 def frame_of(offset: int, values: torch.Tensor) -> Frame:
-    return decode_frame(encode_pieces(2, 1, 0, offset, [values], (values.numel(),)))
+    return decode_frame(b"".join(frame_parts(2, 1, 0, offset, [values], (values.numel(),))))
 
 
 @pytest.mark.parametrize("device", DEVICES)

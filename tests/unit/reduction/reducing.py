@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stratagem.worker.reduction.reducer import GradientReducer, Weight
+from stratagem.worker.reduction.gradient_weight import Weight
+from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.step_meter import StepMeter
 
@@ -76,7 +77,19 @@ def reducing(
     try:
         yield reducer
     finally:
-        reducer.close()
+        take_off(reducer)
+
+
+def take_off(reducer: GradientReducer) -> None:
+    """Takes the hooks off the parameters, whose gradients stay, and gives back what the device holds."""
+    reducer._drain()
+    for slot in reducer._slots:
+        for handle in slot.handles:
+            handle.remove()
+        if slot.parameter.grad is not None and not slot.parameter.grad.is_sparse:
+            slot.parameter.grad = slot.parameter.grad.clone()
+    if reducer._layout is not None:
+        reducer._layout.close()
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor | None]:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_buffers, convert_batch_norm
-from stratagem.worker.reduction.reducer import Weight
+from stratagem.worker.reduction.batch_norm import SyncBatchNorm, average_by_examples, convert_batch_norm
+from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import (
     assert_bit_identical,
@@ -67,7 +67,7 @@ def test_forward_backward_and_buffers(kind: str, shares: list[int], options: dic
 
     def work(communicator: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         module = layer(kind, **options).double()
-        assert convert_batch_norm(module, communicator, lambda: Weight(1.0)) is module
+        convert_batch_norm(module, communicator, lambda: Weight(1.0))
         local = run(module, share_of((x,), shares, communicator.rank)[0])
         found = [communicator.all_reduce(p.grad) for p in module.parameters() if p.grad is not None]
         return local, [*found, *module.buffers()]
@@ -253,7 +253,7 @@ def test_floats_are_averaged_by_share_and_integers_are_the_maximum() -> None:
         module = Buffers([1.0, 5.0, 3.0][communicator.rank])
         if communicator.rank == 2:
             module.get_buffer("mean").fill_(torch.nan)
-        average_buffers([module, module], [3.0, 1.0, 0.0][communicator.rank], communicator)
+        average_by_examples([module], [[3, 1, 0][communicator.rank]], communicator)
         return list(module.buffers())
 
     ranks = run_ranks(3, work)
@@ -263,17 +263,18 @@ def test_floats_are_averaged_by_share_and_integers_are_the_maximum() -> None:
     assert int(steps) == 5 and seen.tolist() == [True, False]
 
 
-def test_no_share_anywhere_is_refused() -> None:
-    def work(communicator: Communicator) -> None:
-        with pytest.raises(ConfigurationError, match="0 on all"):
-            average_buffers([Buffers(1.0)], 0.0, communicator)
+def test_before_the_first_batch_all_count_the_same() -> None:
+    def work(communicator: Communicator) -> list[torch.Tensor]:
+        module = Buffers([1.0, 5.0][communicator.rank])
+        average_by_examples([module], [0], communicator)
+        return list(module.buffers())
 
-    run_ranks(2, work)
+    assert torch.equal(run_ranks(2, work)[1][0], torch.full((2, 2), 3.0))
 
 
-def test_no_buffers_no_collective() -> None:
+def test_no_buffers_no_collective_beside_the_count() -> None:
     def work(communicator: Communicator) -> int:
-        average_buffers([nn.Linear(2, 2)], 1.0, communicator)
+        average_by_examples([nn.Linear(2, 2)], [1], communicator)
         return communicator.position.ordinal
 
-    assert run_ranks(2, work) == [0, 0]
+    assert run_ranks(2, work) == [1, 1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.reducer import Weight
+from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Arena, Tag
 from tests.unit.reduction.reducing import (

@@ -21,6 +21,7 @@ from tests.unit.reduction.reducing import (
     mean_loss,
     reducing,
     share_of,
+    take_off,
     weight_of,
 )
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
@@ -269,7 +270,7 @@ def test_failed_backwards_leave_no_cycle_behind() -> None:
         with pytest.raises(ArithmeticError):
             model.last(Breaks.apply(model.first(torch.ones(1, 5)), True)).sum().backward()  # type: ignore[no-untyped-call]
         assert failed == [True]
-        reducer.close()
+        take_off(reducer)
 
     run_ranks(1, work)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.worker.reduction.reducer import Weight
+from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import (
     assert_bit_identical,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.reducer import Weight
+from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import assert_same, build, reducing, weight_of
 from tests.unit.ring.thread_group import run_ranks

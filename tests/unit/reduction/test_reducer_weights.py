@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional
 
 from stratagem.errors import ConfigurationError
-from stratagem.worker.reduction.gradient_weight import WeightSum
-from stratagem.worker.reduction.reducer import Weight
+from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import (
     assert_bit_identical,

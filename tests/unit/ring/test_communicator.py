@@ -86,8 +86,6 @@ def test_gather_broadcast_scatter_and_all_to_all() -> None:
         strided = torch.zeros(2, 3).t()
         communicator.broadcast(strided.copy_(torch.full((3, 2), float(rank))), root=2)
         assert strided.tolist() == [[2.0, 2.0]] * 3
-        mine = communicator.reduce_scatter(torch.arange(7.0))
-        assert mine.tolist() == [[0.0, 3.0, 6.0], [9.0, 12.0], [15.0, 18.0]][rank]
         got = communicator.all_to_all([torch.full((other,), float(rank)) for other in range(3)])
         assert [part.tolist() for part in got] == [[float(other)] * rank for other in range(3)]
         communicator.barrier()

@@ -8,8 +8,8 @@ import pytest
 
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ConfigurationError, PeerUnavailableError
-from stratagem.worker.ring.meeting import MeetingRoom
 from stratagem.worker.ring.members import members_of
+from stratagem.worker.ring.ring_service import MeetingRoom
 
 
 def test_everybody_hears_what_everybody_said() -> None:

@@ -51,7 +51,7 @@ class ScriptedLane:
 
     def _note(self) -> None:
         if self.neighbours is not None:
-            self.seen_waiting_on = self.neighbours.waiting_on
+            self.seen_waiting_on = self.neighbours.awaits
 
     def _raise(self) -> None:
         if isinstance(self.outcome, StratagemError):
@@ -77,7 +77,7 @@ def test_the_expected_message() -> None:
     kind, transfer, group, offset, tensor, num_elements = right.sent[0]
     assert (kind, transfer, group, offset, num_elements) == (frame_pb2.COLLECTIVE, 5, 0xABCD, 7, 3)
     assert torch.equal(tensor, into)
-    assert (left.seen_waiting_on, right.seen_waiting_on, neighbours.waiting_on) == (0, 2, None)
+    assert (left.seen_waiting_on, right.seen_waiting_on, neighbours.awaits) == (0, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_errors_of_lanes_name_the_neighbour(error: StratagemError) -> None:
             with pytest.raises(CollectiveError, match=f"collective 5 failed at rank {rank}: {error}") as raised:
                 neighbours.flush(TAG) if call == "flush" else getattr(neighbours, call)(torch.zeros(3), 0, TAG)
             assert raised.value.rank == rank
-            assert neighbours.waiting_on is None
+            assert neighbours.awaits is None
 
 
 def test_the_first_error_stays() -> None:

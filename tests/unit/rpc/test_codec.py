@@ -14,8 +14,8 @@ from stratagem.rpc.codec import (
     decode_frame,
     decode_frames,
     encode_frame,
-    encode_pieces,
     encode_together,
+    frame_parts,
     from_wire_dtype,
     to_wire_dtype,
 )
@@ -77,7 +77,7 @@ def test_payload_is_aligned_and_received_without_a_copy() -> None:
 
 def test_pieces_are_joined() -> None:
     pieces = [torch.arange(3.0), torch.arange(8.0).view(2, 4).t().reshape(-1), torch.zeros(0)]
-    frame = decode_frame(encode_pieces(1, 1, 1, 0, pieces, (11,)))
+    frame = decode_frame(b"".join(frame_parts(1, 1, 1, 0, pieces, (11,))))
     assert torch.equal(frame.tensor, torch.cat(pieces))
 
 
@@ -160,4 +160,4 @@ def test_frames_together_hold_no_others_and_end_with_the_message() -> None:
     for num_bytes in (1, 63, 64, 100, len(frame)):
         cut = [decode_frame(together).tensor[:num_bytes]]
         with pytest.raises(FrameError):
-            decode_frames(encode_pieces(int(frame_pb2.FRAMES), 0, 0, 0, cut, (num_bytes,)))
+            decode_frames(b"".join(frame_parts(int(frame_pb2.FRAMES), 0, 0, 0, cut, (num_bytes,))))

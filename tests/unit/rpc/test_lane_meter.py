@@ -16,7 +16,6 @@ def test_lanes_to_one_task_count_together_and_go_on_after_they_come_back() -> No
         lane.sent_bytes += 5
         lane.sent_frames += 1
     meter.lane("ps:1", "shm").received_bytes += 7
-    assert (meter.sent_bytes, meter.received_bytes) == (10, 7)
     values = meter.values()
     assert values["sent_bytes|ps:0/tcp"] == 10 and values["sent_frames|ps:0/tcp"] == 2
     assert values["received_bytes|ps:1/shm"] == 7 and "link_busy_s|ps:1/shm" not in values

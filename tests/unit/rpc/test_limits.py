@@ -17,18 +17,12 @@ from stratagem.rpc.codec import Frame, frame_of
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.generated import chief_pb2, common_pb2, frame_pb2, ps_pb2
 from stratagem.rpc.inbox import Inbox
-from stratagem.rpc.limits import CallCounter, ServerLimits, check_ids
+from stratagem.rpc.limits import CallCounter, check_ids
 from stratagem.rpc.throttle import Throttle
 
 
-def test_limits_are_those_of_the_configuration() -> None:
-    config = PsConfig(task="ps:0", max_calls=7, max_calls_per_peer=3, max_connections=5, max_ids_per_request=9)
-    assert ServerLimits.of(config) == ServerLimits(config.max_message_bytes, 5, 7, 3, 9)
-    assert ServerLimits.of(PsConfig(task="ps:0")) == ServerLimits()
-
-
 def test_calls_are_counted_by_peer_and_together() -> None:
-    counter = CallCounter(ServerLimits(max_calls=3, max_calls_per_peer=2))
+    counter = CallCounter(PsConfig(task="ps:0", max_calls=3, max_calls_per_peer=2))
     with counter.counted("a", never), counter.counted("a", never):
         with pytest.raises(LimitError, match="a has 2 calls under way, which is max_calls_per_peer"):
             counter.counted("a", never).__enter__()
@@ -45,7 +39,7 @@ def never() -> None:
 def test_a_call_whose_request_does_not_come_goes_when_its_place_is_needed() -> None:
     now = 0.0
     cancelled: list[str] = []
-    counter = CallCounter(ServerLimits(max_calls=3, max_calls_per_peer=3), lambda: now)
+    counter = CallCounter(PsConfig(task="ps:0", max_calls=3, max_calls_per_peer=3), lambda: now)
     with contextlib.ExitStack() as calls:
         for name in ("first", "second"):
             call = calls.enter_context(counter.counted("a", lambda name=name: cancelled.append(name)))  # type: ignore[misc]

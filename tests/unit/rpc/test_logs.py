@@ -29,7 +29,7 @@ def lines_of(script: str) -> list[str]:
         ("import stratagem\nsay(1)", ["I stratagem: info 1", "W stratagem: warning 1"]),
         ("say(1)\nimport stratagem", ["warning 1"]),  # as Python does it
         (
-            "import stratagem\nfrom stratagem.rpc.logs import LogTail\nLogTail().attach()\nsay(1)",
+            "import stratagem\nfrom stratagem.rpc.logs import PACKAGE, LogTail\nPACKAGE.addHandler(LogTail())\nsay(1)",
             ["I stratagem: info 1", "W stratagem: warning 1"],
         ),
         ("logging.basicConfig()\nimport stratagem\nsay(1)", ["WARNING:stratagem.training.callbacks:warning 1"]),

@@ -47,7 +47,7 @@ class ReplicaThreadsStrategy(DefaultStrategy):
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         def step(replica: int) -> Any:
-            with ReplicaContext(self, self.replica_threads, replica, self._ops, self.communicator).entered():
+            with ReplicaContext(self, self.replica_threads, replica, self._ops).entered():
                 return fn(*args, **(kwargs or {}))
 
         work = [functools.partial(step, replica) for replica in range(len(self.local_devices))]

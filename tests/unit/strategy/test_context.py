@@ -29,10 +29,14 @@ class Several(DefaultStrategy):
     """A strategy of CPU replicas; with ``num_local=0`` one replica in the calling thread."""
 
     def __init__(self, num_local: int, workers: Communicator | None = None) -> None:
-        self.workers = workers
+        self.communicator = workers
         self.num_workers = 1 if workers is None else workers.size
-        first = 0 if workers is None else workers.rank * num_local
-        self.replica_threads = ReplicaThreads([torch.device("cpu")] * num_local, first) if num_local else None
+        self.devices = (torch.device("cpu"),) * max(1, num_local)
+        self.replica_threads = ReplicaThreads(self.devices, self.first_replica_id) if num_local else None
+
+    @property
+    def local_devices(self) -> tuple[torch.device, ...]:
+        return self.devices
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -46,11 +50,10 @@ class Several(DefaultStrategy):
                 return fn(context)
 
         if self.replica_threads is None:
-            return [work(ReplicaContext(self, workers=self.workers))]
+            return [work(ReplicaContext(self))]
         ops = HierarchicalCopyAllReduce()
         contexts = [
-            ReplicaContext(self, self.replica_threads, replica, ops, self.workers)
-            for replica in range(self.replica_threads.size)
+            ReplicaContext(self, self.replica_threads, replica, ops) for replica in range(self.replica_threads.size)
         ]
         return self.replica_threads.run([functools.partial(work, context) for context in contexts])
 

@@ -15,10 +15,11 @@ from stratagem.strategy.replicas.cross_device_ops import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
-    default_cross_device_ops,
+    cross_device_ops_of,
     hierarchy,
+    pack,
+    pack_sizes,
 )
-from stratagem.strategy.replicas.packing import pack, pack_sizes
 
 OPS: list[Callable[[], CrossDeviceOps]] = [
     ReductionToOneDevice,
@@ -233,9 +234,9 @@ def test_packs_are_what_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_without_gpus() -> None:
-    assert isinstance(default_cross_device_ops([torch.device("cpu")] * 2), ReductionToOneDevice)
+    assert isinstance(cross_device_ops_of(None, [torch.device("cpu")] * 2), ReductionToOneDevice)
     mixed = [torch.device("cuda", 0), torch.device("cpu")]
-    assert isinstance(default_cross_device_ops(mixed), ReductionToOneDevice)
+    assert isinstance(cross_device_ops_of(None, mixed), ReductionToOneDevice)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
@@ -257,7 +258,7 @@ def test_nccl_leaves_the_rest_to_one_device(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("op", list(ReduceOp))
 def test_nccl_on_all_gpus(op: ReduceOp) -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    assert isinstance(default_cross_device_ops(devices), NcclAllReduce)
+    assert isinstance(cross_device_ops_of(None, devices), NcclAllReduce)
     tensors = [tensor.to(device) for tensor, device in zip(values(len(devices)), devices, strict=True)]
     expected = ReductionToOneDevice("cpu").all_reduce(op, tensors)
     for result, tensor, wanted in zip(NcclAllReduce(2).all_reduce(op, tensors), tensors, expected, strict=True):

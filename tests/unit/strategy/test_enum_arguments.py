@@ -71,11 +71,6 @@ ROWS: dict[str, Row] = {
     ),
     "CrossDeviceOps.reduce(op)": (sg.ReduceOp, lambda given, *_: OPS.reduce(given, TENSORS, "cpu")[0], REDUCED),
     "Communicator.all_reduce(op)": (sg.ReduceOp, lambda given, _, workers: workers.all_reduce(TENSORS[0], given), None),
-    "Communicator.reduce_scatter(op)": (
-        sg.ReduceOp,
-        lambda given, _, workers: workers.reduce_scatter(TENSORS[0], given),
-        None,
-    ),
     "Variable.__init__(aggregation)": (
         sg.VariableAggregation,
         lambda given, *_: sg.Variable(0.0, aggregation=given).aggregation,

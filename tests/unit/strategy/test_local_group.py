@@ -24,7 +24,7 @@ from stratagem.worker.reduction.reducer import GradientReducer
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.schedule import cut
 from stratagem.worker.step_meter import StepMeter, WaitingOn
-from tests.unit.reduction.reducing import Net, batch, build, mean_loss, share_of, weight_of
+from tests.unit.reduction.reducing import Net, batch, build, mean_loss, share_of, take_off, weight_of
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 from tests.unit.strategy.replica_crews import Replicas, replicas
 
@@ -71,7 +71,9 @@ def check_every_collective(communicator: Communicator) -> None:
     for op, reduce in reductions.items():
         torch.testing.assert_close(communicator.all_reduce(values(rank), op), reduce(every))
     start, stop = cut(7, size)[rank]
-    assert torch.equal(communicator.reduce_scatter(values(rank)), every.sum(0)[start:stop])
+    mine, scatter = torch.empty(stop - start), communicator.group.reduce_scatter
+    communicator.collective("reduce_scatter", lambda tag: scatter(values(rank), mine, ReduceOp.SUM, tag))
+    assert torch.equal(mine, every.sum(0)[start:stop])
     gathered = communicator.all_gather(values(rank, 3 * rank))
     assert all(torch.equal(part, values(each, 3 * each)) for each, part in enumerate(gathered))
     for root in range(size):
@@ -366,7 +368,7 @@ def trained(
         yield trainings
     finally:
         for training in trainings:
-            training.reducer.close()
+            take_off(training.reducer)
 
 
 def take_step(
@@ -416,7 +418,7 @@ def test_replicas_of_several_workers_train_as_one_process() -> None:
             for number in range(4):
                 made.run(functools.partial(take_step, trainings, number, shares[number % 2]))
             for training in trainings:
-                training.reducer.close()
+                take_off(training.reducer)
             return [weights(training) for training in trainings]
 
     found = [of_replica for of_worker in run_ranks(2, work) for of_replica in of_worker]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import stratagem as sg
-from stratagem.data.order import epoch_order
+from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError, NonFiniteGradientError
 
 

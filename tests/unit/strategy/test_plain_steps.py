@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, ConfigurationError
 
 
 def test_errors_say_the_step() -> None:
@@ -33,6 +33,23 @@ def test_errors_say_the_step() -> None:
     with pytest.raises(CollectiveError, match="step 3, collective"):
         strategy.run(part)
     assert strategy._meter.steps == 3
+    strategy.close()
+
+
+def test_a_hook_that_would_find_no_gradient_is_refused() -> None:
+    """An optimizer that steps in such a hook never made a step, without a word."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model, found = torch.nn.Linear(2, 1), []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: found.append(parameter.grad))
+    model, _ = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
+    assert len(found) == 4 and None not in found
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigurationError, match=r"took after strategy\.prepare would find no \.grad"):
+        strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
+    handle.remove()
+    strategy.run(lambda: model(torch.ones(4, 2)).sum().backward())
     strategy.close()
 
 

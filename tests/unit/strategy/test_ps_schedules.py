@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def job() -> Job:
 def scheduler(job: Job) -> Any:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    follow(scheduler, job, lambda: job.in_loop)
+    follow(scheduler, cast(Any, job), lambda: job.in_loop)
     optimizer.step()  # torch warns of schedulers that step first
     return scheduler
 
@@ -92,7 +92,7 @@ def test_steps_while_gradients_accumulate_count_as_many_for_each_update_of_other
 def test_a_scheduler_that_came_later_or_was_restored_goes_on_from_there(job: Job, scheduler: Any) -> None:
     job.update(9)
     later = lr_scheduler.StepLR(scheduler.optimizer, 5)
-    follow(later, job, lambda: True)
+    follow(later, cast(Any, job), lambda: True)
     scheduler.load_state_dict({"last_epoch": 40})
     job.update(1)
     scheduler.step()
@@ -110,7 +110,8 @@ def test_at_staleness_0_only_a_scheduler_of_updates_takes_part_in_missed_steps(j
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     by_step, by_epoch = (lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2))
     dataset = 1
-    missed = [keep_up(scheduler, job, lambda: job.in_loop, lambda: dataset) for scheduler in (by_step, by_epoch)]
+    push = cast(Any, job)
+    missed = [keep_up(scheduler, push, lambda: job.in_loop, lambda: dataset) for scheduler in (by_step, by_epoch)]
     optimizer.step()
     for _ in range(3):
         job.update(0)

@@ -429,14 +429,14 @@ def test_the_streams_of_the_replicas_go_on_where_they_were() -> None:
     with crew_of(3) as first:
         torch.manual_seed(7)
         everywhere(first, lambda _: torch.rand(2))
-        generator, streams = torch.get_rng_state(), first.random_states()
+        generator, streams = torch.get_rng_state(), first.turn_lock.states()
         expected = everywhere(first, lambda _: torch.rand(2))
     assert not torch.equal(expected[1], expected[2])
     with crew_of(3) as second:
         torch.manual_seed(8)
         everywhere(second, lambda _: torch.rand(5))
         torch.set_rng_state(generator)
-        second.set_random_states(streams)
+        second.turn_lock.set_states(streams)
         found = everywhere(second, lambda _: torch.rand(2))
     assert all(map(torch.equal, found, expected))
 
@@ -444,13 +444,13 @@ def test_the_streams_of_the_replicas_go_on_where_they_were() -> None:
 def test_streams_of_other_replicas_are_left_out() -> None:
     with crew_of(2) as two:
         everywhere(two, lambda _: torch.rand(2))
-        streams = two.random_states()
+        streams = two.turn_lock.states()
 
     def drawn(given: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         with crew_of(3) as three:
             torch.manual_seed(7)
             if given is not None:
-                three.set_random_states(given)
+                three.turn_lock.set_states(given)
             return list(everywhere(three, lambda _: torch.rand(2)))
 
     assert all(map(torch.equal, drawn(streams), drawn(None)))

@@ -8,9 +8,8 @@ import pytest
 
 from stratagem.data.placement import StepShare
 from stratagem.errors import ConfigurationError, PeerUnavailableError
-from stratagem.strategy.step_listener import StepListener
-from stratagem.strategy.step_shares import StepShares
-from stratagem.worker.step_meter import StepMeter
+from stratagem.strategy.one_device import OneDeviceStrategy
+from stratagem.strategy.synchronous_input import StepListener
 
 
 class Books:
@@ -35,7 +34,7 @@ def books() -> Books:
 
 @pytest.fixture
 def listener(books: Books) -> StepListener:
-    listener = StepListener(StepShares(1, lambda: 1), StepMeter(), [])
+    listener = StepListener(OneDeviceStrategy(), 1)
     listener.report = books
     return listener
 

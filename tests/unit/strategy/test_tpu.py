@@ -313,7 +313,8 @@ def test_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
         mine = torch.arange(4.0 if rank == 0 else 2.0)
         ones = torch.full((3,), rank + 2.0)
         gathered = strategy.communicator.all_gather(mine)
-        scattered = strategy.communicator.reduce_scatter(ones)
+        scattered, scatter = torch.empty(2 - rank), strategy.communicator.group.reduce_scatter
+        strategy.communicator.collective("scatter", lambda tag: scatter(ones, scattered, ReduceOp.SUM, tag))
         swapped = strategy.communicator.all_to_all([mine[:1], mine[1:]])
         strategy.communicator.barrier()
         return [

@@ -236,8 +236,8 @@ def test_one_copy_where_the_strategy_keeps_variables_in_one_place(use: Use) -> N
     with strategy.scope():
         total, own = Variable(0.0, SUM), Variable(0.0, SUM, ON_READ)
     strategy.run(lambda: (total.assign_add(1.0), own.assign_add(1.0)))
-    assert float(total) == 2.0 and len(total._tensors) == 1
-    assert float(own) == 2.0 and len(own._tensors) == 2
+    assert float(total) == 2.0 and len(total.tensors) == 1
+    assert float(own) == 2.0 and len(own.tensors) == 2
 
 
 def test_it_stands_where_a_tensor_can() -> None:

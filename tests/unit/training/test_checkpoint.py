@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -185,3 +187,15 @@ def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["step"], manifest["strategy"], manifest["num_workers"]) == (12, "OneDeviceStrategy", 1)
     assert {file["name"] for file in manifest["files"]} == {p.name for p in path.iterdir()} - {"manifest.json"}
+
+
+def test_a_script_saves_at_its_end(tmp_path: Path) -> None:
+    """By ``atexit``, when executors take nothing any more."""
+    script = (
+        "import atexit, sys, torch, stratagem as sg\n"
+        "checkpoint = sg.Checkpoint(model=torch.nn.Linear(2, 1))\n"
+        "atexit.register(lambda: checkpoint.save(sys.argv[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "step")], capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    assert latest_checkpoint(tmp_path) is not None

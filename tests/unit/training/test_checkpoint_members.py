@@ -19,7 +19,7 @@ from stratagem.training.saving import members
 from stratagem.training.saving.checkpoint import Checkpoint
 from stratagem.training.saving.manager import CheckpointManager
 from stratagem.training.saving.members import CheckpointMembers
-from stratagem.worker.reduction.batch_norm import average_buffers
+from stratagem.worker.reduction.batch_norm import average_by_examples
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks, run_ranks_with_errors
 
@@ -40,7 +40,7 @@ class InStep(DefaultStrategy):
         assert self.communicator is not None
         buffers = [buffer for model in models for buffer in model.buffers()]
         kept = [buffer.clone() for buffer in buffers]
-        average_buffers(models, 1.0, self.communicator)
+        average_by_examples(models, [1] * len(models), self.communicator)
         yield
         for buffer, old in zip(buffers, kept, strict=True):
             buffer.copy_(old)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from stratagem.data.order import epoch_order
+from stratagem.data.index_batches import epoch_order
 from stratagem.errors import ConfigurationError
-from stratagem.training.estimator.evaluator_schedule import EvaluatorDecision, EvaluatorSchedule
+from stratagem.training.estimator.cluster_run import EvaluatorSchedule
 from stratagem.training.estimator.inputs import sample, split
 from stratagem.training.estimator.repeated import NumberedBatch, repeated
-from stratagem.training.estimator.save_schedule import SaveSchedule
+from stratagem.training.estimator.training import SaveSchedule
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.ring.thread_group import run_ranks
 
@@ -86,30 +86,30 @@ def test_workers_that_run_in_step_go_by_one_clock_and_look_seldom() -> None:
 
 def test_an_evaluator_waits_at_first_and_between_evaluations() -> None:
     schedule = EvaluatorSchedule(100, start_delay_s=120, throttle_s=600, now=0)
-    assert schedule.decide(130, None, False) is EvaluatorDecision.WAIT
-    assert schedule.decide(119, 10, False) is EvaluatorDecision.WAIT
-    assert schedule.decide(120, 10, False) is EvaluatorDecision.EVALUATE
+    assert schedule.decide(130, None, False) == "wait"
+    assert schedule.decide(119, 10, False) == "wait"
+    assert schedule.decide(120, 10, False) == "evaluate"
     schedule.evaluated(10, started=120)
-    assert schedule.decide(800, 10, False) is EvaluatorDecision.WAIT  # nothing new
-    assert schedule.decide(719, 20, False) is EvaluatorDecision.WAIT
-    assert schedule.decide(720, 20, False) is EvaluatorDecision.EVALUATE
+    assert schedule.decide(800, 10, False) == "wait"  # nothing new
+    assert schedule.decide(719, 20, False) == "wait"
+    assert schedule.decide(720, 20, False) == "evaluate"
     assert not schedule.is_last(20, False)
 
 
 def test_an_evaluator_stops_at_the_last_step_or_at_the_end_of_the_job() -> None:
     schedule = EvaluatorSchedule(100, 120, 600, now=0)
-    assert schedule.decide(1, 100, False) is EvaluatorDecision.EVALUATE
+    assert schedule.decide(1, 100, False) == "evaluate"
     assert schedule.is_last(100, False)
     schedule.evaluated(100, 1)
-    assert schedule.decide(2, 100, False) is EvaluatorDecision.STOP
+    assert schedule.decide(2, 100, False) == "stop"
     endless = EvaluatorSchedule(None, 120, 600, now=0)
     endless.evaluated(30, 0)
-    assert endless.decide(10_000, 30, False) is EvaluatorDecision.WAIT
-    assert endless.decide(1, 35, True) is EvaluatorDecision.EVALUATE
+    assert endless.decide(10_000, 30, False) == "wait"
+    assert endless.decide(1, 35, True) == "evaluate"
     assert endless.is_last(35, True)
     endless.evaluated(35, 1)
-    assert endless.decide(2, 35, True) is EvaluatorDecision.STOP
-    assert EvaluatorSchedule(100, 0, 0, now=0).decide(0, None, True) is EvaluatorDecision.STOP
+    assert endless.decide(2, 35, True) == "stop"
+    assert EvaluatorSchedule(100, 0, 0, now=0).decide(0, None, True) == "stop"
 
 
 # -- repeating ---------------------------------------------------------------------------------------------------------

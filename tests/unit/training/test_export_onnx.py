@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.training.export.export import export_model
-from stratagem.training.export.to_onnx import missing_packages
+from stratagem.training.export.export import export_model, missing_packages
 from tests.unit.training.exporting import answer_of, reader, words
 
 pytestmark = [

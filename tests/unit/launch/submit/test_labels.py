@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stratagem.errors import ConfigurationError
-from stratagem.launch.submit.labels import check_labels
+from stratagem.launch.submit.request import check_labels
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_the_dockerfile_has_what_was_asked_for(tmp_path: Path) -> None:
     plan = make_plan(request, find_entry_point("train.py"), tmp_path)
     assert plan.image is not None and plan.image.pushed
     assert plan.image.name == f"registry.example:5000/team/{plan.id}:latest"
-    lines = plan.image.dockerfile.splitlines()
+    lines = plan.image.made["Dockerfile"].splitlines()
     assert "FROM base:2" in lines and 'LABEL "team"="vision"' in lines and "USER 10001:10001" in lines
     assert lines.index("USER root") < lines.index("USER 10001:10001")
     assert any("pip install" in line and "requirements.txt" in line for line in lines)
@@ -54,7 +54,7 @@ def test_the_dockerfile_has_what_was_asked_for(tmp_path: Path) -> None:
     workload = plan.workload("i@sha256:1")
     assert (workload.script, workload.environment["STRATAGEM_JOB_IMAGE"]) == ("train.py", "i@sha256:1")
     base = make_plan(JobRequest(target="compose"), find_entry_point("train.py"), tmp_path).image
-    assert base is not None and "FROM stratagem:latest\n" in base.dockerfile and not base.pushed
+    assert base is not None and "FROM stratagem:latest\n" in base.made["Dockerfile"] and not base.pushed
 
 
 def test_requirements_may_be_a_list() -> None:

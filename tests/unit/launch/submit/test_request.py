@@ -47,9 +47,9 @@ def test_the_chief_trains_alone_and_coordinates_beside_workers() -> None:
     beside = JobRequest(chief_config="T4_1X", worker_count=2)
     assert beside.trainer == COMMON_MACHINE_CONFIGS["CPU"]
     assert (beside.chief.cpu_cores, beside.chief.accelerator_count) == (8, 0)
-    assert "1 accelerators are not asked" in beside.warnings()[0]
+    assert "1 accelerators are not asked" in beside.warning()
     assert JobRequest(worker_count=2).chief == TASK_MACHINES["chief"]
-    assert JobRequest(worker_count=2).warnings() == []
+    assert JobRequest(worker_count=2).warning() == ""
 
 
 @pytest.mark.parametrize(
