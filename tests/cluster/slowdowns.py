@@ -82,7 +82,7 @@ CASES: dict[str, Case] = {
     "slow link, ps": _case("slow link", "worker:1", links=(1000, 1000, 40), script=HEAVY),
     "too many threads, ps": _case("too many threads", flags="--threads 24", script=WIDE),
     "too many threads, ring": _case("too many threads", **RING, flags="--threads 12", script=WIDE),
-    "no core, ps": _case("no core", "ps:0", workers=3, script="--work 10 --bulk 1", starved=("ps:0",)),
+    "no core, ps": _case("no core", "ps:0", workers=4, script="--work 10 --bulk 1", starved=("ps:0",)),
     "no core, worker": _case("no core", "worker:2", workers=3, starved=("worker:2",)),
     "staleness 1": _case("staleness bound", "worker:1", flags="--staleness 1", slowed={"worker:1": {"factor": 4}}),
     "staleness 3": _case(

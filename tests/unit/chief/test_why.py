@@ -152,7 +152,10 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         "ps:0 is slow: it serves 91 % of the time",
     ),
     "a ps at work, on a busy machine": (
-        [worker(0, wait_s=4, cpu_s=1.5), worker(1, wait_s=4, cpu_s=1.5), ps(0, apply_s=4.5, cpu_s=1.0, starved_s=8.0)],
+        [
+            *(with_values(worker(index, wait_s=4), cpu_s=1.5, starved_s=4.0) for index in (0, 1)),
+            ps(0, apply_s=4.5, cpu_s=1.0, starved_s=8.0),
+        ],
         Cause.SLOW_PS,
         "ps:0",
         "ps:0 is slow: it serves 45 % of the time",
@@ -162,6 +165,18 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
         Cause.NO_CORE,
         "ps:0",
         "ps:0 is ready and gets no core 60 % of the time",
+    ),
+    "a ps without a core that does as much as a worker": (
+        [
+            *(
+                with_values(lanes(worker(index, wait_s=4), peer_wait_s={"ps:0": 4}), cpu_s=1.5, starved_s=1.0)
+                for index in (0, 1)
+            ),
+            ps(0, apply_s=4.5, cpu_s=1.0, starved_s=8.0),
+        ],
+        Cause.NO_CORE,
+        "ps:0",
+        "ps:0 is ready and gets no core 80 % of the time",
     ),
     "a ps that is stopped now and then, where all starve": (
         [
