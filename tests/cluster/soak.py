@@ -2,8 +2,9 @@
 
 Each job counts examples on parameter servers while tasks are killed, stopped and slowed and connections are cut and
 reset (``stratagem run --chaos "random ..."``). It has to end well; what its variables lack must be what it told to be
-lost, to the example; no process and no shared memory may be left. The first that fails ends the soak, with the seed
-that makes the same faults again.
+lost, to the example, in the last checkpoint, and no more of it in what its script saved, after which a ps may still
+lose some; no process and no shared memory may be left. The first that fails ends the soak, with the seed that makes the
+same faults again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 import torch
 
+import stratagem as sg
 from tests.cluster.conftest import Cluster, Finished
 from tests.conftest import shared_memory
 
@@ -50,10 +53,11 @@ def main(minutes: float, first: int) -> None:
 
 def run(folder: Path, seed: int, staleness: str) -> tuple[Finished, str]:
     """One job, and what is wrong with it."""
-    out = folder / "out.pt"
+    out, checkpoints = folder / "out.pt", folder / "checkpoints"
     script = ("--examples", "1200", "--epochs", str(EPOCHS), "--pause-s", "0.05", "--out", str(out))
     chaos = f"random every={EVERY_S}s seed={seed}"
-    flags = ("--chaos", chaos, "--max-restarts", "1000", "--checkpoint-every-s", "2", "--staleness", staleness)
+    saving = ("--checkpoint-every-s", "2", "--checkpoint-dir", str(checkpoints))
+    flags = ("--chaos", chaos, "--max-restarts", "1000", "--staleness", staleness, *saving)
     before = shared_memory()
     job = Cluster(folder, 2, 2, "count_examples.py", script, flags)
     try:
@@ -63,13 +67,22 @@ def run(folder: Path, seed: int, staleness: str) -> tuple[Finished, str]:
         job.close()
     if done.code != 0:
         return done, f"it ended with exit code {done.code}"
-    missing = sum(float((value + EPOCHS).sum()) for value in torch.load(out, weights_only=True).values())
-    if missing != BATCH * done.summary["updates_lost"]:
-        return done, f"{missing:.0f} examples are missing, {BATCH * done.summary['updates_lost']} were told to be lost"
+    told = BATCH * done.summary["updates_lost"]
+    missing = _missing(sg.load_checkpoint(checkpoints))
+    if missing != told:
+        return done, f"{missing:.0f} examples are missing in the last checkpoint, {told} were told to be lost"
+    missing = _missing(torch.load(out, weights_only=True))
+    if missing > told:
+        return done, f"{missing:.0f} examples are missing in {out.name}, {told} were told to be lost"
     files = shared_memory().keys() - before.keys()
     if left or files:
         return done, f"left behind: processes {left}, shared memory {files}"
     return done, ""
+
+
+def _missing(values: Mapping[str, torch.Tensor]) -> float:
+    """How many examples have not been counted in all of the variables together."""
+    return sum(float((value + EPOCHS).sum()) for value in values.values())
 
 
 if __name__ == "__main__":
