@@ -12,7 +12,6 @@ import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions, encode_units
@@ -210,7 +209,8 @@ class Recovery(ChiefPart):
         origin = self.ps_return.origin
         if origin is not None:
             manifest = origin.manifest
-            saved = plus(manifest.accepted, manifest.applied if _is_synchronous(manifest) else {})
+            in_step = any(plan.staleness == 0 for plan in manifest.plans.values())
+            saved = plus(manifest.accepted, manifest.applied if in_step else {})
             for dataset, plan in manifest.plans.items():
                 if dataset not in self._lease_book.plans:
                     self._lease_book.open_dataset(dataset, plan)
@@ -249,10 +249,6 @@ class Recovery(ChiefPart):
 def _closed(descriptions: Sequence[ServerDescription]) -> Positions:
     """Units that are closed on every ps."""
     return common([each.closed for each in descriptions])
-
-
-def _is_synchronous(manifest: ServersManifest) -> bool:
-    return any(plan.staleness == 0 for plan in manifest.plans.values())
 
 
 def _listed(units: Sequence[Unit], limit: int = 5) -> str:

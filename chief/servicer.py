@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from stratagem.chief import wire
-from stratagem.chief.events import Event, Request
+from stratagem.chief.events import Event
 from stratagem.chief.job import ChiefJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.units import incarnation_from_proto
@@ -20,7 +20,8 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         self._told: tuple[Event | None, chief_pb2.SessionEvent] = None, chief_pb2.SessionEvent()
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[chief_pb2.SessionEvent]:
-        async for event in self._job.streams.attend(_decoded(request_iterator)):
+        requests = (wire.request_from_proto(request) async for request in request_iterator)
+        async for event in self._job.streams.attend(requests):
             if event is not self._told[0]:  # what all are told is encoded once
                 self._told = event, wire.event_to_proto(event)
             yield self._told[1]
@@ -48,7 +49,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         )
 
     async def RecordLogs(self, request: chief_pb2.RecordLogsRequest, context: Any) -> chief_pb2.RecordLogsReply:
-        name, logs = wire.topic_from_proto(request.topic), wire.logs_from_proto(request.logs)
+        name, logs = wire.topic_from_proto(request.topic), tuple((log.name, log.value) for log in request.logs)
         stands = await self._job.metric_store.record_logs(incarnation_from_proto(request.sender), name, logs)
         return chief_pb2.RecordLogsReply(logs=wire.logs_to_proto(stands))
 
@@ -76,8 +77,3 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
 
     async def GetStatus(self, request: chief_pb2.GetStatusRequest, context: Any) -> chief_pb2.GetStatusReply:
         return wire.status_to_proto(self._job.get_status(), request.measures)
-
-
-async def _decoded(requests: Any) -> AsyncIterator[Request]:
-    async for request in requests:
-        yield wire.request_from_proto(request)

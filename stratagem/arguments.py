@@ -129,11 +129,8 @@ def _hints_of(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
     names, and says them.
     """
     hints = {name: tuple(_members(hint)) for name, hint in typing.get_type_hints(function).items() if name != "return"}
-    return {name: kinds for name, kinds in hints.items() if type not in kinds and not _are_named(kinds)}
-
-
-def _are_named(kinds: tuple[Any, ...]) -> bool:
-    return str in kinds and not _WORDS.keys() >= {*kinds}
+    named = [name for name, kinds in hints.items() if str in kinds and not _WORDS.keys() >= {*kinds}]
+    return {name: kinds for name, kinds in hints.items() if type not in kinds and name not in named}
 
 
 def _members(hint: Any) -> Iterator[Any]:

@@ -158,7 +158,8 @@ class LocalCluster:
                 if all(reader.at_end for reader in process.streams.values()) or now - since >= DRAIN_S:
                     found.append(task)
         followers = {task for task in found if self._follows(task)}
-        if self.supervisor.phase is Phase.RUNNING and any(self._runs(task) for task in self.supervisor.workers):
+        running = {task for task, process in self._processes.items() if process.returncode is None}
+        if self.supervisor.phase is Phase.RUNNING and not running.isdisjoint(self.supervisor.workers):
             found = [task for task in found if task not in followers or now - self._ended_at[task] >= FOLLOW_S]
         return sorted(found, key=lambda task: (task in followers, _ORDER[task.type], task.index))
 
@@ -168,9 +169,6 @@ class LocalCluster:
         if code is None or code <= 0 or code == EXIT_PREEMPTED:
             return False
         return task.type != "worker" or bool(read_report(self.folders.report(task)).get("follows"))
-
-    def _runs(self, task: TaskId) -> bool:
-        return task in self._processes and self._processes[task].returncode is None
 
     def _exited(self, task: TaskId, now: float) -> None:
         process = self._processes.pop(task)

@@ -51,11 +51,6 @@ def _subclasses(cls: type[errors.StratagemError]) -> Iterator[type[errors.Strata
 _BY_REASON = {cls.reason: cls for cls in _subclasses(errors.StratagemError)}
 
 
-def status_of(error: errors.StratagemError) -> grpc.Status:
-    """The gRPC status that carries ``error``."""
-    return rpc_status.to_status(status_message(error))
-
-
 def status_message(error: errors.StratagemError) -> status_pb2.Status:
     code = next((_CODES[cls] for cls in type(error).__mro__ if cls in _CODES), code_pb2.INTERNAL)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
@@ -144,7 +139,7 @@ class Caught:
     def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, errors.StratagemError):
             log_refusal(self._method, error)
-            self.status = status_of(error)
+            self.status = rpc_status.to_status(status_message(error))
             return True
         if isinstance(error, Exception) and self._is_active():
             log_failure(self._method, error)

@@ -156,7 +156,8 @@ class SessionClient:
         last = ""
         while True:
             with self._changed:
-                self._changed.wait_for(self._ready_or_stopped, max(0.0, min(1.0, deadline - time.monotonic())))
+                left_s = max(0.0, min(1.0, deadline - time.monotonic()))
+                self._changed.wait_for(lambda: self.membership.ready or self.stopped is not None, left_s)
                 if self.stopped is not None:
                     raise self.stopped
                 if self.membership.ready:
@@ -173,9 +174,6 @@ class SessionClient:
 
     def _joined_or_stopped(self) -> bool:
         return self._welcomed or self.stopped is not None
-
-    def _ready_or_stopped(self) -> bool:
-        return self.membership.ready or self.stopped is not None
 
     def on_membership(self, callback: Callable[[Membership], None]) -> None:
         """Calls ``callback`` (in the session's thread) at every change of the cluster."""

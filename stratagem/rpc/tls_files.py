@@ -135,7 +135,7 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
             context.load_verify_locations(self._authority)
-            context.load_cert_chain(self._certificate, self._key, password=_no_password)
+            context.load_cert_chain(self._certificate, self._key, password="")  # else OpenSSL asks at the terminal
         except ssl.SSLError as error:
             raise ConfigurationError(
                 f"cannot use {self._certificate} with {self._key.name} and {AUTHORITY_FILE}: {reason_of(error)}. "
@@ -158,10 +158,6 @@ def identity_of(certificate: dict[str, Any] | None) -> str:
     """The identity in a certificate as ``SSLSocket.getpeercert`` gives it; empty: none."""
     names = (certificate or {}).get("subjectAltName", ())
     return identity_from_uris([value for kind, value in names if kind == "URI"])
-
-
-def _no_password() -> str:
-    return ""  # OpenSSL would ask at the terminal
 
 
 def _handshake(server_context: ssl.SSLContext, client_context: ssl.SSLContext, name: str) -> dict[str, Any]:

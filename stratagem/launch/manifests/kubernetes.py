@@ -35,7 +35,8 @@ def shared_objects(workload: Workload, cluster: ClusterSpec | None) -> list[Obje
         cluster: where its tasks serve; None: it is one process.
     """
     wall = [_network_policy(workload)] if cluster is not None else []
-    return [_service_account(workload), _config_map(workload, cluster), _volume(workload), *wall]
+    account = object_of(workload, "v1", "ServiceAccount", automountServiceAccountToken=False)  # no pod gets a token
+    return [account, _config_map(workload, cluster), _volume(workload), *wall]
 
 
 def cluster_of(workload: Workload, host_of: Callable[[TaskId], str]) -> ClusterSpec | None:
@@ -68,11 +69,6 @@ def object_of(workload: Workload, api: str, kind: str, name: str = "", role: str
     """An object of the job, called as the job where no ``name`` says otherwise."""
     metadata = {"name": name or workload.name, "labels": labels_of(workload, role)}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **fields}
-
-
-def _service_account(workload: Workload) -> Object:
-    """Has no rights, and no pod gets a token."""
-    return object_of(workload, "v1", "ServiceAccount", automountServiceAccountToken=False)
 
 
 def _config_map(workload: Workload, cluster: ClusterSpec | None) -> Object:
