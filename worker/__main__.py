@@ -25,9 +25,9 @@ from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
 from stratagem.worker import interrupts, job_script
 from stratagem.worker.runtime import active_runtime
+from stratagem.worker.script_exit import before_sudden_exit, leave
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
 from stratagem.worker.step_meter import active_meter
-from stratagem.worker.sudden_exit import before_sudden_exit, leave
 
 REPORT_VARIABLE = "STRATAGEM_REPORT_FILE"
 """Environment variable of `stratagem run`: the file for this worker's report."""

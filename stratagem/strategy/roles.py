@@ -26,8 +26,8 @@ from stratagem.strategy.torchrun import with_addresses
 from stratagem.worker.interrupts import EXIT_TERMINATED
 from stratagem.worker.preemption_request import preemption
 from stratagem.worker.runtime import WorkerRuntime
+from stratagem.worker.script_exit import before_sudden_exit, watch_exit
 from stratagem.worker.script_runner import follows
-from stratagem.worker.sudden_exit import before_sudden_exit
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +118,15 @@ def say_goodbye_at_exit(runtime: WorkerRuntime) -> None:
         previous(cls, error, traceback)
 
     sys.excepthook = on_exception
+    exit_code = watch_exit()  # a SystemExit does not come by the hook
 
     def goodbye() -> None:
-        # A SystemExit does not come by the hook; the one that says that work is left is known here.
-        code = 1 if failure else EXIT_TERMINATED if preemption.is_leaving else 0
-        runtime.goodbye(code, *(failure[0] if failure else ()))
+        if failure:
+            runtime.goodbye(1, *failure[0])
+        elif preemption.is_leaving:
+            runtime.goodbye(EXIT_TERMINATED)
+        else:
+            runtime.goodbye(*exit_code())
 
     _before_pools_close(goodbye)
     before_sudden_exit(runtime.goodbye)
