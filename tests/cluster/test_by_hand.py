@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stratagem import latest_checkpoint
 from stratagem.rpc.binding import free_port
 from tests import forks
 from tests.cluster.test_exactly_once import check_counts
@@ -107,6 +108,20 @@ def test_one_address_in_two_spellings_is_told_from_a_chief(tasks: list[subproces
     tasks.append(start({"worker": [address.replace("127.0.0.1", "localhost"), address]}, "worker", 1))
     error = tasks[0].communicate(timeout=120)[1]
     assert "what answers at the address of chief is something else" in error and "check the addresses" in error
+
+
+def test_the_chief_and_the_ps_of_an_estimator_know_where_it_saves(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """No flag and no variable says it: they run the same script."""
+    addresses = free_addresses(3)
+    cluster = {"chief": addresses[:1], "worker": addresses[1:2], "ps": addresses[2:]}
+    model_dir = tmp_path / "model"
+    arguments = ("--model-dir", model_dir, "--max-steps", 4)
+    tasks.extend(start(cluster, role, 0, *arguments, script="estimate.py") for role in cluster)
+    errors = [task.communicate(timeout=120)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0] * 3, "\n".join(errors)
+    assert str(latest_checkpoint(model_dir)).endswith("-00000004")
 
 
 @pytest.mark.thorough

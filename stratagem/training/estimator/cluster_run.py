@@ -104,6 +104,8 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     """
     placement = placement_from_environment(os.environ)
     task = placement.task if placement is not None else None
+    if placement is not None:  # chief and ps write where the Estimator saves, if they were not told where they may
+        os.environ.setdefault("STRATAGEM_CHECKPOINT_ROOTS", os.path.abspath(estimator.model_dir))
     if task is not None and task.type == "evaluator":
         return _follow(_Evaluation(estimator, eval_spec), train_spec.max_steps)
     if task is not None and task.type in ("chief", "ps"):
