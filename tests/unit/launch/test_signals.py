@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from stratagem.launch.signals import signal_pipe
 
@@ -18,22 +20,29 @@ main()
 """
 
 
+@contextlib.contextmanager
+def hangups(action: signal.Handlers) -> Iterator[None]:
+    """Whatever these tests were started by: nohup, for one."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_terminal_that_goes_away_ends_a_job_as_sigterm_does() -> None:
-    with signal_pipe() as signals:
-        for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
-            os.kill(os.getpid(), number)
-        assert signals.read() == [signal.SIGTERM, signal.SIGINT]
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    with hangups(signal.SIG_DFL):
+        with signal_pipe() as signals:
+            for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            assert signals.read() == [signal.SIGTERM, signal.SIGINT]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 def test_nohup_is_heeded() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signal_pipe() as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.read() == []
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hangups(signal.SIG_IGN), signal_pipe() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.read() == []
 
 
 def test_an_interrupt_at_the_very_end_of_a_process_is_no_traceback() -> None:
