@@ -55,7 +55,8 @@ def watch_exit() -> Callable[[], tuple[int, str]]:
     """
 
     def leave_by(status: object = None, /) -> NoReturn:
-        raise _Exit(status)
+        is_main = threading.current_thread() is threading.main_thread()
+        raise (_Exit if is_main else SystemExit)(status)  # of a thread's end threading is silent for that class alone
 
     sys.exit = leave_by
     if not hasattr(sys, "ps1"):  # where one types, they say how to leave

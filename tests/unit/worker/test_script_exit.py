@@ -32,4 +32,5 @@ ENDS = {
 def test_the_code_of_an_exit_that_nobody_caught_is_known(end: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT + end], capture_output=True, text=True, timeout=60)
     assert done.stdout.rstrip("\n") == ENDS[end], done.stderr
+    assert done.stderr == ("no data\n" if "no data" in end else "")
     assert done.returncode == int(ENDS[end].split()[0])
