@@ -122,7 +122,7 @@ soak: $(STAMP)
 	$(BIN)/python -m tests.cluster.soak --minutes $(or $(MINUTES),30)
 
 demo: $(STAMP)
-	$(BIN)/stratagem run --workers 2 --ps 2 $(if $(TLS),--tls auto) examples/digits.py --min-accuracy 0.97
+	$(BIN)/stratagem run --workers 2 --ps 2 $(if $(TLS),--tls auto) examples/digits.py --batch-size 64 --lr 4e-3 --min-accuracy 0.97
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks ps --json

@@ -20,7 +20,8 @@ NUM_STEPS = 20
 
 def start_cases() -> list[Case]:
     """The demo on 2 workers and 2 ps, which must reach its accuracy, and a few steps of a tiny model by torchrun."""
-    demo = ["--workers", "2", "--ps", "2", str(ROOT / "examples/digits.py"), "--min-accuracy", "0.97"]
+    digits = [str(ROOT / "examples/digits.py"), "--batch-size", "64", "--lr", "4e-3", "--min-accuracy", "0.97"]
+    demo = ["--workers", "2", "--ps", "2", *digits]
     ddp = ["--standalone", "--nproc-per-node", "2", str(ROOT / "benchmarks/start_job.py"), str(NUM_STEPS)]
     return [
         _case("stratagem", "make demo", [sys.executable, "-m", "stratagem.cli", "run", *demo]),

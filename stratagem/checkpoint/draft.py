@@ -124,8 +124,7 @@ class CheckpointDraft:
             write_durably(self._folder / MANIFEST, encode(manifest.content()))
             for folder in dict.fromkeys((self._folder, self._root)):
                 sync(folder)
-            if target.is_dir() and any(target.iterdir()) and (damage := find_damage(target)):
-                logger.warning("%s is damaged (%s) and is now %s", target, "; ".join(damage), set_aside(target))
+            _set_aside_if_damaged(target)
             try:
                 # A directory that is not empty is never replaced by a rename (POSIX): no checkpoint is ever lost.
                 self._root.rename(target)
@@ -179,6 +178,12 @@ def remove_unfinished(directory: pathlib.Path) -> list[pathlib.Path]:
         finally:
             os.close(lock)
     return removed
+
+
+def _set_aside_if_damaged(target: pathlib.Path) -> None:
+    """Makes room where a damaged checkpoint lies; nothing of it is deleted."""
+    if target.is_dir() and any(target.iterdir()) and (damage := find_damage(target)):
+        logger.warning("%s is damaged (%s) and is now %s", target, "; ".join(damage), set_aside(target))
 
 
 def _files_of(path: pathlib.Path) -> list[set[SavedFile]]:
