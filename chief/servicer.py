@@ -49,7 +49,7 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
         )
 
     async def RecordLogs(self, request: chief_pb2.RecordLogsRequest, context: Any) -> chief_pb2.RecordLogsReply:
-        name, logs = wire.topic_from_proto(request.topic), tuple((log.name, log.value) for log in request.logs)
+        name, logs = wire.topic_from_proto(request.topic), wire.logs_from_proto(request.logs)
         stands = await self._job.metric_store.record_logs(incarnation_from_proto(request.sender), name, logs)
         return chief_pb2.RecordLogsReply(logs=wire.logs_to_proto(stands))
 

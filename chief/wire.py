@@ -129,6 +129,10 @@ def evaluation_from_proto(evaluation: chief_pb2.EvaluationPass) -> EvaluationPas
     return EvaluationPass(name, plan, evaluation.attempt)
 
 
+def logs_from_proto(logs: Iterable[chief_pb2.Log]) -> Logs:
+    return tuple((log.name, log.value) for log in logs)
+
+
 def logs_to_proto(logs: Logs) -> list[chief_pb2.Log]:
     return [chief_pb2.Log(name=name, value=value) for name, value in logs]
 

@@ -228,10 +228,10 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
     no_core_s = slow.get(measures.STARVED)
     steps = max(1.0, sum(one.steps for one in reading.working))
     cpu = statistics.mean(one.get(measures.CPU) / one.steps for one in reading.working)
-    # It does as much as a worker, and the machine is as short of cores for all of them.
+    # Its own work is what takes long: it does much of what a worker does, and the machine is as short of cores for all of them.
     scarce, usual = _seconds_without_a_core(slow), statistics.mean(map(_seconds_without_a_core, reading.working))
-    works = slow.get(measures.CPU) / slow.get(measures.COMMITS) * len(reading.working) >= 0.6 * cpu
-    works = works and scarce < 4 * usual
+    does = slow.get(measures.CPU) / slow.get(measures.COMMITS) * len(reading.working)
+    works = does >= 0.6 * cpu and scarce < 4 * usual
     waited_s = max(one.get(f"{measures.PEER_WAIT}|{slow.task}") for one in reading.working)
     alike = [server.get(measures.STARVED) for server in servers if server is not slow]
     is_starved = no_core_s >= max(0.2 * slow.window_s, 0.6 * waited_s, *(1.5 * seconds for seconds in alike))
