@@ -228,7 +228,7 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
     no_core_s = slow.get(measures.STARVED)
     steps = max(1.0, sum(one.steps for one in reading.working))
     cpu = statistics.mean(one.get(measures.CPU) / one.steps for one in reading.working)
-    # Its own work is what takes long: it does much of what a worker does, and the machine is as short of cores for all of them.
+    # Its own work takes long: it does much of what a worker does, and the machine is as short of cores for all of them.
     scarce, usual = _seconds_without_a_core(slow), statistics.mean(map(_seconds_without_a_core, reading.working))
     does = slow.get(measures.CPU) / slow.get(measures.COMMITS) * len(reading.working)
     works = does >= 0.6 * cpu and scarce < 4 * usual
