@@ -40,6 +40,8 @@ class Job:
     num_ps: int = 2
     num_variables: int = 2
     """Each lies whole on one ps, while there are as many."""
+    has_table: bool = False
+    """There is a table as well, with a row for each example; then each ps has a variable, too."""
     ps_replicas: int = 1
     max_ps: int = 0
     num_examples: int = 24

@@ -103,6 +103,7 @@ class Copies:
             self._world.fail(f"{heir} takes a copy of {source} that lacks what was acknowledged: {sorted(lacking)}")
         if checks.cluster.chief_job is not None:
             known = applied_of(ledger)
+            checks.check_rows(image.content.groups, f"the copy of {source}")
             for name, weights in variables_of(image.content.groups).items():
                 what = f"{name} in the copy of {source}"
                 units = checks.units_of(checks.cluster.chief_job, weights, checks.cluster.job.epochs, what)

@@ -26,6 +26,7 @@ from stratagem.ps.published import Publisher
 from stratagem.ps.shard_group import ShardGroup
 from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
+from stratagem.ps.table_group import TableGroup
 from stratagem.ps.units import UnitLedger
 from stratagem.worker.push.variables import RemoteVariables
 from tests.simulation.threads import here
@@ -52,7 +53,15 @@ def _order(num_examples: int, shuffle: bool, seed: int, epoch: int) -> list[int]
 
 def variables_of(groups: Sequence[ShardGroup]) -> dict[str, torch.Tensor]:
     """Whole variables, by their names."""
-    return {shard.variable: group.weights[shard.offset : shard.stop] for group in groups for shard in group.spec.shards}
+    dense = [group for group in groups if not group.spec.is_table]
+    return {shard.variable: group.weights[shard.offset : shard.stop] for group in dense for shard in group.spec.shards}
+
+
+def rows_of(groups: Sequence[ShardGroup]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of tables: the first row of each shard, and its rows, each of one element."""
+    for group in groups:
+        for shard in group.spec.shards if group.spec.is_table else ():
+            yield shard.first_row, group.weights[shard.offset : shard.stop]
 
 
 class Invariants:
@@ -118,7 +127,10 @@ class Invariants:
     def came(self, variables: RemoteVariables, ps: int) -> None:
         """A worker has what a reply says that it has, whether that brought it or not."""
         for group, version in variables.have[ps].items():
-            tensors = [variables.targets.tensors[shard.variable] for shard in variables.layout.shards[group, ps]]
+            shards = variables.layout.shards.get((group, ps))
+            if shards is None:  # a table, of which a worker has no copy
+                continue
+            tensors = [variables.targets.tensors[shard.variable] for shard in shards]
             self.publish(f"ps:{ps}", group, version, torch.cat([tensor.detach() for tensor in tensors]))
 
     def note_lost(self, units: Any, closed: Any) -> None:
@@ -126,6 +138,22 @@ class Invariants:
         for (_, epoch), bitmap in units.items():
             mine = closed.get((1, epoch))
             self.lost_units.update((self.task(), epoch, unit) for unit in bitmap if mine is None or unit not in mine)
+
+    def check_rows(self, groups: Sequence[ShardGroup], what: str) -> None:
+        """A ps has the same updates in its rows of a table as in its variable: both are in one commit."""
+        if self.cluster.wanted and self.lost_units:
+            return  # what one ps lost of a row is not what another one lost of the variable that it has now
+        for variable, weights in variables_of(groups).items():
+            for first, rows in rows_of(groups):
+                if not torch.equal(rows, weights[first : first + len(rows)]):
+                    numbers = [[oct(int(value)) for value in each.tolist()] for each in (rows, weights)]
+                    self.world.fail(f"{what}: rows from {first} on are {numbers[0]}, {variable} is {numbers[1]}")
+
+    def trained_on(self, rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        """At staleness 0 a step that counts saw rows and weights of one version, unless ps went back meanwhile."""
+        num_started = sum(process.name.startswith("ps:") for process in self.world.processes)
+        if num_started == self.cluster.job.num_ps and any(not torch.equal(rows, each) for each in weights):
+            self.world.fail(f"{self.task()} trained on rows {rows.tolist()} and weights {weights}")
 
     # -- in the chief --------------------------------------------------------------------------------------------
 
@@ -167,6 +195,7 @@ class Invariants:
         for task in sorted({file.ps for file in manifest.files}):
             content = snapshot.load(path, int(task.removeprefix("ps:")))
             closed = content.units.describe().closed
+            self.check_rows(content.groups, f"{path.name}, {task}")
             for variable, weights in variables_of(content.groups).items():
                 units = self.units_of(job, weights, epochs, f"{path.name}, {variable} on {task}")
                 seen.append((task, variable, units))
@@ -232,6 +261,9 @@ class Invariants:
         epochs = cluster.job.epochs
         told = job.journal.history.updates_lost
         variables = self._variables()
+        for ps in range(job.sessions.num_ps):
+            held = self.stores[f"ps:{ps}"].state.locked_groups.values()
+            self.check_rows([locked.group for locked in held], f"ps:{ps} at the end")
         if variables is None:
             return
         found = [self.units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()]
@@ -400,6 +432,7 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return mark_lost
 
     yield ShardGroup, "apply", after_apply
+    yield TableGroup, "apply", after_apply
     yield StoreState, "enter", on_enter
     yield Publisher, "send", on_send
     yield RemoteVariables, "take", on_take

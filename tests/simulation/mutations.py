@@ -14,6 +14,7 @@ from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.membership.session import Release
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
+from stratagem.ps import rows, snapshot, sync_commits
 from stratagem.ps.backup import Backup
 from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.copies import StoreCopy
@@ -146,6 +147,23 @@ def _inherited_versions() -> Iterator[_Change]:
     yield StoreState, "locked_group", locked_group
 
 
+def _rows_of_one() -> Iterator[_Change]:
+    """Of the slices of a synchronous step only the first one's rows of a table are applied."""
+    real = rows.merge_rows
+    yield sync_commits, "merge_rows", lambda spec, gradients: real(spec, gradients[:1])
+
+
+def _rows_left_behind() -> Iterator[_Change]:
+    """A ps that goes back to a checkpoint begins its tables anew."""
+    real = snapshot._read_rows
+
+    def read_rows(source: Any, spec: Any, *rest: Any) -> None:
+        if not spec.is_table:
+            real(source, spec, *rest)
+
+    yield snapshot, "_read_rows", read_rows
+
+
 MUTATIONS = {
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
@@ -163,6 +181,8 @@ MUTATIONS = {
     "copy left behind": _copy_left_behind,
     "forgetful copy": _forgetful_copy,
     "inherited versions": _inherited_versions,
+    "rows of one": _rows_of_one,
+    "rows left behind": _rows_left_behind,
 }
 """By name."""
 

@@ -106,6 +106,8 @@ def plan(seed: int) -> Schedule:
         job = dataclasses.replace(job, epochs=job.epochs + 2)
     if job.staleness and job.num_ps > 1 and (copied := random.Random(-5 * seed - 1)).random() < 0.5:
         job, faults = _copied(copied, job, faults)
+    if random.Random(-6 * seed - 1).random() < 0.25:
+        job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 

@@ -2,7 +2,7 @@
 
 Variable v of the model lies on ps v, where there are as many, and has an element for each example. The gradient of an
 example is minus a power of eight in its element, at a learning rate of 1: digit k of element e, in octal, says how
-often example e of epoch k was applied to that variable.
+often example e of epoch k was applied to that variable. Row e of the table, where there is one, counts alike.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.errors import FencedError, JobStoppedError, StratagemError
+from stratagem.nn import Constant, Embedding
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.worker import runtime as worker_runtime
+from tests.simulation.invariants import checks
 from tests.simulation.world import Process
 
 if TYPE_CHECKING:
@@ -25,11 +27,12 @@ MAX_EPOCHS = 8
 
 
 class Counters(torch.nn.Module):
-    """An element for each example, in each variable."""
+    """An element for each example, in each variable; a row for each in the table."""
 
-    def __init__(self, num_variables: int, num_examples: int) -> None:
+    def __init__(self, num_variables: int, num_examples: int, has_table: bool) -> None:
         super().__init__()
         self.counts = torch.nn.ParameterList(torch.zeros(num_examples) for _ in range(num_variables))
+        self.table = Embedding(num_examples, 1, init=Constant(0.0)) if has_table else None
 
 
 def run(cluster: Cluster, process: Process) -> int:
@@ -57,10 +60,10 @@ def _train(cluster: Cluster, process: Process) -> None:
     worker_runtime._newest = None  # the last one is of another process
     strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
     with strategy.scope():
-        model: Any = Counters(job.num_variables, job.num_examples)
+        model: Any = Counters(job.num_variables, job.num_examples, job.has_table)
     process.globals["model"] = model
-    parameters = list(model.parameters())
-    optimizer: Any = torch.optim.SGD(parameters, 1.0)
+    parameters = list(model.counts)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
     strategy.prepare(model, optimizer, gradients="sum")
     data = TensorDataset(torch.arange(job.num_examples))
     batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
@@ -68,8 +71,15 @@ def _train(cluster: Cluster, process: Process) -> None:
     def step(batch: list[torch.Tensor], scale: int) -> None:
         optimizer.zero_grad()
         gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
-        torch.autograd.backward(parameters, [gradient] * len(parameters))  # as of a loss, without what computes it
+        trained, gradients, seen = parameters, [gradient] * len(parameters), None
+        if model.table is not None:
+            rows = model.table(batch[0])
+            trained, gradients = [*trained, rows], [*gradients, torch.full((len(batch[0]), 1), -scale)]
+            seen = rows.detach()[:, 0], [each.detach()[batch[0]] for each in parameters]
+        torch.autograd.backward(trained, gradients)  # as of a loss, without what computes it
         optimizer.step()
+        if seen is not None and job.staleness == 0:
+            checks().trained_on(*seen)
 
     for epoch in range(job.epochs):
         for batch in batches:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.simulation.mutations import MUTATIONS
 
-
 HALF_A_MINUTE = 450
 """Schedules, on a quiet machine; a count, so that the same are run on a slow one."""
 
