@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, of the processor")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run them; give as many as there are cores")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the protocol in this way; must be found")
+    parser.add_argument("--table", action="store_true", help="every job trains a table, too")
     parser.add_argument("--log", action="store_true", help="with --seed: also what the product logs")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time
@@ -46,13 +47,13 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], environment)
     logging.disable(logging.CRITICAL)
     with installed(), mutated(options.mutation):
-        return _one(options.seed, options.log) if options.seed is not None else _many(options)
+        return _one(options) if options.seed is not None else _many(options)
 
 
-def _one(seed: int, with_log: bool) -> int:
-    schedule = plan(seed)
+def _one(options: argparse.Namespace) -> int:
+    schedule = plan(options.seed, options.table)
     print(schedule)
-    if with_log:
+    if options.log:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(_Story())
         logging.getLogger().addHandler(handler)
@@ -67,7 +68,7 @@ def _many(options: argparse.Namespace) -> int:
     first = options.first if options.first is not None else int(datetime.date.today().strftime("%Y%m%d")) * 1_000_000
     print(f"schedules from seed {first} on", flush=True)
     num, num_events, seconds, spent_s = 0, 0, 0.0, 0.0
-    with shares(range(first, first + options.seeds), options.jobs, options.mutation) as done:
+    with shares(range(first, first + options.seeds), options.jobs, options.mutation, options.table) as done:
         for share in done:
             if (num + share.num) // TELL_EVERY > num // TELL_EVERY:
                 print(f"{num + share.num:,} so far, in {spent_s + share.spent_s:,.0f} s", flush=True)
@@ -76,7 +77,7 @@ def _many(options: argparse.Namespace) -> int:
             if share.failed is not None or spent_s > options.seconds:
                 break
     if share.failed is not None:
-        _report(plan(share.failed), num)
+        _report(plan(share.failed, options.table), num)
         return 1
     print(
         f"{num} schedules, none failed: {num_events:,} events, {seconds:,.0f} s of virtual time in {spent_s:.0f} s of "
@@ -91,7 +92,8 @@ def _report(schedule: Schedule, num: int) -> None:
     small, smaller = shrink(schedule, outcome)
     print(f"small: {small!r}")
     _tell(smaller)
-    print(f"again: python -m tests.simulation --seed {schedule.seed} --log")
+    table = " --table" if schedule.job.has_table else ""
+    print(f"again: python -m tests.simulation --seed {schedule.seed}{table} --log")
 
 
 def _tell(outcome: Outcome) -> None:

@@ -71,8 +71,8 @@ class Outcome:
     num_checkpoints: int = 0
 
 
-def plan(seed: int) -> Schedule:
-    """The schedule of a seed."""
+def plan(seed: int, has_table: bool = False) -> Schedule:
+    """The schedule of a seed; with a table, or without."""
     rng = random.Random(seed)
     staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))
     num_workers, num_ps = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2))
@@ -106,7 +106,7 @@ def plan(seed: int) -> Schedule:
         job = dataclasses.replace(job, epochs=job.epochs + 2)
     if job.staleness and job.num_ps > 1 and (copied := random.Random(-5 * seed - 1)).random() < 0.5:
         job, faults = _copied(copied, job, faults)
-    if random.Random(-6 * seed - 1).random() < 0.25:
+    if has_table:
         job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import time
@@ -31,11 +32,11 @@ class Share(NamedTuple):
     """The seed of the last one, if it failed."""
 
 
-def _run(seeds: range) -> Share:
+def _run(has_table: bool, seeds: range) -> Share:
     """Runs them until one fails."""
     start, num_events, seconds = time.process_time(), 0, 0.0
     for num, seed in enumerate(seeds, 1):
-        outcome = run(plan(seed))
+        outcome = run(plan(seed, has_table))
         num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
         if outcome.failure:
             return Share(num, num_events, seconds, time.process_time() - start, seed)
@@ -53,12 +54,13 @@ def _begin(mutation: str | None) -> None:
 
 
 @contextlib.contextmanager
-def shares(seeds: range, jobs: int, mutation: str | None) -> Iterator[Iterable[Share]]:
+def shares(seeds: range, jobs: int, mutation: str | None, has_table: bool) -> Iterator[Iterable[Share]]:
     """Runs them here, or in several processes, each of which ends after a while with what torch holds for good."""
     parts = [seeds[start : start + SHARE] for start in range(0, len(seeds), SHARE)]
+    run_share = functools.partial(_run, has_table)
     if jobs == 1:
-        yield map(_run, parts)
+        yield map(run_share, parts)
         return
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(jobs, _begin, (mutation,), maxtasksperchild=SHARES_OF_PROCESS) as pool:
-        yield pool.imap_unordered(_run, parts)
+        yield pool.imap_unordered(run_share, parts)

@@ -22,6 +22,11 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_schedules_with_a_table_hold_every_invariant() -> None:
+    done = simulate("--first", "1", "--seeds", "3", "--table")
+    assert done.returncode == 0 and "3 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
 def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() -> None:
     done = simulate("--first", "1", "--seeds", "6")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -33,5 +38,6 @@ def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_protocol_is_found_in_few_schedules(name: str) -> None:
-    found = simulate("--first", "1", "--seeds", str(HALF_A_MINUTE), "--mutation", name)
+    table = ["--table"] if name.startswith("rows") else []
+    found = simulate("--first", "1", "--seeds", str(HALF_A_MINUTE), "--mutation", name, *table)
     assert found.returncode == 1 and "failed:" in found.stdout, found.stdout[-2000:] + found.stderr[-2000:]
