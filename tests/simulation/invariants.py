@@ -288,12 +288,13 @@ class Invariants:
         if len(found) == self.cluster.job.num_variables:
             return found
         newest = checkpoints.newest(self.cluster.checkpoint_dir) if self.is_saved else None
+        if newest is None:
+            return None
         try:
-            saved = consolidate(newest[0]) if newest is not None else {}
-            whole = {name: weights for name, weights in saved.items() if weights.dim() == 1} | found  # not the table
-            return whole if newest is not None else None
+            saved = consolidate(newest[0])
         except CheckpointError:
             return None
+        return {name: weights for name, weights in saved.items() if weights.dim() == 1} | found  # without the table
 
     def waiting(self) -> str:
         """Who is there, and what they wait for, by the word of the chief."""

@@ -10,8 +10,8 @@ import pytest
 
 from tests.simulation.mutations import MUTATIONS
 
-HALF_A_MINUTE = 450
-"""Schedules, on a quiet machine; a count, so that the same are run on a slow one."""
+NUM_SCHEDULES = 450
+"""Half a minute of a quiet processor; a count, so that the same are run on a slow one."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,5 +39,5 @@ def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_protocol_is_found_in_few_schedules(name: str) -> None:
     table = ["--table"] if name.startswith("rows") else []
-    found = simulate("--first", "1", "--seeds", str(HALF_A_MINUTE), "--mutation", name, *table)
+    found = simulate("--first", "1", "--seeds", str(NUM_SCHEDULES), "--mutation", name, *table)
     assert found.returncode == 1 and "failed:" in found.stdout, found.stdout[-2000:] + found.stderr[-2000:]
