@@ -38,7 +38,7 @@ def main() -> None:
     given = [weight.clone() for weight in weights]
     layout = _halves(weights, runtime.cluster.num_ps)
     variables = _variables(runtime, layout, weights)
-    create_or_attach(variables, runtime.clients, runtime.is_lead, runtime.config.start_timeout_s)
+    create_or_attach([variables], runtime.clients, runtime.is_lead, runtime.config.start_timeout_s)
     for weight in weights:
         weight.zero_()
 

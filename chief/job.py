@@ -123,7 +123,7 @@ class ChiefJob(ChiefState):
                 self.streams.recent.add("chief:0", self.saving.totals.values(), self.clock())
                 await self.ps_pool.drop_lost()
                 self._maintenance.tick()
-                if self.scaling.tick() and self._maintenance.saved_step is not None:
+                if self.scaling.tick() and self._maintenance.newest is not None:
                     self._background.spawn(self.scaling.move)
                 await asyncio.wait([self.finished], timeout=min(self.config.heartbeat_interval_s, 0.25))
             return self.finished.result()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from stratagem.chief.background import Work
 from stratagem.chief.checkpointing import checkpoints
-from stratagem.chief.checkpointing.saving import Saving
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, content_of
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.recovery import Recovery
+from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.errors import CheckpointError, PeerUnavailableError, StaleStoreError, StratagemError
 
@@ -45,12 +46,16 @@ class Maintenance(ChiefPart):
         self._stop = stop
         self._busy = False
         self._first = asyncio.Lock()
-        self.saved_step: int | None = None
-        """Of the newest checkpoint; None: the first one since this chief started is not taken yet."""
+        self.newest: CommittedCheckpoint | None = None
+        """None: the first one since this chief started is not taken yet."""
         self._is_blank = False
         """All ps are here, and initial values are yet to come."""
         self._is_trained = False
         """All ps are here, and updates are on them: their units, leased again, may be what a checkpoint waits for."""
+        self._num_groups = 0
+        """Shard groups with values, of all ps together, as far as it is known here."""
+        self._have_asked: dict[str, int] = {}
+        """Workers, by the incarnation that has asked for a unit: what their scripts prepare first is on the ps."""
         self._lacking: list[str] = []
         """ps without values where others have theirs: they came back, and a worker that attaches gives them those."""
         self._next_save_at: float | None = None
@@ -65,7 +70,7 @@ class Maintenance(ChiefPart):
                 self._start(self._recovery.open_books)
         elif not self._journal.history.initialized:
             self._start(self._watch)
-        elif self._config.checkpoint_dir and self.saved_step is None:
+        elif self._config.checkpoint_dir and self.newest is None:
             self._start(self._save_first)
         elif self._journal.history.is_rerouted:
             self._start(self._watch)
@@ -79,23 +84,33 @@ class Maintenance(ChiefPart):
             StaleStoreError: a ps has no values, which the caller may give it.
         """
         while True:
-            await self._before_leasing()
+            await self._before_leasing(caller)
             await self._admit(caller)
             # None between the initial values and the first checkpoint, unless some were before.
-            if not self._config.checkpoint_dir or self.saved_step is not None or self._is_blank or self._is_trained:
+            if not self._config.checkpoint_dir or self._has_first or self._is_blank or self._is_trained:
                 return
             await asyncio.sleep(RETRY_S)
             if self._lacking:
                 raise StaleStoreError(f"{', '.join(self._lacking)} came back without values; attach to it again")
 
-    async def _before_leasing(self) -> None:
-        """Takes the initial checkpoint before the first unit is leased.
+    @property
+    def _has_first(self) -> bool:
+        """There is a checkpoint of everything that the ps had when they were last looked at."""
+        return self.newest is not None and self.newest.num_groups >= self._num_groups
+
+    async def _before_leasing(self, caller: Incarnation) -> None:
+        """Takes the initial checkpoint before the first unit is leased, and once more if scripts have prepared another
+        model since.
 
         Returns at once when there are no variables yet, or updates already, or checkpoints are off; returns without one
         while a ps is away, or is back without values: what it holds may be initial values.
         """
-        if not self._config.checkpoint_dir or self.saved_step is not None:
+        if not self._config.checkpoint_dir:
             return
+        has_asked = self._have_asked.get(caller.task) == caller.number
+        if self.newest is not None and (self._is_trained or (self._has_first and has_asked)):
+            return
+        self._have_asked[caller.task] = caller.number
         await self._watch()
         if self._journal.history.initialized and not self._is_trained:
             await self._save_first()
@@ -106,7 +121,9 @@ class Maintenance(ChiefPart):
         Raises:
             StratagemError: it cannot be taken.
         """
-        if self._config.checkpoint_dir and self._journal.history.initialized and await self._step() != self.saved_step:
+        if not self._config.checkpoint_dir or not self._journal.history.initialized:
+            return
+        if self.newest is None or self.newest.lacks(await self._described()):
             # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
             await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False)
 
@@ -121,8 +138,8 @@ class Maintenance(ChiefPart):
 
         self._spawn(run)
 
-    async def _step(self) -> int:
-        """The largest number of updates that a ps has applied; of all of them, for one that is away may have most.
+    async def _described(self) -> Collection[ServerDescription]:
+        """What all ps hold: one that is away may have most updates.
 
         Raises:
             PeerUnavailableError: one is.
@@ -130,7 +147,7 @@ class Maintenance(ChiefPart):
         described = await self._ps_pool.describe()
         if len(described) < (num_ps := self._ps_pool.num_ps):
             raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")
-        return max((each.step for each in described.values()), default=0)
+        return described.values()
 
     async def _watch(self) -> None:
         """Looks what the ps hold, and notes when all know what they are to hold and have values of that."""
@@ -145,22 +162,30 @@ class Maintenance(ChiefPart):
         self._is_blank = is_all_here and not has_begun
         self._lacking = lacking if has_begun else []
         is_complete = is_all_here and has_begun and not lacking
-        self._is_trained = is_complete and any(each.step for each in described.values())
-        if is_complete and (history.is_rerouted or not history.initialized):
-            self._journal.write("initialized", tasks=holding)
+        step, self._num_groups = content_of(described.values())
+        self._is_trained = is_complete and step > 0
+        is_news = not history.initialized or {*holding}.difference(history.initialized)
+        if is_complete and (history.is_rerouted or is_news):
+            # Those that the journal names stay: it takes all for such after a change of their number, and there is a
+            # checkpoint to put each back to; a worker may be at its ``prepare``, and tell them more.
+            self._journal.write("initialized", tasks=sorted({*history.initialized, *holding}))
             await self._recovery.ps_return.lost_after_restarts(self._lease_book.positions())
 
     async def _save_first(self) -> None:
         """The initial checkpoint: from then on a lost ps has something to come back from."""
         async with self._first:
-            if self.saved_step is not None:
+            if self._has_first:
                 return
-            newest = checkpoints.newest(self._config.checkpoint_dir)
+            found = checkpoints.newest(self._config.checkpoint_dir)
             try:
-                step = await self._step()
-                if newest is not None and newest[1].step == step:
-                    return self.saved(step)
-                self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
+                step, num_groups = content_of(await self._described())
+                if found is not None:
+                    path, manifest = found
+                    # One that a script asked for is never replaced, though it may have prepared another model since.
+                    is_enough = not manifest.automatic or manifest.num_groups >= num_groups
+                    if manifest.step == step and is_enough:
+                        return self.saved(CommittedCheckpoint(str(path), step, num_groups))
+                self.saved(await self._saving.save(self._config.checkpoint_dir, automatic=True))
             except CheckpointError as error:
                 self._stop(2, str(error))
             except StratagemError as error:
@@ -170,16 +195,14 @@ class Maintenance(ChiefPart):
 
     async def _save(self) -> None:
         try:
-            if await self._step() == self.saved_step:
-                self.saved(self.saved_step)
-            else:
-                self.saved((await self._saving.save(self._config.checkpoint_dir, automatic=True)).step)
+            if self.newest is None or self.newest.lacks(await self._described()):
+                self.newest = await self._saving.save(self._config.checkpoint_dir, automatic=True)
         except StratagemError as error:
             logger.warning("No checkpoint: %s", error)
-            self.saved(self.saved_step)
+        self.saved(self.newest)
 
-    def saved(self, step: int | None) -> None:
-        """There is a checkpoint of this step."""
-        self.saved_step = step
+    def saved(self, newest: CommittedCheckpoint | None) -> None:
+        """There is a checkpoint of now."""
+        self.newest = newest
         every_s = self._config.checkpoint_every_s
         self._next_save_at = self._clock() + every_s if every_s else None

@@ -242,8 +242,9 @@ class PsReturn(ChiefPart):
         if described is None:
             return 0, 0
         is_untold = self._journal.history.is_rerouted and not self._sessions.work_is_done
-        if not described.holds_rows and (described.complete or is_untold):
-            return 0, described.step  # no update has a part there, and what it has closed says nothing
+        has_no_part = described.untrained or not described.holds_rows
+        if has_no_part and (described.complete or is_untold):
+            return 0, described.step  # of no update, and what it has closed says nothing
         absent = minus(accepted, described.applied())
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.

@@ -64,7 +64,7 @@ class Scaling(ChiefPart):
     """What was asked for, and how it becomes so.
 
     Args:
-        saved: told of the step of the checkpoint that the ps have begun from.
+        saved: told of the checkpoint that the ps have begun from.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Scaling(ChiefPart):
         *,
         saving: Saving,
         recovery: Recovery,
-        saved: Callable[[int], None],
+        saved: Callable[[CommittedCheckpoint], None],
     ) -> None:
         super().__init__(state)
         self._streams = streams
@@ -223,7 +223,7 @@ class Scaling(ChiefPart):
         is_named = bool(self._lease_book.plans)  # updates of no unit are told by nothing
         if self._newest is None or not is_named or await self._num_more(self._newest.path):
             self._newest = await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=is_complete)
-            self._saved(self._newest.step)
+            self._saved(self._newest)
         return self._newest
 
     async def _route(self, checkpoint: str, num_ps: int) -> None:

@@ -38,6 +38,10 @@ class StoreDescription:
     """Of the variables in the checkpoint of another number of ps that this one began from."""
     taken_elements: int = 0
     """Of these: what is here."""
+    groups: tuple[int, ...] = ()
+    """Those that have values here."""
+    untrained: bool = False
+    """No optimizer changes any of them."""
 
 
 class Checkpointing:
@@ -72,7 +76,10 @@ class Checkpointing:
         with state.changed:
             origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else ()
             has = state.initialized, state.complete
-            return StoreDescription(state.units.describe(), state.store_epoch, state.step, *has, *origin)
+            described = StoreDescription(state.units.describe(), state.store_epoch, state.step, *has, *origin)
+            groups = {number: one.spec for number, one in state.locked_groups.items() if one.group.initialized}
+            untrained = not any(spec.optimizer for spec in groups.values())
+            return dataclasses.replace(described, groups=(*groups,), untrained=untrained)
 
     def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
         """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished.

@@ -36,11 +36,14 @@ class ServersManifest(Manifest):
     """Units that were not accepted but had an update in the shards, of all ps that take part in it."""
     next_step: int
     """Staleness 0: number of the step that is composed next."""
+    num_groups: int = 0
+    """Shard groups in it. A model that is prepared at the same step adds some."""
 
     def content(self) -> dict[str, Any]:
         """The content of ``manifest.json``."""
         return super().content() | {
             "next_step": self.next_step,
+            "num_groups": self.num_groups,
             "plans": [  # staleness as a string: JSON knows no infinity
                 {"dataset": dataset, **dataclasses.asdict(plan), "staleness": str(plan.staleness)}
                 for dataset, plan in sorted(self.plans.items())
@@ -63,6 +66,7 @@ class ServersManifest(Manifest):
             accepted=decode_positions(content["accepted"]),
             applied=decode_positions(content["applied"]),
             next_step=content["next_step"],
+            num_groups=int(content.get("num_groups", 0)),
         )
 
 
@@ -83,7 +87,8 @@ def begin(directory: str) -> CheckpointDraft:
 def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
     """Makes a draft a checkpoint by one rename; returns its path.
 
-    When the same weights were committed at the same step before, that checkpoint is returned and the draft removed.
+    When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
+    automatic one of this step that was taken before another model was prepared is removed.
 
     Raises:
         CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
@@ -102,6 +107,9 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
                 raise CheckpointError(f"expected {file.num_bytes} bytes in {written}, which a ps reported as written")
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
+        before = ServersManifest.read(target)
+        if before is not None and before.automatic and before.num_groups < manifest.num_groups:
+            catalog.remove(target)
         draft.commit(target, manifest, is_newest=True, is_same=is_same, what="other weights")
     return target
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
@@ -26,6 +26,13 @@ class CommittedCheckpoint:
 
     path: str
     step: int
+    num_groups: int
+    """Shard groups in it."""
+
+    def lacks(self, described: Iterable[ServerDescription]) -> bool:
+        """Whether ps have anything that is not in it."""
+        step, num_groups = content_of(described)
+        return self.step != step or self.num_groups < num_groups
 
 
 class Saving(ChiefPart):
@@ -96,6 +103,7 @@ class Saving(ChiefPart):
                 accepted=accepted,
                 applied=applied_units(held, accepted),
                 next_step=self._lease_book.steps.next_number,
+                num_groups=content_of(described)[1],
                 automatic=automatic,
             )
             path = await asyncio.to_thread(checkpoints.commit, draft, manifest)
@@ -103,11 +111,18 @@ class Saving(ChiefPart):
             await asyncio.to_thread(draft.close)
             raise
         self.totals.add(measures.CHECKPOINTS, 1)
-        committed = CommittedCheckpoint(str(path), manifest.step)
+        committed = CommittedCheckpoint(str(path), manifest.step, manifest.num_groups)
         self._committed(committed)
         if automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)
         return committed
+
+
+def content_of(described: Iterable[ServerDescription]) -> tuple[int, int]:
+    """Largest number of updates applied on any ps, and the number of groups: what a checkpoint of all would have."""
+    described = [*described]
+    groups = {group for each in described for group in each.groups}
+    return max((each.step for each in described), default=0), len(groups)
 
 
 def untaken(described: Sequence[ServerDescription]) -> int:

@@ -40,6 +40,10 @@ class ServerDescription:
     """Where it began from a checkpoint of another number of ps: elements of the variables in that."""
     taken_elements: int = 0
     """Of these: what it holds by now."""
+    groups: Sequence[int] = ()
+    """Shard groups that have values here; a model that is prepared adds some."""
+    untrained: bool = False
+    """No optimizer changes any of these: no update has a part here."""
 
     @property
     def holds_rows(self) -> bool:

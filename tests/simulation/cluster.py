@@ -42,6 +42,8 @@ class Job:
     """Each lies whole on one ps, while there are as many."""
     has_table: bool = False
     """There is a table as well, with a row for each example; then each ps has a variable, too."""
+    prepares_apart: bool = False
+    """Another model, which nothing changes, is prepared first."""
     ps_replicas: int = 1
     max_ps: int = 0
     num_examples: int = 24

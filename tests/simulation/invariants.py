@@ -52,8 +52,8 @@ def _order(num_examples: int, shuffle: bool, seed: int, epoch: int) -> list[int]
 
 
 def variables_of(groups: Sequence[ShardGroup]) -> dict[str, torch.Tensor]:
-    """Whole variables, by their names."""
-    dense = [group for group in groups if not group.spec.is_table]
+    """Whole variables that are trained, by their names."""
+    dense = [group for group in groups if group.spec.optimizer and not group.spec.is_table]
     return {shard.variable: group.weights[shard.offset : shard.stop] for group in dense for shard in group.spec.shards}
 
 
@@ -91,6 +91,8 @@ class Invariants:
         self.copied: set[object] = set()
         """States and ledgers of copies: what is in them another ps has done."""
         self.num_checkpoints = 0
+        self.partial = ""
+        """The newest checkpoint, where it lacks what was prepared last."""
         self.saved_complete = True
         """Whether the last checkpoint waited for what was under way: not where nobody is left to send it."""
         self.is_saved = True
@@ -160,6 +162,8 @@ class Invariants:
     def acquired(self, key: tuple[int, int], index: int, incarnation: Any) -> None:
         """No unit is with two workers."""
         unit = (*key, index)
+        if self.partial:
+            self.world.fail(f"unit {unit} is leased, and {self.partial} lacks what was prepared last")
         before, chief = self.holders.get(unit, (None, None))
         if unit in self.accepted:
             self.world.fail(f"unit {unit} is leased to {incarnation}, and it was accepted")
@@ -204,7 +208,8 @@ class Invariants:
                     applied = {unit for unit in units if unit[0] == key[1]}
                     if any((key[1], unit) not in applied for unit in missing):
                         self.world.fail(f"{path.name} says {missing!r} is accepted, and {task} has not closed it")
-        if len(seen) != self.cluster.job.num_variables:
+        self.partial = "" if len(seen) == self.cluster.job.num_variables else path.name
+        if self.partial and (manifest.step or not self.cluster.job.prepares_apart):
             self.world.fail(f"{path.name} has {[variable for _, variable, _ in seen]} only")
         gone = {key for key, ledger in self.recorded.items() if ledger is not self.stores[key[0]].state.units}
         lost = self.lost_units | gone
@@ -272,7 +277,7 @@ class Invariants:
         least, most = max(missing), sum(missing)
         if not cluster.wanted:  # each variable is on a ps of its own
             least, most = (most, most) if cluster.job.staleness else (least, least)
-        elif cluster.job.has_table:  # a ps without a variable has rows, and has lost what it had of them
+        elif cluster.job.has_table or cluster.job.prepares_apart:  # a ps without a variable has rows of something else
             most += len(self.lost_units)
         if not least <= told <= most:
             world.fail(f"{missing} updates of each variable are not there at the end, and {told} are told to be lost")
@@ -294,7 +299,7 @@ class Invariants:
             saved = consolidate(newest[0])
         except CheckpointError:
             return None
-        return {name: weights for name, weights in saved.items() if weights.dim() == 1} | found  # without the table
+        return {name: weights for name, weights in saved.items() if "counts" in name} | found
 
     def waiting(self) -> str:
         """Who is there, and what they wait for, by the word of the chief."""

@@ -11,6 +11,7 @@ from stratagem.chief.checkpointing import commit_hold
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal import history
 from stratagem.chief.leasing.lease_book import LeaseBook
+from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import Release
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
@@ -164,6 +165,11 @@ def _rows_left_behind() -> Iterator[_Change]:
     yield snapshot, "_read_rows", read_rows
 
 
+def _half_a_first_checkpoint() -> Iterator[_Change]:
+    """The first checkpoint is not taken again when a script prepares another model."""
+    yield Maintenance, "_has_first", property(lambda self: self.newest is not None)
+
+
 MUTATIONS = {
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
@@ -183,6 +189,7 @@ MUTATIONS = {
     "inherited versions": _inherited_versions,
     "rows of one": _rows_of_one,
     "rows left behind": _rows_left_behind,
+    "half a first checkpoint": _half_a_first_checkpoint,
 }
 """By name."""
 

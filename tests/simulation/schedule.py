@@ -72,7 +72,7 @@ class Outcome:
 
 
 def plan(seed: int, has_table: bool = False) -> Schedule:
-    """The schedule of a seed; with a table, or without."""
+    """The schedule of a seed; with a table, or perhaps without."""
     rng = random.Random(seed)
     staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))
     num_workers, num_ps = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2))
@@ -94,7 +94,7 @@ def plan(seed: int, has_table: bool = False) -> Schedule:
     )
     slow_disk_s = rng.choice((0.0, 0.0, 0.05))
     faults = [_fault(rng, job) for _ in range(rng.choice((0, 1, 2, 3)))]
-    if rng.random() < 0.1:
+    if is_estranged := rng.random() < 0.1:
         job = dataclasses.replace(job, session_timeout_s=1.0, step_s=2.0)
         faults += _estranged(rng, job)
     if ends := [*_ends(random.Random(-2 * seed - 1), job)]:
@@ -106,8 +106,10 @@ def plan(seed: int, has_table: bool = False) -> Schedule:
         job = dataclasses.replace(job, epochs=job.epochs + 2)
     if job.staleness and job.num_ps > 1 and (copied := random.Random(-5 * seed - 1)).random() < 0.5:
         job, faults = _copied(copied, job, faults)
-    if has_table:
+    forms = random.Random(-6 * seed - 1)
+    if has_table or (forms.random() < 0.25 and not is_estranged):
         job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
+    job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 

@@ -62,6 +62,9 @@ def _train(cluster: Cluster, process: Process) -> None:
     with strategy.scope():
         model: Any = Counters(job.num_variables, job.num_examples, job.has_table)
     process.globals["model"] = model
+    if job.prepares_apart:
+        strategy.prepare(torch.nn.ParameterList(torch.zeros(2) for _ in range(job.num_ps)))
+        world.block(job.step_s * world.random.random())
     parameters = list(model.counts)
     optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
     strategy.prepare(model, optimizer, gradients="sum")

@@ -49,6 +49,8 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, yields=0.0)
     if schedule.slow_disk_s:
         yield dataclasses.replace(schedule, slow_disk_s=0.0)
+    if job.prepares_apart:
+        yield dataclasses.replace(schedule, job=dataclasses.replace(job, prepares_apart=False))
     if job.has_table:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, has_table=False))
     alone = () if job.has_table else (("num_variables",),)  # with a table, each ps has a variable

@@ -20,10 +20,9 @@ from stratagem.worker.push.row_placement import Numbers, RowPlacement
 from stratagem.worker.push.table_handle import LOAD, TableHandle
 from stratagem.worker.push.variables import INITIAL_WAIT_S
 from stratagem.worker.push.wire import (
-    Attached,
+    GroupSpec,
     Transfer,
     assign_values,
-    create_variables,
     group_spec,
     pull_weights,
     shard_spec,
@@ -118,17 +117,22 @@ class RemoteTable:
         """From now on the table is on the ps."""
         self._link = link
 
-    def attach(self, client: PsClient, can_initialize: bool) -> Attached:
-        """Tells one ps which rows it holds; where it has no values it makes them, or gets them from this worker."""
+    @property
+    def title(self) -> str:
+        """What it is, for messages."""
+        return f"table {self.link.name}"
+
+    def specs(self, ps: int) -> list[GroupSpec]:
+        """The rows on one ps, and how it makes them unless this worker gives them."""
         link = self.link
         shards = [
             shard_spec(link.name, (self.num_rows, self.width), shard, shard.local_row * self.width, link.param_group)
-            for shard in link.placement.on(client.index)
+            for shard in link.placement.on(ps)
         ]
-        specs = [group_spec(link.group, link.optimizer, self.dtype, shards, self._initial)] if shards else []
-        return create_variables(client, specs, can_initialize, lambda _: self._give(client))
+        return [group_spec(link.group, link.optimizer, self.dtype, shards, self._initial)] if shards else []
 
-    def _give(self, client: PsClient) -> None:
+    def give(self, client: PsClient, groups: Sequence[int]) -> None:
+        """Sends one ps the rows that this worker was built with."""
         assert self._values is not None
         self._assign_all(self._values, [client.index])
 

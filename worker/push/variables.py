@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -38,34 +37,68 @@ def send_values(client: PsClient, layout: Layout, source: WeightTargets, groups:
 class Attachable(Protocol):
     """What parameter servers hold for the job, and workers attach to."""
 
-    def attach(self, client: PsClient, can_initialize: bool) -> wire.Attached:
-        """Tells one ps what it holds; gives it the values where this worker is asked to."""
+    @property
+    def title(self) -> str:
+        """What it is, for messages."""
+
+    def specs(self, ps: int) -> list[wire.GroupSpec]:
+        """What one ps holds of it."""
+
+    def give(self, client: PsClient, groups: Sequence[int]) -> None:
+        """Sends this process's values of ``groups`` to one ps."""
 
     def has_values(self, client: PsClient) -> bool:
         """Whether one ps has them; waits a moment."""
 
 
+class Attached(NamedTuple):
+    """What came of an attempt to attach to the variables of one ps."""
+
+    num_given: int
+    """Variables that got their values from this process."""
+    num_lacking: int
+    """Groups that have none yet: another worker is to give them."""
+
+
+def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) -> Attached:
+    """Tells one ps what it holds, and then gives it the values that it asks this process for.
+
+    It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of.
+    """
+    specs = {one: one.specs(client.index) for one in every}
+    reply = wire.create_variables(client, [spec for own in specs.values() for spec in own], can_initialize)
+    asked = {*reply.initialize}
+    for one, own in specs.items():
+        if groups := [spec.group for spec in own if spec.group in asked]:
+            one.give(client, groups)
+    told = [spec for own in specs.values() for spec in own]
+    num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
+    return Attached(num_given, len(told) - len(asked.union(reply.initialized)))
+
+
 def create_or_attach(
-    one: Attachable, clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float, of: str = ""
+    every: Sequence[Attachable], clients: Sequence[PsClient], is_lead: Callable[[], bool], timeout_s: float
 ) -> None:
-    """Creates it with this process's values if this worker is the lead, else waits until it has the job's.
+    """Creates it all with this process's values if this worker is the lead, else waits until it has the job's.
 
     Raises:
         VariableError: the job has it with another shape, dtype or optimizer.
         UnsupportedOptimizerError: a ps cannot run the optimizer, or not on single rows.
         ClusterTimeoutError: no lead supplied initial values within ``timeout_s`` seconds.
     """
-    for client in clients:
-        one.attach(client, is_lead())
     deadline = time.monotonic() + timeout_s
-    while clients := [client for client in clients if not one.has_values(client)]:
-        if time.monotonic() > deadline:
+    waiting = [(client, one) for client in clients for one in every]
+    while waiting:
+        for client in {client.index: client for client, _ in waiting}.values():
+            attach(every, client, is_lead())
+        while waiting and waiting[-1][1].has_values(waiting[-1][0]):
+            waiting.pop()
+        if waiting and time.monotonic() > deadline:
+            client, one = waiting[-1]
             raise ClusterTimeoutError(
-                f"{clients[0].task} got no initial values{of} within {timeout_s:.0f} s; the lead (the lowest live "
-                "worker) supplies them in prepare(). Look at its log."
+                f"{client.task} got no initial values of {one.title} within {timeout_s:.0f} s; the lead (the lowest "
+                "live worker) supplies them in prepare(). Look at its log."
             )
-        for client in clients:
-            one.attach(client, is_lead())
 
 
 class RemoteVariables:
@@ -96,16 +129,29 @@ class RemoteVariables:
         self.targets.rerouted()
         self.have = {client.index: {} for client in self.clients}
 
-    def attach(self, client: PsClient, can_initialize: bool) -> wire.Attached:
-        """Tells one ps which shards it holds; assigns their values where this worker is asked to."""
-        specs = self._specs(client.index)
-        return wire.create_variables(client, specs, can_initialize, functools.partial(self.assign, client))
+    @property
+    def title(self) -> str:
+        """What it is, for messages."""
+        return f"{len(self.layout.variables)} variables"
+
+    def specs(self, ps: int) -> list[wire.GroupSpec]:
+        """The groups on one ps."""
+        specs = []
+        for (group, holder), shards in sorted(self.layout.shards.items()):
+            if holder == ps:
+                variables = [self.layout.variables[shard.variable] for shard in shards]
+                parts = [
+                    wire.shard_spec(variable.name, variable.shape, shard, shard.offset, variable.param_group)
+                    for variable, shard in zip(variables, shards, strict=True)
+                ]
+                specs.append(wire.group_spec(group, self.optimizer, variables[0].dtype, parts))
+        return specs
 
     def has_values(self, client: PsClient) -> bool:
         """Takes the weights that one ps has, and waits a moment for initial ones; False when it has none yet."""
         return self.pull([client], wait_s=INITIAL_WAIT_S)
 
-    def assign(self, client: PsClient, groups: Sequence[int]) -> None:
+    def give(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps."""
         values = send_values(client, self.layout, self.targets, groups)
         self.have[client.index] |= wire.assign_values(client, values, groups)
@@ -122,7 +168,7 @@ class RemoteVariables:
         for client in self.clients:
             groups = [group for group, ps in self.layout.shards if ps == client.index]
             if groups:
-                self.assign(client, groups)
+                self.give(client, groups)
 
     def forget(self) -> None:
         """The copies here are no version of the job's: the next pull takes all."""
@@ -165,15 +211,3 @@ class RemoteVariables:
         )
         self.have[client.index] |= wire.versions_of(reply)
         return reply
-
-    def _specs(self, ps: int) -> list[Any]:
-        specs = []
-        for (group, holder), shards in sorted(self.layout.shards.items()):
-            if holder == ps:
-                variables = [self.layout.variables[shard.variable] for shard in shards]
-                parts = [
-                    wire.shard_spec(variable.name, variable.shape, shard, shard.offset, variable.param_group)
-                    for variable, shard in zip(variables, shards, strict=True)
-                ]
-                specs.append(wire.group_spec(group, self.optimizer, variables[0].dtype, parts))
-        return specs

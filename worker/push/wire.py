@@ -19,6 +19,8 @@ from stratagem.worker.push.row_placement import RowShard
 
 Version = ps_pb2.Version
 """Of a shard group on one ps, as that ps tells it."""
+GroupSpec = ps_pb2.GroupSpec
+"""What one ps holds of a shard group."""
 
 
 class Transfer(NamedTuple):
@@ -30,15 +32,6 @@ class Transfer(NamedTuple):
     def to_proto(self) -> ps_pb2.TransferRef:
         """As a request has it."""
         return ps_pb2.TransferRef(transfer=self.transfer, num_frames=self.num_frames)
-
-
-class Attached(NamedTuple):
-    """What came of an attempt to attach to the variables of one ps."""
-
-    num_given: int
-    """Variables that got their values from this process."""
-    num_lacking: int
-    """Groups that have none yet: another worker is to give them."""
 
 
 def shard_spec(
@@ -61,9 +54,9 @@ def group_spec(
     dtype: torch.dtype,
     shards: Sequence[ps_pb2.ShardSpec],
     initial: InitialRows | None = None,
-) -> ps_pb2.GroupSpec:
+) -> GroupSpec:
     """The shards of a group on one ps; ``initial`` makes it a table."""
-    spec = ps_pb2.GroupSpec(group=group, optimizer=optimizer, shards=shards)
+    spec = GroupSpec(group=group, optimizer=optimizer, shards=shards)
     spec.dtype = to_wire_dtype(dtype)  # type: ignore[assignment]  # an enum is an int on the wire
     if initial is not None:
         spec.rows.distribution = ps_pb2.InitialRows.Distribution.Value(initial.distribution.upper())
@@ -74,15 +67,12 @@ def group_spec(
 
 
 def create_variables(
-    client: PsClient, groups: Sequence[ps_pb2.GroupSpec], can_initialize: bool, give: Callable[[Sequence[int]], None]
-) -> Attached:
-    """Tells a ps what it holds. ``give`` sends the values of groups where this process is told to."""
+    client: PsClient, groups: Sequence[GroupSpec], can_initialize: bool
+) -> ps_pb2.CreateVariablesReply:
+    """Tells a ps what it holds."""
     request = ps_pb2.CreateVariablesRequest(groups=groups, can_initialize=can_initialize, num_ps=client.num_ps())
     reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
-    if reply.initialize:
-        give(reply.initialize)
-    num_given = sum(len(group.shards) for group in groups if group.group in reply.initialize)
-    return Attached(num_given, len(groups) - len({*reply.initialize, *reply.initialized}))
+    return reply
 
 
 def assign_values(

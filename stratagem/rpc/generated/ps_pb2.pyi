@@ -1058,6 +1058,8 @@ class DescribeUnitsReply(_message.Message):
     ORIGIN_ELEMENTS_FIELD_NUMBER: _builtins.int
     TAKEN_ELEMENTS_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    UNTRAINED_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1070,6 +1072,8 @@ class DescribeUnitsReply(_message.Message):
     taken_elements: _builtins.int
     complete: _builtins.bool
     """A worker, or a checkpoint of as many ps, has said what it is to hold, perhaps nothing, and all of that has values."""
+    untrained: _builtins.bool
+    """No optimizer changes any of them: no update has a part here."""
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1077,6 +1081,10 @@ class DescribeUnitsReply(_message.Message):
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppliedUpdate]:
         """Updates applied of units that are not closed, with the number of servers each takes part on."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those that have values here."""
 
     def __init__(
         self,
@@ -1089,10 +1097,12 @@ class DescribeUnitsReply(_message.Message):
         origin_elements: _builtins.int = ...,
         taken_elements: _builtins.int = ...,
         complete: _builtins.bool = ...,
+        groups: _abc.Iterable[_builtins.int] | None = ...,
+        untrained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "groups", b"groups", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

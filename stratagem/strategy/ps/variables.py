@@ -30,7 +30,7 @@ from stratagem.worker.push.optimizer_state import OptimizerState, TableState
 from stratagem.worker.push.ps_client import PsClient, Rerouted
 from stratagem.worker.push.remote_table import RemoteTable, TableLink
 from stratagem.worker.push.row_placement import RowPlacement
-from stratagem.worker.push.variables import Attachable, RemoteVariables, create_or_attach
+from stratagem.worker.push.variables import RemoteVariables, attach, create_or_attach
 from stratagem.worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class VariableGroups:
         self._epochs = {client.index: client.store_epoch for client in runtime.clients}
         """Of each ps: the store to which everything is attached."""
         self._placed: list[RemoteVariables | RemoteTable] = []
-        """In the order in which they were shared out; the last may not be on the ps yet."""
+        """In the order in which they were shared out; those of a ``prepare`` under way may not be on the ps yet."""
         self._all: list[RemoteVariables] = []
         self._tables: list[RemoteTable] = []
         self._num_models = 0
@@ -81,39 +81,43 @@ class VariableGroups:
         """
         names = self._names(models)
         every = {id(table.handle): table for model in models for table in tables_of(model)}
-        pushes: list[GradientPush] = []
+        trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
         taken: set[int] = set()
+        num_placed = len(self._placed)
         for optimizer in optimizers:
             _check_optimizer(optimizer)
             pairs = _parameters(optimizer, names, taken)
-            tables = [every[id(handle)] for handle, _ in pairs if id(handle) in every]
             for handle, group in pairs:
                 if id(handle) in every:
                     check_for_rows(type(optimizer).__name__, optimizer.param_groups[group])
-                    self._add_table(every[id(handle)], names[id(handle)], group, type(optimizer).__name__, on_backward)
-            parameters = [parameter for parameter, _ in pairs if id(parameter) not in every]
-            groups = [group for parameter, group in pairs if id(parameter) not in every]
-            named = [names[id(parameter)] for parameter in parameters]
-            variables = self._add(named, parameters, groups, type(optimizer).__name__)
+                    name = type(optimizer).__name__
+                    self._place_table(every[id(handle)], names[id(handle)], group, name, on_backward)
+            dense = [(parameter, group) for parameter, group in pairs if id(parameter) not in every]
+            named = [(names[id(parameter)], parameter, group) for parameter, group in dense]
+            tables = [every[id(handle)] for handle, _ in pairs if id(handle) in every]
+            variables = self._place(named, type(optimizer).__name__)
+            trained.append((optimizer, [parameter for parameter, _ in dense], variables, tables))
+        for identity, table in every.items():
+            if identity not in taken:
+                self._place_table(table, names[identity], 0, "", on_backward)
+                taken.add(identity)
+        rest = {
+            id(tensor): (names[id(tensor)], tensor, 0)
+            for model in models
+            for tensor in (*model.parameters(), *_saved_buffers(model))
+            if id(tensor) not in taken
+        }
+        if rest:
+            self._place([*rest.values()], "")
+        self._create(self._placed[num_placed:])
+        pushes = []
+        for optimizer, parameters, variables, tables in trained:
             OptimizerState(variables, optimizer, parameters, self._runtime.may_assign)
             if tables:
                 TableState(optimizer, tables)
             treated = policy, self.closes, self._runtime.meter, self.recover
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
-            self.pushes.append(pushes[-1])
-        for identity, table in every.items():
-            if identity not in taken:
-                self._add_table(table, names[identity], 0, "", on_backward)
-                taken.add(identity)
-        rest = [
-            (names[id(tensor)], tensor)
-            for model in models
-            for tensor in (*model.parameters(), *_saved_buffers(model))
-            if id(tensor) not in taken
-        ]
-        rest = list({id(tensor): (name, tensor) for name, tensor in rest}.values())
-        if rest:
-            self._add([name for name, _ in rest], [tensor for _, tensor in rest], [0] * len(rest), "")
+        self.pushes += pushes
         return pushes
 
     @property
@@ -216,7 +220,7 @@ class VariableGroups:
             self._epochs = dict.fromkeys(range(len(clients)), 0)
             for one in self._placed:
                 if isinstance(one, RemoteTable):
-                    one.link_to(dataclasses.replace(one.link, placement=self._place_table(one)))
+                    one.link_to(dataclasses.replace(one.link, placement=self._rows_of(one)))
                 else:
                     rows = place(_shapes(one.layout.variables), self._partitioner, self._load_bytes)
                     one.layout.place(rows)
@@ -235,34 +239,33 @@ class VariableGroups:
 
     def _attach(self, client: PsClient) -> None:
         deadline = time.monotonic() + self._runtime.config.start_timeout_s
-        everything: list[Attachable] = [*self._all, *self._tables]
-        for one in everything:
-            while True:
-                given, lacking = one.attach(client, True)
-                if given:
-                    logger.warning(
-                        "%s came back without %d variables that its checkpoint is too old for: they go on with this "
-                        "worker's values, and their optimizer's state begins anew",
-                        *(client.task, given),
-                    )
-                if not lacking:
-                    break
-                if time.monotonic() > deadline:
-                    raise ClusterTimeoutError(
-                        f"{client.task} came back without the values of {lacking} groups, and the worker that is to "
-                        f"give them did not within {self._runtime.config.start_timeout_s:.0f} s; look at its log"
-                    )
-                client.session.wait_stopped(RETRY_S)
-                client.session.raise_if_stopped()
+        created: list[RemoteVariables | RemoteTable] = [*self._all, *self._tables]
+        while created:  # within the first ``prepare`` there is nothing, and that goes on by itself
+            given, lacking = attach(created, client, True)
+            if given:
+                logger.warning(
+                    "%s came back without %d variables that its checkpoint is too old for: they go on with this "
+                    "worker's values, and their optimizer's state begins anew",
+                    *(client.task, given),
+                )
+            if not lacking:
+                break
+            if time.monotonic() > deadline:
+                raise ClusterTimeoutError(
+                    f"{client.task} came back without the values of {lacking} groups, and the worker that is to "
+                    f"give them did not within {self._runtime.config.start_timeout_s:.0f} s; look at its log"
+                )
+            client.session.wait_stopped(RETRY_S)
+            client.session.raise_if_stopped()
         self._epochs[client.index] = client.store_epoch
 
-    def _add_table(
+    def _place_table(
         self, table: RemoteTable, name: str, param_group: int, optimizer: str, on_backward: Callable[[], None]
     ) -> None:
         link = TableLink(
             name=name,
             runtime=self._runtime,
-            placement=self._place_table(table),
+            placement=self._rows_of(table),
             group=self._next_group,
             optimizer=optimizer,
             param_group=param_group,
@@ -272,45 +275,43 @@ class VariableGroups:
         self._next_group += 1
         table.link_to(link)
         self._placed.append(table)
-        self._create(table, f" of table {name}")
-        self._tables.append(table)
 
-    def _place_table(self, table: RemoteTable) -> RowPlacement:
+    def _rows_of(self, table: RemoteTable) -> RowPlacement:
         partitioner = self._partitioner or FixedShardsPartitioner(len(self._runtime.clients))
         (rows,) = place([((table.num_rows, table.width), table.handle.dtype)], partitioner, self._load_bytes)
         return RowPlacement(rows)
 
-    def _add(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], param_groups: Sequence[int], optimizer: str
-    ) -> RemoteVariables:
+    def _place(self, named: Sequence[tuple[str, torch.Tensor, int]], optimizer: str) -> RemoteVariables:
+        """Shares out tensors, each with its name and its param_group."""
         first_group = self._next_group
         self._next_group += GROUPS_PER_OPTIMIZER
+        tensors = [tensor for _, tensor, _ in named]
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         specs = [
             VariableSpec(name, tuple(tensor.shape), tensor.dtype, first_group + dtypes.index(tensor.dtype), param_group)
-            for name, tensor, param_group in zip(names, tensors, param_groups, strict=True)
+            for name, tensor, param_group in named
         ]
         rows = place(_shapes(specs), self._partitioner, self._load_bytes)
         layout = Layout(specs, rows, self._runtime.config.frame_bytes)
         copies = tensors if optimizer else [tensor.data for tensor in tensors]
         variables = RemoteVariables(self._runtime.clients, layout, copies, optimizer)
         self._placed.append(variables)
-        self._create(variables)
-        self._all.append(variables)
         return variables
 
-    def _create(self, one: Attachable, of: str = "") -> None:
+    def _create(self, every: Sequence[RemoteVariables | RemoteTable]) -> None:
         """Creates, or attaches to what is there; begins again with a ps that goes away meanwhile and comes back."""
         runtime = self._runtime
         for tries_left in reversed(range(MAX_TRIES)):
             try:
-                create_or_attach(one, runtime.clients, runtime.is_lead, runtime.config.start_timeout_s, of)
-                return
+                create_or_attach(every, runtime.clients, runtime.is_lead, runtime.config.start_timeout_s)
+                break
             except (PeerUnavailableError, StaleStoreError) as error:
                 if not tries_left:
                     raise
                 logger.warning("%s", error)
                 self.reconnect()
+        self._all += [one for one in every if isinstance(one, RemoteVariables)]
+        self._tables += [one for one in every if isinstance(one, RemoteTable)]
 
     def _names(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         """Names as in ``state_dict``; of several models, with the prefix "model0.", "model1.", …"""

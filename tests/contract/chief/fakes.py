@@ -197,6 +197,9 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.initialized = True
         self.complete: bool | None = None
         """None: where it has values."""
+        self.groups: list[int] = []
+        """Those that have values."""
+        self.untrained = False
         self.token = 0
         self.admits: list[Update] = []
         self.on_admit: Callable[[Update], None] = lambda update: None
@@ -242,6 +245,8 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             step=self.step,
             initialized=self.initialized,
             complete=self.initialized if self.complete is None else self.complete,
+            groups=self.groups,
+            untrained=self.untrained,
         )
 
     async def DescribeUnits(self, request: Any, context: Any) -> Any:
@@ -267,7 +272,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         nonce = Path(request.directory, "nonce")
         if self.token != request.token or not nonce.exists() or nonce.read_text() != request.nonce:
             raise CheckpointError(f"ps:{self.index} does not see the chief's directory")
-        content = repr((self.step, sorted(self.open), sorted(self.closed.items()))).encode()
+        content = repr((self.step, sorted(self.open), sorted(self.closed.items()), self.groups)).encode()
         name = f"ps-{self.index}.safetensors"
         Path(request.directory, name).write_bytes(content)
         file = ps_pb2.SavedFile(name=name, num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.saving import applied_units
 from stratagem.chief.journal import journal as journal_file
@@ -485,6 +486,57 @@ async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -
         await until(lambda: running.job.journal.history.checkpoint)
         assert [call for call in server.calls if call != "release"] == ["hold", "hold", "save"]
         await worker.die()
+
+
+async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_model_after_the_other(
+    tmp_path: Path,
+) -> None:
+    """It lacked the second one: a ps that died before the next checkpoint went on with what a worker had made of it."""
+    async with cluster(checkpoint_dir=str(tmp_path)) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        [(first, manifest)] = checkpoints.scan(str(tmp_path))
+        for server in servers:
+            server.groups = [0, 16]
+        for worker in workers:
+            await worker.open()
+            assert (await worker.next()).leases
+        [(path, again)] = checkpoints.scan(str(tmp_path))
+        assert path == first and manifest.files != again.files, "of the same step"
+        assert again.num_groups == 2 and [server.calls.count("save") for server in servers] == [2, 2]
+
+
+async def test_a_checkpoint_that_a_script_asked_for_is_not_replaced_where_it_prepares_another_model(
+    tmp_path: Path,
+) -> None:
+    async with cluster(num_workers=1) as (running, _, servers):
+        for server in servers:
+            server.groups = [0]
+        await running.job.saving.save(str(tmp_path), automatic=False)
+    [before] = checkpoints.scan(str(tmp_path))
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (_, [worker], servers):
+        for server in servers:
+            server.groups = [0, 16]
+        await worker.open()
+        assert (await worker.next()).leases
+        assert [before] == checkpoints.scan(str(tmp_path))
+
+
+async def test_a_ps_whose_rows_nobody_trains_has_lost_no_update(tmp_path: Path) -> None:
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await worker.open()
+        await worker.next()
+        servers[0].apply(Unit(1, 0, 0), num_servers=1)
+        for server in servers:
+            server.close_unit(Unit(1, 0, 0))
+        await worker.next([0], wait=False)
+        assert servers[1].session is not None
+        await servers[1].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        reborn = FakePs(1)
+        reborn.untrained = True
+        async with ps(running.address, reborn):
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert reborn.restored_from and running.job.get_status().updates_lost == 0
 
 
 async def test_units_are_leased_again_whose_updates_keep_the_first_checkpoint_from_being_one_cut(

@@ -206,7 +206,25 @@ async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows
             second.num_taken = num_taken
             await until(lambda: not job.journal.history.is_rerouted)
             await until(lambda: job.get_status().updates_lost == (1 if num_taken else 0))
-            assert job.journal.history.initialized == (["ps:0", "ps:1"] if num_taken else ["ps:0"])
+            assert job.journal.history.initialized == ["ps:0", "ps:1"], "a worker may tell it more"
+
+
+async def test_a_ps_that_was_told_of_nothing_yet_goes_back_to_the_checkpoint_it_began_from(tmp_path: Path) -> None:
+    """Workers were at their prepare: it was taken for one without rows, and came back empty where others had begun."""
+    async with cluster(**folders(tmp_path)) as (running, [worker], [first]):
+        job = running.job
+        await begun(running, worker, first)
+        await ask(worker, 2)
+        second, reborn = Told(1), Told(1)
+        second.num_taken = 0
+        async with ps(running.address, second):
+            await until(lambda: len(job.sessions.live("ps")) == 2 and not job.journal.history.is_rerouted)
+            assert second.session is not None
+            await second.session.die()
+            await until(lambda: len(job.sessions.servers) == 1)
+        async with ps(running.address, reborn):
+            await until(lambda: len(job.sessions.live("ps")) == 2)
+            assert (reborn.restored_from, reborn.num_ps) == (first.restored_from, 2)
 
 
 class Late(FakePs):

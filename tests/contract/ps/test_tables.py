@@ -34,6 +34,7 @@ from stratagem.errors import (
 from stratagem.nn.remote_rows import RemoteRows
 from stratagem.ps.servicer import SERVICE, ParameterServerServicer
 from stratagem.ps.socket_lanes import SocketLanes
+from stratagem.ps.state import StoreState
 from stratagem.ps.store import Store
 from stratagem.rpc.generated import ps_pb2
 from stratagem.rpc.lane_meter import BytesMeter
@@ -208,6 +209,31 @@ def test_training_equals_one_process(start: Callable[..., Job], transport: Trans
         job.step()
     check_equal(model, train_alone(optimizer, 5, backwards=2))
     assert job.num_updates() == {5}
+
+
+def test_a_ps_is_complete_only_with_all_that_is_prepared_together(start: Callable[..., Job]) -> None:
+    """A checkpoint is taken as soon as it is: it had the table, and not the rest of the model."""
+    job = start()
+    seen: list[tuple[bool, int]] = []
+
+    def note(call: Callable[..., Any], state: StoreState) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            found = call(*arguments)
+            seen.append((state.complete, len(state.locked_groups)))
+            return found
+
+        return noted
+
+    for store in job.stores:
+        variables: Any = store.variables
+        variables.create_variables = note(variables.create_variables, store.state)
+        variables.assign_values = note(variables.assign_values, store.state)
+    model, optimizers = build("SGD", Remote())
+    model.register_buffer("average", torch.zeros(2))
+    job.prepare(model, *optimizers)
+    held = [len(store.state.locked_groups) for store in job.stores]
+    assert sum(held) > 4 and all(not complete or num in held for complete, num in seen)
+    assert sum(complete for complete, _ in seen) == len(job.stores)
 
 
 def test_over_ipv6_the_sockets_are_ipv6_too(start: Callable[..., Job]) -> None:
