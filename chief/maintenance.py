@@ -52,10 +52,8 @@ class Maintenance(ChiefPart):
         """All ps are here, and initial values are yet to come."""
         self._is_trained = False
         """All ps are here, and updates are on them: their units, leased again, may be what a checkpoint waits for."""
-        self._num_groups = 0
-        """Shard groups with values, of all ps together, as far as it is known here."""
-        self._have_asked: dict[str, int] = {}
-        """Workers, by the incarnation that has asked for a unit: what their scripts prepare first is on the ps."""
+        self._num_groups: int | None = None
+        """Shard groups with values, of all ps together; None: one was away when they were last looked at."""
         self._lacking: list[str] = []
         """ps without values where others have theirs: they came back, and a worker that attaches gives them those."""
         self._next_save_at: float | None = None
@@ -77,43 +75,39 @@ class Maintenance(ChiefPart):
         elif self._next_save_at is not None and self._clock() >= self._next_save_at:
             self._start(self._save)
 
-    async def first_checkpoint(self, caller: Incarnation) -> None:
+    async def first_checkpoint(self, caller: Incarnation, num_groups: int) -> None:
         """Waits for the initial checkpoint, if there is to be one: no update can be lost before there is one.
 
+        Args:
+            num_groups: shard groups that the caller has prepared, counted on each ps; the checkpoint has all of these.
+
         Raises:
-            StaleStoreError: a ps has no values, which the caller may give it.
+            StaleStoreError: a ps has no values, or not all, which the caller may give it.
         """
-        while True:
-            await self._before_leasing(caller)
+        while self._config.checkpoint_dir and not (self.newest is not None and self._lease_book.has_leased):
+            await self._watch()
+            if self._journal.history.initialized and not self._is_trained:
+                await self._save_first()
             await self._admit(caller)
-            # None between the initial values and the first checkpoint, unless some were before.
-            if not self._config.checkpoint_dir or self._has_first or self._is_blank or self._is_trained:
+            # None between the initial values and the first checkpoint, unless some were before, nor while a ps is away
+            # or without values: what it holds may be initial values.
+            is_whole = self._has_first and self._num_groups is not None and self._num_groups >= num_groups
+            if is_whole or self._is_blank or self._is_trained:
                 return
             await asyncio.sleep(RETRY_S)
             if self._lacking:
                 raise StaleStoreError(f"{', '.join(self._lacking)} came back without values; attach to it again")
+            if self._num_groups is not None and self._num_groups < num_groups:
+                raise StaleStoreError("a ps came back from before a model was prepared; attach to all again")
 
     @property
     def _has_first(self) -> bool:
-        """There is a checkpoint of everything that the ps had when they were last looked at."""
-        return self.newest is not None and self.newest.num_groups >= self._num_groups
-
-    async def _before_leasing(self, caller: Incarnation) -> None:
-        """Takes the initial checkpoint before the first unit is leased, and once more if scripts have prepared another
-        model since.
-
-        Returns at once when there are no variables yet, or updates already, or checkpoints are off; returns without one
-        while a ps is away, or is back without values: what it holds may be initial values.
-        """
-        if not self._config.checkpoint_dir:
-            return
-        has_asked = self._have_asked.get(caller.task) == caller.number
-        if self.newest is not None and (self._is_trained or (self._has_first and has_asked)):
-            return
-        self._have_asked[caller.task] = caller.number
-        await self._watch()
-        if self._journal.history.initialized and not self._is_trained:
-            await self._save_first()
+        """There is a checkpoint of everything that the ps had when last looked at. One that a script asked for
+        is never replaced, though it may have prepared another model since."""
+        if self.newest is None:
+            return False
+        manifest, num_groups = self.newest.manifest, self._num_groups or 0
+        return not manifest.automatic or not manifest.lacks_groups(num_groups, self._ps_pool.num_ps)
 
     async def save_last(self) -> None:
         """The checkpoint at the end, if there is anything that the last one lacks.
@@ -162,7 +156,8 @@ class Maintenance(ChiefPart):
         self._is_blank = is_all_here and not has_begun
         self._lacking = lacking if has_begun else []
         is_complete = is_all_here and has_begun and not lacking
-        step, self._num_groups = content_of(described.values())
+        step, num_groups = content_of(described.values())
+        self._num_groups = num_groups if is_all_here else None
         self._is_trained = is_complete and step > 0
         is_news = not history.initialized or {*holding}.difference(history.initialized)
         if is_complete and (history.is_rerouted or is_news):
@@ -178,13 +173,12 @@ class Maintenance(ChiefPart):
                 return
             found = checkpoints.newest(self._config.checkpoint_dir)
             try:
-                step, num_groups = content_of(await self._described())
+                described = await self._described()
                 if found is not None:
-                    path, manifest = found
-                    # One that a script asked for is never replaced, though it may have prepared another model since.
-                    is_enough = not manifest.automatic or manifest.num_groups >= num_groups
-                    if manifest.step == step and is_enough:
-                        return self.saved(CommittedCheckpoint(str(path), step, num_groups))
+                    newest = CommittedCheckpoint(str(found[0]), found[1])
+                    is_kept = not newest.manifest.automatic and newest.step == content_of(described)[0]
+                    if is_kept or not newest.lacks(described):
+                        return self.saved(newest)
                 self.saved(await self._saving.save(self._config.checkpoint_dir, automatic=True))
             except CheckpointError as error:
                 self._stop(2, str(error))

@@ -94,6 +94,7 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
         request.wait,
         request.leave,
         request.counts,
+        request.num_groups,
     )
 
 

@@ -66,28 +66,31 @@ class LeaseClient:
         self._pass = chief_pb2.NextUnitsRequest(evaluation=evaluation)
         self._answered_at = self._clock()
 
-    def next(self, wait: bool, group: str = "", counts: bool = False) -> Lease | None:
+    def next(self, wait: bool, group: str = "", counts: bool = False, num_groups: int = 0) -> Lease | None:
         """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now.
 
         Args:
             wait: for a unit that others may give back, or the end.
             group: of agreements, in which this worker trains.
             counts: a unit that this worker does not live to report has to be computed again.
+            num_groups: shard groups that it has prepared, counted on each ps.
         """
         if not self._ready:
-            self.take(self._chief.next_units(self.request(wait, group, counts)))
+            self.take(self._chief.next_units(self.request(wait, group, counts, num_groups)))
         return self.ready()
 
     def ready(self) -> Lease | None:
         """The next unit that is here."""
         return self._ready.popleft() if self._ready else None
 
-    def request(self, wait: bool, group: str = "", counts: bool = False) -> chief_pb2.NextUnitsRequest:
+    def request(
+        self, wait: bool, group: str = "", counts: bool = False, num_groups: int = 0
+    ) -> chief_pb2.NextUnitsRequest:
         """What to ask the chief for now."""
         request = self._report()
         request.held.extend(unit.index for unit in self._held if unit.epoch == self._epoch)
         request.want, request.at_most, request.wait = self._first, self._affordable(), wait
-        request.group, request.counts = group, counts
+        request.group, request.counts, request.num_groups = group, counts, num_groups
         return request
 
     def take(self, reply: chief_pb2.NextUnitsReply) -> None:

@@ -37,7 +37,16 @@ class ServersManifest(Manifest):
     next_step: int
     """Staleness 0: number of the step that is composed next."""
     num_groups: int = 0
-    """Shard groups in it. A model that is prepared at the same step adds some."""
+    """Shard groups in it, counted on each ps. A model that is prepared at the same step adds some."""
+
+    @property
+    def num_ps(self) -> int:
+        """ps that wrote it."""
+        return len({file.ps for file in self.files})
+
+    def lacks_groups(self, num_groups: int, num_ps: int) -> bool:
+        """Whether a model was prepared since, on as many ps; of other numbers of ps nothing can be said."""
+        return self.num_ps == num_ps and self.num_groups < num_groups
 
     def content(self) -> dict[str, Any]:
         """The content of ``manifest.json``."""
@@ -108,7 +117,7 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
         before = ServersManifest.read(target)
-        if before is not None and before.automatic and before.num_groups < manifest.num_groups:
+        if before is not None and before.automatic and before.lacks_groups(manifest.num_groups, manifest.num_ps):
             catalog.remove(target)
         draft.commit(target, manifest, is_newest=True, is_same=is_same, what="other weights")
     return target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
@@ -25,14 +25,17 @@ class CommittedCheckpoint:
     """A committed checkpoint."""
 
     path: str
-    step: int
-    num_groups: int
-    """Shard groups in it."""
+    manifest: ServersManifest
 
-    def lacks(self, described: Iterable[ServerDescription]) -> bool:
+    @property
+    def step(self) -> int:
+        """Largest number of updates applied by any ps."""
+        return self.manifest.step
+
+    def lacks(self, described: Collection[ServerDescription]) -> bool:
         """Whether ps have anything that is not in it."""
         step, num_groups = content_of(described)
-        return self.step != step or self.num_groups < num_groups
+        return self.step != step or self.manifest.lacks_groups(num_groups, len(described))
 
 
 class Saving(ChiefPart):
@@ -111,18 +114,16 @@ class Saving(ChiefPart):
             await asyncio.to_thread(draft.close)
             raise
         self.totals.add(measures.CHECKPOINTS, 1)
-        committed = CommittedCheckpoint(str(path), manifest.step, manifest.num_groups)
+        committed = CommittedCheckpoint(str(path), manifest)
         self._committed(committed)
         if automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)
         return committed
 
 
-def content_of(described: Iterable[ServerDescription]) -> tuple[int, int]:
-    """Largest number of updates applied on any ps, and the number of groups: what a checkpoint of all would have."""
-    described = [*described]
-    groups = {group for each in described for group in each.groups}
-    return max((each.step for each in described), default=0), len(groups)
+def content_of(described: Collection[ServerDescription]) -> tuple[int, int]:
+    """Largest number of updates applied on any ps, and shard groups of all: what a checkpoint of these would have."""
+    return max((each.step for each in described), default=0), sum([len(each.groups) for each in described])
 
 
 def untaken(described: Sequence[ServerDescription]) -> int:

@@ -62,6 +62,8 @@ class LeaseRequest(Generic[Pass]):
     """It gives back what it holds of the pass."""
     counts: bool = False
     """A unit that it does not report has to be computed again, for what is counted on it."""
+    num_groups: int = 0
+    """Shard groups that it has prepared, counted on each ps."""
 
 
 class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
@@ -106,7 +108,8 @@ class TrainingUnits(UnitLender[TrainingPass]):
 
     Args:
         recovery: knows which reports to believe, and what follows when units come back.
-        first_checkpoint: waits until units may be leased: no update can be lost before there is a checkpoint.
+        first_checkpoint: waits until units may be leased to one that has prepared so many shard groups: no update can
+            be lost before these are in a checkpoint.
         metric_store: keeps what was counted on units, and knows who has left a group of agreements.
     """
 
@@ -114,7 +117,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
         self,
         state: ChiefState,
         recovery: Recovery,
-        first_checkpoint: Callable[[Incarnation], Awaitable[None]],
+        first_checkpoint: Callable[[Incarnation, int], Awaitable[None]],
         metric_store: MetricStore,
     ) -> None:
         super().__init__(state)
@@ -171,7 +174,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
     async def ask(self, request: LeaseRequest[TrainingPass]) -> Leases:
         """Leases units, the first ones once there is a checkpoint."""
         incarnation, data = request.incarnation, request.units_of
-        await self._first_checkpoint(incarnation)
+        await self._first_checkpoint(incarnation, request.num_groups)
 
         def workers() -> list[Incarnation]:
             live = [session.incarnation for session in self._sessions.live("worker")]

@@ -628,6 +628,7 @@ class NextUnitsRequest(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     EVALUATION_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
@@ -646,6 +647,8 @@ class NextUnitsRequest(_message.Message):
     """What is counted on a unit matters and is reported with it: a unit that the caller dies with is computed again, also where every ps
     has its updates already, which counts as accepted otherwise.
     """
+    num_groups: _builtins.int
+    """Shard groups that the caller has prepared, counted on each ps: no unit is leased before they are there, and in the first checkpoint."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -683,10 +686,11 @@ class NextUnitsRequest(_message.Message):
         leave: _builtins.bool = ...,
         evaluation: Global___EvaluationPass | None = ...,
         counts: _builtins.bool = ...,
+        num_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "sender", b"sender", "states", b"states", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "num_groups", b"num_groups", "sender", b"sender", "states", b"states", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

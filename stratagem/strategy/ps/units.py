@@ -117,7 +117,7 @@ class LeasedUnits:
     def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:
         while True:
             try:
-                return self._client.next(wait, group, counts)
+                return self._client.next(wait, group, counts, self._groups.num_groups)
             except StaleStoreError:  # no unit is leased before a ps has its initial values again
                 self._attach()
 

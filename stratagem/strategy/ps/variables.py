@@ -129,6 +129,13 @@ class VariableGroups:
         dense = [pair for variables in self._all if variables.optimizer for pair in variables.named]
         return [*dense, *((table.link.name, table.handle) for table in self._tables)]
 
+    @property
+    def num_groups(self) -> int:
+        """Shard groups, counted on each ps."""
+        return sum([len(one.layout.shards) for one in self._all]) + sum(
+            [len(table.link.placement.servers) for table in self._tables]
+        )
+
     def push(self) -> None:
         """Gives the ps the values of this process."""
         for variables in self._all:

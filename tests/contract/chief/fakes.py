@@ -173,10 +173,10 @@ class Task:
         return await self.stub.OpenDataset(chief_pb2.OpenDatasetRequest(sender=self.sender, **{**defaults, **plan}))
 
     async def next(
-        self, accepted: Any = (), *, epoch: int = 0, want: int = 1, wait: bool = True, held: Any = ()
+        self, accepted: Any = (), *, epoch: int = 0, want: int = 1, wait: bool = True, held: Any = (), **more: Any
     ) -> Any:
         request = chief_pb2.NextUnitsRequest(
-            sender=self.sender, dataset=1, epoch=epoch, accepted=accepted, want=want, wait=wait, held=held
+            sender=self.sender, dataset=1, epoch=epoch, accepted=accepted, want=want, wait=wait, held=held, **more
         )
         return await self.stub.NextUnits(request, timeout=DEADLINE_S)
 

@@ -502,7 +502,21 @@ async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_m
             assert (await worker.next()).leases
         [(path, again)] = checkpoints.scan(str(tmp_path))
         assert path == first and manifest.files != again.files, "of the same step"
-        assert again.num_groups == 2 and [server.calls.count("save") for server in servers] == [2, 2]
+        assert again.num_groups == 4 and [server.calls.count("save") for server in servers] == [2, 2]
+
+
+async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prepared(tmp_path: Path) -> None:
+    """It had all that the checkpoint has, and was taken for complete: a model was trained that was in no checkpoint."""
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        servers[0].groups = [0, 16]
+        servers[1].groups = [0]
+        assert isinstance(await refused(worker.next(num_groups=4)), StaleStoreError)
+        servers[1].groups = [0, 16]
+        assert (await worker.next(num_groups=4)).leases
+        [(_, manifest)] = checkpoints.scan(str(tmp_path))
+        assert manifest.num_groups == 4
 
 
 async def test_a_checkpoint_that_a_script_asked_for_is_not_replaced_where_it_prepares_another_model(
