@@ -20,7 +20,7 @@ from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
 from stratagem.chief.leasing.lease_book import Positions
-from stratagem.chief.leasing.positions import minus, plus
+from stratagem.chief.leasing.positions import minus
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.backups import backup_of
@@ -262,7 +262,7 @@ class PsReturn(ChiefPart):
             self._lease_book.restores += 1
             self._all_went_back()
             self._restarted.clear()
-            saved = plus(manifest.accepted, manifest.applied)
+            saved = manifest.done_in_steps
             back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
             if back.lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))

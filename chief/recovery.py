@@ -210,7 +210,7 @@ class Recovery(ChiefPart):
         if origin is not None:
             manifest = origin.manifest
             in_step = any(plan.staleness == 0 for plan in manifest.plans.values())
-            saved = plus(manifest.accepted, manifest.applied if in_step else {})
+            saved = manifest.done_in_steps if in_step else dict(manifest.accepted)
             for dataset, plan in manifest.plans.items():
                 if dataset not in self._lease_book.plans:
                     self._lease_book.open_dataset(dataset, plan)
@@ -230,7 +230,7 @@ class Recovery(ChiefPart):
         steps, lease_book = self._lease_book.steps, self._lease_book
         for unit in steps.orphans():  # accepted by what every ps has closed: the journal had not got so far
             if unit.index in lease_book.epoch(unit.dataset, unit.epoch).accepted:
-                self.accepted(lease_book.mark_accepted(steps.accept(unit)))
+                self.accepted(lease_book.mark_accepted(steps.accept(unit).accepted))
         orphans = steps.orphans()
         for unit in orphans:
             lease_book.epoch(unit.dataset, unit.epoch).acquire(unit.index, NOBODY, lease_book.restores)

@@ -95,6 +95,7 @@ def lease_request_from_proto(request: chief_pb2.NextUnitsRequest) -> LeaseReques
         request.leave,
         request.counts,
         request.num_groups,
+        request.steps_per_unit,
     )
 
 

@@ -8,7 +8,7 @@ then only the included slices count.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from stratagem.cluster.units import Unit, Update
 from stratagem.errors import ConfigurationError, ProtocolError, StratagemError
@@ -63,7 +63,14 @@ class _Step:
 @dataclasses.dataclass(frozen=True)
 class _Closing:
     included: frozenset[Unit]
+    orphans: frozenset[Unit]
+    """Slices whose worker is gone."""
     committed: frozenset[tuple[Unit, int]]
+    """These, in the updates that it had committed."""
+
+    def counts(self, unit: Unit, ordinal: int) -> bool:
+        """Whether a slice is in an update of the step: one whose worker is gone is in those that it had committed."""
+        return unit in self.included and (unit not in self.orphans or (unit, ordinal) in self.committed)
 
 
 class SyncSteps:
@@ -132,22 +139,32 @@ class SyncSteps:
                 )
         mine.committed, mine.action, mine.scale, mine.num_servers = True, action, scale, num_servers
 
-    def close(self, step: int, included: Iterable[Unit], committed: Iterable[Update]) -> list[StepKey]:
+    def close(
+        self,
+        step: int,
+        included: Iterable[Unit],
+        committed: Iterable[Update],
+        is_applied: Callable[[Unit, int], bool] = lambda unit, ordinal: False,
+    ) -> list[StepKey]:
         """The chief closes a step. Returns the keys of it that are open here.
+
+        Args:
+            is_applied: whether an update of a unit was here before: of one that is computed again for the rest of its
+                updates, say. Such a one counts as committed, and need not have come again.
 
         Raises:
             ProtocolError: an included slice that counts as committed is not here.
         """
-        closing = _Closing(
-            frozenset(included), frozenset((unit, update.ordinal) for update in committed for unit in update.units)
-        )
+        pairs = [(unit, update.ordinal) for update in committed for unit in update.units]
+        came = [pair for pair in pairs if self.is_prepared((step, pair[1]), pair[0]) or not is_applied(*pair)]
+        closing = _Closing(frozenset(included), frozenset(unit for unit, _ in pairs), frozenset(came))
         keys = [key for key in self._open if key[0] == step]
         self._closings[step] = closing
         while len(self._closings) > NUM_REMEMBERED:
             del self._closings[min(self._closings)]
         for key in keys:
             contributions = self._open[key].contributions
-            for unit in [unit for unit in contributions if unit not in closing.included]:
+            for unit in [unit for unit in contributions if not closing.counts(unit, key[1])]:
                 del contributions[unit]
         lost = sorted(
             unit
@@ -164,7 +181,7 @@ class SyncSteps:
         """Slices that count, in slice order."""
         planned = self._open[key].planned
         closing = self._closings.get(key[0])
-        return planned if closing is None else tuple(unit for unit in planned if unit in closing.included)
+        return planned if closing is None else tuple(unit for unit in planned if closing.counts(unit, key[1]))
 
     def all_prepared(self, key: StepKey) -> bool:
         """Whether every slice that counts is here (or the step is applied)."""
@@ -230,7 +247,7 @@ class SyncSteps:
         if key in self._applied:
             return unit not in self._applied[key]
         closing = self._closings.get(key[0])
-        return closing is not None and unit not in closing.included
+        return closing is not None and not closing.counts(unit, key[1])
 
     def committed_by(self, task: str, incarnation: int) -> list[tuple[StepKey, Unit]]:
         """What incarnations of ``task`` up to ``incarnation`` had committed of steps still open."""

@@ -10,6 +10,7 @@ import collections
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from stratagem.cluster.units import Lease, Plan, Topic, Unit
 from stratagem.rpc.fields import to_message
@@ -23,6 +24,18 @@ GROWTH = 4
 """Times more units than last time, at most: the first steps say little about the next ones."""
 REPORT_S = 0.5
 """Seconds after which a worker whose clock others may wait for says it, however few its steps."""
+
+
+class Done(NamedTuple):
+    """What a script has done, as far as the chief has to know."""
+
+    num_groups: int = 0
+    """Shard groups that it has prepared, counted on each ps."""
+    steps_per_unit: int = 0
+    """Updates of the unit that had most; before there is one, optimizers that it has prepared."""
+
+
+NOTHING = Done()
 
 
 class LeaseClient:
@@ -66,17 +79,17 @@ class LeaseClient:
         self._pass = chief_pb2.NextUnitsRequest(evaluation=evaluation)
         self._answered_at = self._clock()
 
-    def next(self, wait: bool, group: str = "", counts: bool = False, num_groups: int = 0) -> Lease | None:
+    def next(self, wait: bool, group: str = "", counts: bool = False, done: Done = NOTHING) -> Lease | None:
         """The next unit; None when all are accepted that are meant, or (no ``wait``) there is none right now.
 
         Args:
             wait: for a unit that others may give back, or the end.
             group: of agreements, in which this worker trains.
             counts: a unit that this worker does not live to report has to be computed again.
-            num_groups: shard groups that it has prepared, counted on each ps.
+            done: what its script has done by now.
         """
         if not self._ready:
-            self.take(self._chief.next_units(self.request(wait, group, counts, num_groups)))
+            self.take(self._chief.next_units(self.request(wait, group, counts, done)))
         return self.ready()
 
     def ready(self) -> Lease | None:
@@ -84,13 +97,14 @@ class LeaseClient:
         return self._ready.popleft() if self._ready else None
 
     def request(
-        self, wait: bool, group: str = "", counts: bool = False, num_groups: int = 0
+        self, wait: bool, group: str = "", counts: bool = False, done: Done = NOTHING
     ) -> chief_pb2.NextUnitsRequest:
         """What to ask the chief for now."""
         request = self._report()
         request.held.extend(unit.index for unit in self._held if unit.epoch == self._epoch)
         request.want, request.at_most, request.wait = self._first, self._affordable(), wait
-        request.group, request.counts, request.num_groups = group, counts, num_groups
+        request.group, request.counts = group, counts
+        request.num_groups, request.steps_per_unit = done
         return request
 
     def take(self, reply: chief_pb2.NextUnitsReply) -> None:

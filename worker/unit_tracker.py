@@ -23,6 +23,8 @@ class UnitTracker:
         self._left_early: set[Unit] = set()
         self.accumulates = False
         """Whether an update has held the gradients of several units."""
+        self.steps_per_unit = 0
+        """Steps of the unit that had most; 0: none had any. 1 where updates hold several units, each of fewer steps."""
 
     @property
     def open_units(self) -> tuple[Unit, ...]:
@@ -63,6 +65,7 @@ class UnitTracker:
         """The script goes on to another batch. Returns the units that are complete now."""
         closed: list[Unit] = []
         if self.current is not None:
+            self.steps_per_unit = 1 if self.accumulates else max(self.steps_per_unit, self._num_steps)
             if self._num_steps:
                 closed.append(self.current)
             else:

@@ -17,6 +17,8 @@ from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.chief.journal.history import decode_positions, encode_positions
+from stratagem.chief.leasing.lease_book import Positions
+from stratagem.chief.leasing.positions import minus, plus
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 
@@ -34,10 +36,17 @@ class ServersManifest(Manifest):
     """Accepted units of each (dataset, epoch): their updates are in the shards."""
     applied: Mapping[tuple[int, int], UnitBitmap]
     """Units that were not accepted but had an update in the shards, of all ps that take part in it."""
+    unfinished: Mapping[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    """Those of ``applied`` that were to have more updates: a second optimizer's, say."""
     next_step: int
     """Staleness 0: number of the step that is composed next."""
     num_groups: int = 0
     """Shard groups in it, counted on each ps. A model that is prepared at the same step adds some."""
+
+    @property
+    def done_in_steps(self) -> Positions:
+        """Staleness 0: units that need not be computed again after all ps went back to this."""
+        return plus(self.accepted, minus(self.applied, self.unfinished))
 
     @property
     def num_ps(self) -> int:
@@ -59,6 +68,7 @@ class ServersManifest(Manifest):
             ],
             "accepted": encode_positions(self.accepted),
             "applied": encode_positions(self.applied),
+            "unfinished": encode_positions(self.unfinished),
         }
 
     @classmethod
@@ -74,6 +84,7 @@ class ServersManifest(Manifest):
             plans=plans,
             accepted=decode_positions(content["accepted"]),
             applied=decode_positions(content["applied"]),
+            unfinished=decode_positions(content.get("unfinished", [])),
             next_step=content["next_step"],
             num_groups=int(content.get("num_groups", 0)),
         )

@@ -14,7 +14,7 @@ from stratagem.chief.leasing.lease_book import Positions
 from stratagem.chief.leasing.positions import minus
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import UnitBitmap
+from stratagem.cluster.units import Unit, UnitBitmap
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.measuring.totals import RunningTotals
@@ -105,6 +105,7 @@ class Saving(ChiefPart):
                 plans=dict(self._lease_book.plans),
                 accepted=accepted,
                 applied=applied_units(held, accepted),
+                unfinished=unfinished_units(described, self._lease_book.steps.per_unit),
                 next_step=self._lease_book.steps.next_number,
                 num_groups=content_of(described)[1],
                 automatic=automatic,
@@ -124,6 +125,20 @@ class Saving(ChiefPart):
 def content_of(described: Collection[ServerDescription]) -> tuple[int, int]:
     """Largest number of updates applied on any ps, and shard groups of all: what a checkpoint of these would have."""
     return max((each.step for each in described), default=0), sum([len(each.groups) for each in described])
+
+
+def unfinished_units(described: Collection[ServerDescription], steps_per_unit: int) -> Positions:
+    """Units that no ps has closed and that have fewer updates than others had."""
+    ordinals: dict[Unit, set[int]] = {}
+    for each in described:
+        for update in each.open:
+            for unit in update.units:
+                ordinals.setdefault(unit, set()).add(update.ordinal)
+    found: Positions = {}
+    for unit, known in ordinals.items():
+        if len(known) < steps_per_unit and not any(each.has_closed(unit) for each in described):
+            found.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+    return found
 
 
 def untaken(described: Sequence[ServerDescription]) -> int:

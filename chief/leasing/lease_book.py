@@ -131,8 +131,13 @@ class LeaseBook:
         """
         leases = self.epoch(dataset, epoch)
         units = [Unit(dataset, epoch, index) for index in leases.accept(incarnation, indices)]
-        absorbed = [other for unit in units for other in self.steps.accept(unit)]
-        units += self.mark_accepted(absorbed)
+        absorbed: list[Unit] = []
+        for unit in [*units]:
+            done = self.steps.accept(unit)
+            absorbed += self.mark_accepted(done.accepted)
+            for other in done.returned:
+                self.epoch(other.dataset, other.epoch).give_back(other.index)
+        units += absorbed
         self.examples_accepted += sum(leases.plan.unit_examples(u.index) for u in units if u not in absorbed)
         return units
 

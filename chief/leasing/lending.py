@@ -64,6 +64,8 @@ class LeaseRequest(Generic[Pass]):
     """A unit that it does not report has to be computed again, for what is counted on it."""
     num_groups: int = 0
     """Shard groups that it has prepared, counted on each ps."""
+    steps_per_unit: int = 0
+    """Updates that a unit of its has had, at most."""
 
 
 class UnitLender(ChiefPart, abc.ABC, Generic[Pass]):
@@ -181,6 +183,7 @@ class TrainingUnits(UnitLender[TrainingPass]):
             return [each for each in live if not self._metric_store.agreements.has_left(each, data.group)]
 
         self._lease_book.note_counts(incarnation, request.counts)
+        self._lease_book.steps.per_unit = request.steps_per_unit or self._lease_book.steps.per_unit
         held, steps = frozenset(request.held), self._lease_book.steps
         first = steps.next_number
         leases = self._lease_book.ask(

@@ -81,7 +81,7 @@ class Removal:
 
     closings: list[StepClosing] = dataclasses.field(default_factory=list)
     returned: list[Unit] = dataclasses.field(default_factory=list)
-    """Units to lease again, once the closings are on every ps."""
+    """Units to lease again, once the closings are on every ps; of those that some ps has an update of, the rest."""
     accepted: list[Unit] = dataclasses.field(default_factory=list)
     """Units of absorbed slices whose step is complete with this."""
 
@@ -95,6 +95,8 @@ class JobSteps:
         self._of_unit: dict[Unit, JobStep] = {}
         self._members: frozenset[Incarnation] | None = None
         self._missed: set[Incarnation] = set()
+        self.per_unit = 0
+        """Updates that a unit has had, at most, as far as workers have said: of two optimizers, say."""
 
     def compose(
         self, units: Sequence[Unit], workers: Sequence[Incarnation], places: Sequence[int], group: str = ""
@@ -203,15 +205,15 @@ class JobSteps:
         step = self._of_unit.get(unit)
         return None if step is None else (step, next(each for each in step.slices if each.unit == unit))
 
-    def accept(self, unit: Unit) -> list[Unit]:
-        """A slice was accepted. Returns the units of absorbed slices that are accepted with it."""
+    def accept(self, unit: Unit) -> Removal:
+        """A slice was accepted. Returns what becomes of absorbed slices with it."""
         done = Removal()
         for each in self._slices_of(unit):
             if each.state is not SliceState.REMOVED:
                 each.state = SliceState.ACCEPTED
         if unit in self._of_unit:
             self._finish(self._of_unit[unit], done)
-        return done.accepted
+        return done
 
     def remove(self, units: Iterable[Unit], committed: Mapping[Unit, Sequence[int]]) -> Removal:
         """The workers of these slices will not deliver them.
@@ -273,8 +275,8 @@ class JobSteps:
         for each in step.slices:
             if self._of_unit.get(each.unit) is step:
                 del self._of_unit[each.unit]
-            if each.state is SliceState.ABSORBED:
-                removal.accepted.append(each.unit)
+            if each.state is SliceState.ABSORBED:  # its next worker makes the updates that it lacks
+                (removal.returned if len(each.ordinals) < self.per_unit else removal.accepted).append(each.unit)
 
 
 def _closing(step: JobStep) -> StepClosing:

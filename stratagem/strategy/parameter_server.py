@@ -114,6 +114,11 @@ class ParameterServerStrategy(Strategy):
         self._missed: list[Callable[[int], None]] = []
         """Told of steps that were made without this worker."""
         self._batches: dict[int, tuple[Any, Unit]] = {}
+        self._is_undone = self._runs_undone = False
+        """The ps went back to a checkpoint, and the batch that the script works on, or runs a function with, was taken
+        before: it comes again, and what the script still makes of it is no update."""
+        self._undone: list[Any] = []
+        """Batches that the script had taken by then."""
         self._weight: float | None = None
 
     @property
@@ -216,6 +221,8 @@ class ParameterServerStrategy(Strategy):
         push.optimizer.register_step_pre_hook(before)
 
     def _commit(self, push: GradientPush) -> None:
+        if self._is_undone or self._runs_undone:
+            return
         try:
             update = self._tracker.step()
             pushed = push.push(update, self._step_slice(update.units))
@@ -244,6 +251,9 @@ class ParameterServerStrategy(Strategy):
 
     def _begin(self, lease: Lease | None, batch: Any) -> None:
         self._weight = None
+        self._is_undone = False
+        if lease is None:
+            self._undone.clear()
         open_units = self._tracker.open_units
         if self._leases:
             self._leases = [old for old in self._leases if old.unit in open_units]
@@ -265,7 +275,11 @@ class ParameterServerStrategy(Strategy):
             batch, unit = self._batches.get(id(argument), (None, None))
             if unit is not None and batch is argument:
                 self._accept(self._tracker.focus(unit))
-        return run_alone(self, fn, args, kwargs)
+            self._runs_undone |= any(old is argument for old in self._undone)
+        try:
+            return run_alone(self, fn, args, kwargs)
+        finally:
+            self._runs_undone = False
 
     def _accept(self, closed: Sequence[Unit]) -> None:
         self._groups.closes.add(closed)
@@ -276,6 +290,7 @@ class ParameterServerStrategy(Strategy):
     def _roll_back(self) -> None:
         """All ps went back to a checkpoint: drop what belongs to the past that is gone, take their weights."""
         self._tracker.abandon()
+        self._is_undone, self._undone = True, [batch for batch, _ in self._batches.values()]
         self._leases.clear()
         self._batches.clear()
         for lease in self._runtime.leases:

@@ -46,6 +46,18 @@ def test_accumulation(cluster: Start, tmp_path: Path) -> None:
     check_counts(out, 2)
 
 
+@pytest.mark.parametrize("task", ["worker:1", "ps:0", "ps:1"])
+def test_whoever_dies_between_the_steps_of_two_optimizers_on_a_batch(cluster: Start, tmp_path: Path, task: str) -> None:
+    """At staleness 0 the others waited for ever for the second step of a worker that was gone; where a ps died, the
+    second step had no batch any more, and a checkpoint between the two took the batch for done."""
+    out = tmp_path / "out.pt"
+    script = ("--optimizers", 2, "--epochs", 1, "--out", out)
+    faults = [{"task": "worker:1", "step": 5, "action": "kill", "target": task}]
+    done = cluster(2, 2, "count_examples.py", *script, flags=["--staleness", "0"], faults=faults).finish()
+    assert done.code == 0 and "fault-0" in done.faults, done.stderr
+    check_counts(out, 1)
+
+
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_worker_killed_in_mid_epoch(cluster: Start, ahead: int) -> None:
     # Long epochs: what a script holds ahead of time counts as seen when the loop ends, so the kill must come before.

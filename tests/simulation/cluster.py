@@ -42,6 +42,8 @@ class Job:
     """Each lies whole on one ps, while there are as many."""
     has_table: bool = False
     """There is a table as well, with a row for each example; then each ps has a variable, too."""
+    num_optimizers: int = 1
+    """Of two, the second one has the last variable, and its step of a batch comes after the other's."""
     prepares_apart: bool = False
     """Another model, which nothing changes, is prepared first."""
     ps_replicas: int = 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stratagem.checkpoint.draft import CheckpointDraft
-from stratagem.chief.checkpointing import commit_hold
+from stratagem.chief.checkpointing import commit_hold, saving
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal import history
 from stratagem.chief.leasing.lease_book import LeaseBook
@@ -15,7 +15,7 @@ from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import Release
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
-from stratagem.ps import rows, snapshot, sync_commits
+from stratagem.ps import rows, snapshot, sync_commits, sync_steps
 from stratagem.ps.backup import Backup
 from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.copies import StoreCopy
@@ -89,7 +89,7 @@ def _uncounted_loss() -> Iterator[_Change]:
 
 def _unclosed_step() -> Iterator[_Change]:
     """A synchronous step that lost a worker is never settled on the ps."""
-    yield SyncSteps, "close", lambda self, step, included, committed: []
+    yield SyncSteps, "close", lambda self, step, included, committed, is_applied: []
 
 
 def _deaf_release() -> Iterator[_Change]:
@@ -170,6 +170,16 @@ def _half_a_first_checkpoint() -> Iterator[_Change]:
     yield Maintenance, "_has_first", property(lambda self: self.newest is not None)
 
 
+def _awaited_orphan() -> Iterator[_Change]:
+    """Workers wait for the second update of a batch of one that is gone."""
+    yield sync_steps._Closing, "counts", lambda self, unit, ordinal: unit in self.included
+
+
+def _half_a_batch() -> Iterator[_Change]:
+    """A batch is done for a checkpoint with the first of its updates."""
+    yield saving, "unfinished_units", lambda described, steps_per_unit: {}
+
+
 MUTATIONS = {
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
@@ -190,6 +200,8 @@ MUTATIONS = {
     "rows of one": _rows_of_one,
     "rows left behind": _rows_left_behind,
     "half a first checkpoint": _half_a_first_checkpoint,
+    "awaited orphan": _awaited_orphan,
+    "half a batch": _half_a_batch,
 }
 """By name."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from stratagem.errors import FencedError, JobStoppedError, StratagemError
+from stratagem.errors import CheckpointError, FencedError, JobStoppedError, StratagemError
 from stratagem.nn import Constant, Embedding
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.worker import runtime as worker_runtime
@@ -44,7 +44,9 @@ def run(cluster: Cluster, process: Process) -> int:
     except FencedError as error:
         code, message = 1, str(error)
     except StratagemError as error:
-        code, message = 1, f"{type(error).__name__}: {error}"
+        # As after several restarts: what ps have begun from was damaged since, and is read by and by.
+        code = 2 if isinstance(error, CheckpointError) and cluster.disk.flipped else 1
+        message = f"{type(error).__name__}: {error}"
     else:
         code, message = 0, ""
     if code:
@@ -67,9 +69,22 @@ def _train(cluster: Cluster, process: Process) -> None:
         world.block(job.step_s * world.random.random())
     parameters = list(model.counts)
     optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
-    strategy.prepare(model, optimizer, gradients="sum")
+    if job.num_optimizers == 1:
+        strategy.prepare(model, optimizer, gradients="sum")
+    else:
+        others: list[Any] = [torch.optim.SGD(part, 1.0) for part in (parameters[:-1], parameters[-1:])]
+        strategy.prepare(model, *others, gradients="sum")
     data = TensorDataset(torch.arange(job.num_examples))
     batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
+
+    def steps(batch: list[torch.Tensor], scale: int) -> None:
+        for other in others:
+            other.zero_grad()
+            trained = [one for group in other.param_groups for one in group["params"]]
+            gradient = torch.zeros(job.num_examples).index_fill_(0, batch[0], -scale)
+            torch.autograd.backward(trained, [gradient] * len(trained))
+            other.step()
+            world.block(job.step_s * world.random.random() / 2)
 
     def step(batch: list[torch.Tensor], scale: int) -> None:
         optimizer.zero_grad()
@@ -87,4 +102,4 @@ def _train(cluster: Cluster, process: Process) -> None:
     for epoch in range(job.epochs):
         for batch in batches:
             world.block(job.step_s * world.random.random())
-            strategy.run(step, args=(batch, BASE**epoch))
+            strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))

@@ -49,11 +49,13 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, yields=0.0)
     if schedule.slow_disk_s:
         yield dataclasses.replace(schedule, slow_disk_s=0.0)
+    if job.num_optimizers > 1:
+        yield dataclasses.replace(schedule, job=dataclasses.replace(job, num_optimizers=1))
     if job.prepares_apart:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, prepares_apart=False))
     if job.has_table:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, has_table=False))
-    alone = () if job.has_table else (("num_variables",),)  # with a table, each ps has a variable
+    alone = () if job.has_table or job.num_optimizers > 1 else (("num_variables",),)  # each ps has a variable then
     for names in (("epochs",), ("num_workers",), *alone, ("num_ps", "num_variables")):
         if all(getattr(job, name) > (job.ps_replicas if name == "num_ps" else 1) for name in names):
             yield dataclasses.replace(

@@ -629,6 +629,7 @@ class NextUnitsRequest(_message.Message):
     EVALUATION_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_UNIT_FIELD_NUMBER: _builtins.int
     dataset: _builtins.int
     epoch: _builtins.int
     want: _builtins.int
@@ -649,6 +650,8 @@ class NextUnitsRequest(_message.Message):
     """
     num_groups: _builtins.int
     """Shard groups that the caller has prepared, counted on each ps: no unit is leased before they are there, and in the first checkpoint."""
+    steps_per_unit: _builtins.int
+    """Updates that a unit of the caller has had, at most (two optimizers step twice on a batch, say); before it has one: optimizers prepared."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     @_builtins.property
@@ -687,10 +690,11 @@ class NextUnitsRequest(_message.Message):
         evaluation: Global___EvaluationPass | None = ...,
         counts: _builtins.bool = ...,
         num_groups: _builtins.int = ...,
+        steps_per_unit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "num_groups", b"num_groups", "sender", b"sender", "states", b"states", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "at_most", b"at_most", "counts", b"counts", "dataset", b"dataset", "epoch", b"epoch", "evaluation", b"evaluation", "group", b"group", "held", b"held", "leave", b"leave", "num_groups", b"num_groups", "sender", b"sender", "states", b"states", "steps_per_unit", b"steps_per_unit", "stop", b"stop", "wait", b"wait", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

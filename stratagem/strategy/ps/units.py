@@ -13,7 +13,7 @@ from stratagem.data.placement import Listener, StepShare
 from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.strategy.ps.variables import VariableGroups
-from stratagem.worker.leases import LeaseClient
+from stratagem.worker.leases import Done, LeaseClient
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.unit_tracker import UnitTracker
 
@@ -116,8 +116,9 @@ class LeasedUnits:
 
     def _ask(self, wait: bool, group: str, counts: bool) -> Lease | None:
         while True:
+            done = Done(self._groups.num_groups, self._tracker.steps_per_unit or len(self._groups.pushes))
             try:
-                return self._client.next(wait, group, counts, self._groups.num_groups)
+                return self._client.next(wait, group, counts, done)
             except StaleStoreError:  # no unit is leased before a ps has its initial values again
                 self._attach()
 

@@ -62,6 +62,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--until", type=Path, help="go on with further epochs until this file is there")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument(
+        "--optimizers", type=int, default=1, help="2: one for each variable; they step one after the other"
+    )
     parser.add_argument("--ahead", type=int, default=0, help="batches that the script takes ahead of time")
     parser.add_argument("--data-workers", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.0)
@@ -74,9 +77,10 @@ def main() -> None:
     task = str(getattr(strategy, "task", "worker:0"))
     with strategy.scope():
         model = TableCounter(options.examples) if options.table else Counter(options.examples)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    parts = [[parameter] for parameter in model.parameters()] if options.optimizers > 1 else [model.parameters()]
+    optimizer, *others = [torch.optim.SGD(part, 1.0) for part in parts]
     faults.at_step(task, -1)
-    strategy.prepare(model, optimizer, gradients="sum")
+    strategy.prepare(model, optimizer, *others, gradients="sum")
     data = DataLoader(
         TensorDataset(torch.arange(options.examples)),
         batch_size=options.batch_size,
@@ -92,6 +96,10 @@ def main() -> None:
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
+            for other in others:
+                faults.at_step(task, step + 1)  # of the batch that comes next; here between its steps
+                other.step()
+                other.zero_grad()
 
     step = 0
     epochs = itertools.takewhile(lambda _: not options.until.exists(), itertools.count()) if options.until else None

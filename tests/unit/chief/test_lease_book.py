@@ -248,6 +248,19 @@ def test_a_committed_slice_of_a_dead_worker_stays_and_is_accepted_with_its_step(
     assert lease_book.accept(A, 1, 0, [0]) == [Unit(1, 0, 0), Unit(1, 0, 1)]
 
 
+def test_a_slice_of_a_dead_worker_that_lacks_an_update_is_lent_again_after_its_step() -> None:
+    lease_book = sync_lending(4)
+    lease_book.steps.per_unit = 2
+    lease_book.ask(A, 1, 0, (), 1, [A, B])
+    lease_book.ask(B, 1, 0, (), 1, [A, B])
+    removal = lease_book.remove(lease_book.held(B), {Unit(1, 0, 1): [0]})
+    assert (removal.returned, removal.accepted) == ([], [])
+    assert not lease_book.ask(A, 1, 0, {0}, 1, [A]).granted, "its first update may not be on the ps yet"
+    assert lease_book.accept(A, 1, 0, [0]) == [Unit(1, 0, 0)]
+    [lease] = lease_book.ask(A, 1, 0, (), 1, [A]).granted
+    assert (lease.unit, lease.step, lease.step_units) == (Unit(1, 0, 1), 2, (1,))
+
+
 def test_a_newcomer_waits_for_all_earlier_steps_and_refreshes() -> None:
     lease_book = sync_lending()
     lease_book.ask(A, 1, 0, (), 1, [A])

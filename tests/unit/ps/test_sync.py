@@ -143,6 +143,32 @@ def test_dead_worker_that_committed_elsewhere_counts_with_its_prepared_slice() -
     assert store.state.units.is_applied(units[1], 0)
 
 
+def test_nobody_waits_for_a_dead_worker_in_an_update_that_it_had_not_committed() -> None:
+    store, (one, two) = started(2)
+    units = units_of(1, 2)
+    first = commit(one, torch.zeros(SIZE), units[0], part_of(1, units, 2))
+    two.prepare(two.stage(torch.full((SIZE,), 2.0)), units[1], part_of(1, units, 2))
+    store.fence(CHIEF, "worker:1", 1, CALL)
+    store.commits.sync.close_step(CHIEF, 1, units, [Update((units[1],), 0)], CALL)
+    assert first.result().applied
+    second = one.request(one.stage(torch.full((SIZE,), 0.5)), [units[0]], ordinal=1, slice=part_of(1, units, 2))
+    assert one.send(second).applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
+    assert not store.state.units.is_applied(units[1], 1)
+
+
+def test_an_update_that_was_here_before_need_not_have_come_again() -> None:
+    """Its batch is computed again for the rest of its updates, and the worker that did is dead before it sent this."""
+    store, (one, two) = started(2)
+    before, units = units_of(1, 2), units_of(2, 2)
+    assert commit(two, torch.ones(SIZE), before[1], part_of(1, (before[1],), 2)).result().applied
+    units = (units[0], before[1])
+    store.fence(CHIEF, "worker:1", 1, CALL)
+    store.commits.sync.close_step(CHIEF, 2, units, [Update((before[1],), 0)], CALL)
+    assert commit(one, torch.full((SIZE,), 0.5), units[0], part_of(2, units, 2)).result().applied
+    torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
+
+
 def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     store, (one, two) = started(2)
     units = units_of(1, 2)
