@@ -262,7 +262,7 @@ class PsReturn(ChiefPart):
             self._lease_book.restores += 1
             self._all_went_back()
             self._restarted.clear()
-            saved = manifest.done_in_steps
+            saved = manifest.done
             back = self._lease_book.roll_back(saved, is_last=self._sessions.work_is_done)
             if back.lost:
                 self._journal.write("lost", task="", units=encode_positions(back.lost))

@@ -210,7 +210,7 @@ class Recovery(ChiefPart):
         if origin is not None:
             manifest = origin.manifest
             in_step = any(plan.staleness == 0 for plan in manifest.plans.values())
-            saved = manifest.done_in_steps if in_step else dict(manifest.accepted)
+            saved = manifest.done if in_step else dict(manifest.accepted)
             for dataset, plan in manifest.plans.items():
                 if dataset not in self._lease_book.plans:
                     self._lease_book.open_dataset(dataset, plan)

@@ -260,7 +260,7 @@ class Scaling(ChiefPart):
     async def _num_more(self, checkpoint: str) -> int:
         """Units that are closed or applied now, and not in a checkpoint."""
         manifest = await asyncio.to_thread(ServersManifest.read, pathlib.Path(checkpoint))
-        saved = plus(manifest.accepted, manifest.applied) if manifest is not None else {}
+        saved = manifest.done if manifest is not None else {}
         now = self._lease_book.positions()
         for each in (await self._ps_pool.describe()).values():
             now = plus(now, each.applied())

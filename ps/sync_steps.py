@@ -104,6 +104,9 @@ class SyncSteps:
         for other in step.contributions.values():
             if other.unit != contribution.unit:
                 _check_agreement(key, other, contribution)
+        for earlier, theirs in self._open.items():
+            for one in theirs.contributions.values():
+                _check_batches(earlier, one, key, contribution)
         mine = step.contributions.get(contribution.unit)
         if mine is None or not mine.committed:
             step.contributions[contribution.unit] = contribution
@@ -264,6 +267,18 @@ class SyncSteps:
         self._closings.clear()
         self._applied.clear()
         self._forgotten_step = 0
+
+
+def _check_batches(earlier: StepKey, one: Contribution, later: StepKey, other: Contribution) -> None:
+    """Neither would ever be applied: each waits for a slice that its worker has put into the other."""
+    if earlier[0] > later[0]:
+        earlier, one, later, other = later, other, earlier, one
+    if earlier[0] < later[0] and any(unit in one.slice.units for unit in other.update.units[:-1]):
+        raise ConfigurationError(
+            f"{one.sender} makes a step after the batch of step {earlier[0]}, and {other.sender} accumulates over it "
+            f"and makes one after that of step {later[0]}: every worker must step after the same batches. A batch "
+            "smaller than the number of workers is not seen by all of them: leave it out (drop_last=True)"
+        )
 
 
 def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> None:

@@ -32,6 +32,11 @@ class UnitTracker:
         return (*self._idle, *self._accumulating, *((self.current,) if self.current else ()))
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether backward has reached the current unit since its last step."""
+        return self._has_gradients
+
+    @property
     def num_idle(self) -> int:
         """Units taken and left without a gradient."""
         return len(self._idle)

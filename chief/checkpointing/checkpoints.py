@@ -44,8 +44,8 @@ class ServersManifest(Manifest):
     """Shard groups in it, counted on each ps. A model that is prepared at the same step adds some."""
 
     @property
-    def done_in_steps(self) -> Positions:
-        """Staleness 0: units that need not be computed again after all ps went back to this."""
+    def done(self) -> Positions:
+        """Units with all of their updates in it, reported or not."""
         return plus(self.accepted, minus(self.applied, self.unfinished))
 
     @property

@@ -211,7 +211,8 @@ class ParameterServerStrategy(Strategy):
             # The hook's args begin with the optimizer itself.
             if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
                 raise ConfigurationError(
-                    "optimizer.step(closure) cannot run on parameter servers: the closure would have to run there"
+                    "optimizer.step(closure) cannot run on parameter servers: the closure would have to run there. Do "
+                    "what it does (zero_grad, loss, backward) and then call optimizer.step()"
                 )
             self._runtime.meter.computes(measures.OPTIMIZER)
             self._commit(push)
@@ -377,6 +378,12 @@ class ParameterServerStrategy(Strategy):
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)
+        if self._weight not in (None, weight) and self._tracker.has_gradients:
+            raise ConfigurationError(
+                f"set_weight({weight:g}) after a backward with {self._weight:g}: an update has one weight on parameter "
+                'servers. Give both losses one denominator, or prepare(gradients="sum") and divide each by what is '
+                "the same on every worker"
+            )
         self._weight = weight
 
     @contextlib.contextmanager

@@ -71,11 +71,20 @@ class OptimizerState:
         for parameter in self._parameters:
             self._optimizer.state.pop(parameter, None)
 
+    def begin(self, is_given: bool) -> None:
+        """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if
+        it did, and is forgotten here."""
+        if is_given and any(parameter in self._optimizer.state for parameter in self._parameters):
+            self._send()
+        self._empty()
+
     def _load(self) -> None:
         """Sends a loaded state to the ps, and forgets it here."""
-        if not self._may_assign():
-            self._empty()
-            return
+        if self._may_assign():
+            self._send()
+        self._empty()
+
+    def _send(self) -> None:
         for (group, ps), shards in sorted(self._layout.shards.items()):
             states = [dict(self._optimizer.state.get(self._parameters[shard.variable], {})) for shard in shards]
             counts = [int(state.get("step", 1 if state else 0)) for state in states]
@@ -84,7 +93,6 @@ class OptimizerState:
             slots = sorted(names - SCALARS - {"step"})
             for slot in slots:
                 self._assign(self._clients[ps], group, slot, counts, scalars)
-        self._empty()
 
     def _assign(
         self, client: PsClient, group: int, slot: str, counts: list[int], scalars: dict[str, list[float]]

@@ -120,6 +120,8 @@ class RemoteVariables:
         self.targets = WeightTargets(layout, tensors)
         self.have: dict[int, dict[int, wire.Version]] = {}
         """Versions of the copies here: of each ps, by group."""
+        self.num_given = 0
+        """Times that a ps asked this process for values."""
         self.copies = TrainedCopies(self.named if optimizer else [])
         self.rerouted()
 
@@ -152,6 +154,11 @@ class RemoteVariables:
         return self.pull([client], wait_s=INITIAL_WAIT_S)
 
     def give(self, client: PsClient, groups: Sequence[int]) -> None:
+        """Sends this process's values of ``groups`` to one ps, which has none yet or none any more."""
+        self.num_given += 1
+        self.assign(client, groups)
+
+    def assign(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps."""
         values = send_values(client, self.layout, self.targets, groups)
         self.have[client.index] |= wire.assign_values(client, values, groups)
@@ -168,7 +175,7 @@ class RemoteVariables:
         for client in self.clients:
             groups = [group for group, ps in self.layout.shards if ps == client.index]
             if groups:
-                self.give(client, groups)
+                self.assign(client, groups)
 
     def forget(self) -> None:
         """The copies here are no version of the job's: the next pull takes all."""

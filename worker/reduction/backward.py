@@ -129,7 +129,8 @@ class BackwardReducer(Generic[B]):
                 raise ConfigurationError(
                     "optimizer.step() with gradients that no backward() has brought (torch.autograd.grad, torch.func) "
                     "and that differ between the replicas, which would part. Let backward() compute them, or reduce "
-                    'each: p.grad = sg.get_replica_context().all_reduce("mean", gradient)'
+                    'each, n being the examples here, as a tensor, and sum_of = partial(context.all_reduce, "sum") of '
+                    "context = sg.get_replica_context(): p.grad = sum_of(gradient * n) / sum_of(n)"
                 )
 
         def after(*_: Any) -> None:

@@ -22,6 +22,7 @@ from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
 from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.replicas.copyable import check_shapes
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
@@ -112,7 +113,7 @@ class VariableGroups:
         self._create(self._placed[num_placed:])
         pushes = []
         for optimizer, parameters, variables, tables in trained:
-            OptimizerState(variables, optimizer, parameters, self._runtime.may_assign)
+            OptimizerState(variables, optimizer, parameters, self._runtime.may_assign).begin(variables.num_given > 0)
             if tables:
                 TableState(optimizer, tables)
             treated = policy, self.closes, self._runtime.meter, self.recover
@@ -363,6 +364,8 @@ def _parameters(
                 raise ConfigurationError(
                     f"{names[id(parameter)]} belongs to two optimizers; a ps keeps one optimizer state for it"
                 )
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                continue  # it never has a gradient, and no optimizer changes it
             taken.add(id(parameter))
             found.append((parameter, index))
     return found
@@ -384,6 +387,9 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
     Raises:
         ConfigurationError: it cannot be trained on parameter servers; says what can.
     """
+    for item in objects:
+        if isinstance(item, torch.nn.Module):
+            check_shapes(item)
     if any(isinstance(item, torch.amp.GradScaler) for item in objects):
         raise ConfigurationError(
             "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use "

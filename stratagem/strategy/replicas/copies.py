@@ -136,6 +136,8 @@ class Copies:
             other.__dict__.setdefault(name, copy.deepcopy(value, self._memo))
         if one.grad is not None:
             other.grad = one.grad.detach().to(self.device, copy=True)
+        if not (other.is_floating_point() or other.is_complex()):
+            return
         wanted, other.requires_grad = other.requires_grad, True
         if not other._backward_hooks:
             for hook in (one._backward_hooks or {}).values():

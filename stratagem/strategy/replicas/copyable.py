@@ -15,11 +15,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from stratagem.errors import ConfigurationError
 
 
-def check_module(module: nn.Module) -> None:
-    """Refuses a model of which a copy would not be the same model.
+def check_shapes(module: nn.Module) -> None:
+    """Refuses a model whose lazy layers have no weights yet.
 
     Raises:
-        ConfigurationError: names the attribute, and says what to do.
+        ConfigurationError: names one, and says what to do.
     """
     for path, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -28,6 +28,16 @@ def check_module(module: nn.Module) -> None:
                     f"{_named(path, name)} of {_kind(module)} has no shape yet; call the model once on a batch before "
                     "strategy.prepare, so that its lazy layers get theirs"
                 )
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuses a model of which a copy would not be the same model.
+
+    Raises:
+        ConfigurationError: names the attribute, and says what to do.
+    """
+    check_shapes(module)
+    for path, part in module.named_modules():
         slots = sorted({name for kind in type(part).__mro__ for name in _slots_of(kind)} - {"__dict__", "__weakref__"})
         if slots:
             raise ConfigurationError(

@@ -569,6 +569,30 @@ def test_the_state_of_the_optimizer_stays_on_the_ps_and_can_be_loaded(start: Cal
     assert counts == {4}
 
 
+def test_what_an_optimizer_has_before_it_is_prepared_goes_with_the_weights(start: Callable[..., Job]) -> None:
+    """A training that goes on began without momentum, without a word."""
+
+    def trained(num_steps: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), 1.0 + step)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    job = start()
+    model, optimizer = trained(3)
+    job.prepare(model, optimizer)
+    assert not optimizer.state
+    optimizer.zero_grad()
+    model(torch.full((1, 3), 4.0)).sum().backward()
+    job.step()
+    expected, _ = trained(4)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=2e-6, atol=2e-6)
+
+
 def test_what_tables_cannot_do_is_refused_at_prepare(start: Callable[..., Job]) -> None:
     job = start("tcp")
     with Remote().scope():

@@ -169,6 +169,21 @@ def test_an_update_that_was_here_before_need_not_have_come_again() -> None:
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
 
 
+def test_workers_that_step_after_other_batches_are_told_so() -> None:
+    """Each would wait for ever for what the other has put into another update."""
+    store, (one, two) = started(2)
+    first, second = units_of(1, 2), units_of(2, 2)
+    waiting = commit(one, torch.ones(SIZE), first[0], part_of(1, first, 2))
+    poll(lambda: store.state.steps.is_prepared((1, 0), first[0]))
+    ref = two.stage(torch.ones(SIZE))
+    request = two.request(ref, [first[1], second[1]], slice=part_of(2, second, 4))
+    with pytest.raises(ConfigurationError, match=r"worker:0 .* after the batch of step 1, and worker:1 .* of step 2"):
+        two.send(request)
+    store.fence(CHIEF, "worker:0", 1, CALL)
+    with pytest.raises(FencedError):
+        waiting.result()
+
+
 def test_chief_completes_a_step_whose_workers_are_all_dead() -> None:
     store, (one, two) = started(2)
     units = units_of(1, 2)

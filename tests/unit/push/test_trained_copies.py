@@ -66,6 +66,19 @@ def test_what_the_ps_bring_may_be_anything(model: torch.nn.Linear, copies: Train
         copies.check()
 
 
+@pytest.mark.parametrize("num_before", range(NUM_EXACT + 1, NUM_EXACT + 5))
+def test_a_model_that_is_loaded_later_is_refused_all_the_same(
+    model: torch.nn.Linear, copies: TrainedCopies, num_before: int
+) -> None:
+    for _ in range(num_before):
+        copies.note()
+        copies.check()
+    copies.note()
+    CHANGES["loaded"](model)
+    with pytest.raises(ConfigurationError, match=r"(weight|bias) was changed here"):
+        copies.check()
+
+
 def test_later_a_change_is_said_once(
     model: torch.nn.Linear, copies: TrainedCopies, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +96,7 @@ def test_later_a_change_is_said_once(
     for _ in range(300):
         copies.check()
         copies.note()
-        if copies._sums is not None:
+        if len(copies._sums) == 2:
             break
     model.bias.data.fill_(9.0)
     with pytest.raises(ConfigurationError, match="bias was changed here"):
