@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from stratagem.arguments import check_call, checked
 from stratagem.data.values import PerReplica, part_of_replica
@@ -322,10 +323,11 @@ class SynchronousStrategy(SynchronousInput):
 
     @contextlib.contextmanager
     def _buffers_kept(self, replica: int) -> Iterator[None]:
-        # Statistics that all replicas form together must be the same on all, whatever a replica's own share.
+        # Statistics that all replicas form together must be the same on all, whatever a replica's own share; and so
+        # must be what counts averages of weights.
         models = self._everywhere(item for item in self._known.values() if isinstance(item, nn.Module))[replica]
         modules = [part for model in models for part in model.modules()]
-        kept = copies_of_buffers(part for part in modules if not isinstance(part, SyncBatchNorm))
+        kept = copies_of_buffers(part for part in modules if not isinstance(part, SyncBatchNorm | AveragedModel))
         try:
             yield
         finally:

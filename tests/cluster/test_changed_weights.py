@@ -28,3 +28,10 @@ def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     assert done.code == 2, done.stderr
     assert "weight was changed here since the last update" in done.stderr
     assert "strategy.load_once(lambda: model.load_state_dict" in done.stderr
+
+
+def test_two_weights_of_one_update_are_refused(cluster: Start) -> None:
+    """The first was forgotten."""
+    done = cluster(1, 1, "changes_weights.py", "weighed twice").finish()
+    assert done.code == 2, done.stderr
+    assert "set_weight(2) after a backward with 1: an update has one weight on parameter servers" in done.stderr

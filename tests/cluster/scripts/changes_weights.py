@@ -21,6 +21,10 @@ def loaded(strategy: sg.Strategy) -> None:
 
     def step(batch: list[torch.Tensor]) -> None:
         optimizer.zero_grad()
+        if sys.argv[1] == "weighed twice":
+            strategy.set_weight(1.0)
+            model(batch[0]).mean().backward()
+            strategy.set_weight(2.0)
         model(batch[0]).sum().backward()
         optimizer.step()
 
