@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stratagem.errors import ConfigurationError
@@ -15,9 +18,9 @@ logger = logging.getLogger(__name__)
 NUM_EXACT, EXACT_EVERY = 3, 256
 """So often at first, and now and then later, all values are looked at: ``tensor.data`` hides changes from torch's
 counters."""
-NUM_SAMPLED = 4096
-"""Of one tensor, another one each time, so many elements are looked at in every other step: whoever loads a model
-changes all."""
+NUM_SAMPLED_BYTES = 1024
+"""The first bytes of one tensor, another one each time, are looked at in every other step: whoever loads a model
+changes all of it."""
 _WAY_OUT = (
     "The parameter servers have the weights of the job, and the next update brings theirs. Load or change weights "
     "before strategy.prepare, or after it in strategy.load_once(lambda: model.load_state_dict(…)) on every worker; "
@@ -37,8 +40,9 @@ class TrainedCopies:
         self._tensors = [tensor for _, tensor in named]
         self._counters: list[int] | None = None
         """Of torch, one for each tensor, which count changes in place; None: whatever they are is right."""
-        self._sums: dict[int, int] = {}
-        """Of the bits of those that are looked at."""
+        self._sums: list[int] | None = None
+        self._heads = [_head(tensor) for tensor in self._tensors]
+        self._sample: tuple[int, bytes] | None = None
         self._num_checked = 0
         self._has_warned = False
 
@@ -46,17 +50,15 @@ class TrainedCopies:
         """From now on they are to stay as they are."""
         self._counters = [tensor._version for tensor in self._tensors]
         is_exact = self._num_checked < NUM_EXACT or not self._num_checked % EXACT_EVERY
-        num = len(self._tensors)
-        looked_at = range(num) if is_exact or not num else [self._num_checked % num]
-        self._sums = {index: self._sum(index, is_exact) for index in looked_at}
+        self._sums = [sum_of_bits(tensor.detach().reshape(-1)) for tensor in self._tensors] if is_exact else None
+        self._sample = None
+        if not is_exact and self._heads:
+            index = self._num_checked % len(self._heads)
+            self._sample = index, self._heads[index].tobytes()
 
     def forget(self) -> None:
         """They may be anything until the next :meth:`note`."""
-        self._counters = None
-
-    def _sum(self, index: int, is_exact: bool) -> int:
-        flat = self._tensors[index].detach().reshape(-1)
-        return sum_of_bits(flat if is_exact else flat[:NUM_SAMPLED])
+        self._counters = self._sums = self._sample = None
 
     def check(self) -> None:
         """Looks whether they have stayed so. Where only the counters differ, values that were put back may be the
@@ -68,14 +70,27 @@ class TrainedCopies:
         if self._counters is None:
             return
         self._num_checked += 1
-        is_exact = len(self._sums) == len(self._tensors)
-        for index, bits in self._sums.items():
-            if self._sum(index, is_exact) != bits:
-                self.forget()
-                raise ConfigurationError(f"{self._names[index]} was changed here since the last update. {_WAY_OUT}")
-        if not is_exact and not self._has_warned:
+        if self._sums is not None:
+            for name, tensor, bits in zip(self._names, self._tensors, self._sums, strict=True):
+                if sum_of_bits(tensor.detach().reshape(-1)) != bits:
+                    self._refuse(name)
+            return
+        if self._sample is not None and self._heads[self._sample[0]].tobytes() != self._sample[1]:
+            self._refuse(self._names[self._sample[0]])
+        if not self._has_warned:
             for name, tensor, counter in zip(self._names, self._tensors, self._counters, strict=True):
                 if tensor._version != counter:
                     self._has_warned = True
                     logger.warning("%s was written to since the last update. %s", name, _WAY_OUT)
                     break
+
+    def _refuse(self, name: str) -> NoReturn:
+        self.forget()
+        raise ConfigurationError(f"{name} was changed here since the last update. {_WAY_OUT}")
+
+
+def _head(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The first bytes of a tensor, where they lie; none where that is not so simple."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return np.empty(0, np.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()[:NUM_SAMPLED_BYTES]
