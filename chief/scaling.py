@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
-from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, unfinished_units
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.leasing.lease_book import LeaseBook
 from stratagem.chief.leasing.positions import minus, plus
@@ -221,9 +221,11 @@ class Scaling(ChiefPart):
         """With commits held: all that the ps have, in a checkpoint."""
         await self._recovery.count_lost()
         is_named = bool(self._lease_book.plans)  # updates of no unit are told by nothing
-        if self._newest is None or not is_named or await self._num_more(self._newest.path):
+        newest = self._newest
+        if newest is None or not is_named or newest.manifest.unfinished or await self._num_more(newest.path):
             self._newest = await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=is_complete)
             self._saved(self._newest)
+        assert self._newest is not None
         return self._newest
 
     async def _route(self, checkpoint: str, num_ps: int) -> None:
@@ -258,10 +260,11 @@ class Scaling(ChiefPart):
             )
 
     async def _num_more(self, checkpoint: str) -> int:
-        """Units that are closed or applied now, and not in a checkpoint."""
+        """Units that have all of their updates now, and not in a checkpoint."""
         manifest = await asyncio.to_thread(ServersManifest.read, pathlib.Path(checkpoint))
         saved = manifest.done if manifest is not None else {}
-        now = self._lease_book.positions()
-        for each in (await self._ps_pool.describe()).values():
+        now, described = self._lease_book.positions(), (await self._ps_pool.describe()).values()
+        for each in described:
             now = plus(now, each.applied())
-        return sum(map(len, minus(now, saved).values()))
+        unfinished = unfinished_units(described, self._lease_book.steps.per_unit)
+        return sum(map(len, minus(minus(now, unfinished), saved).values()))

@@ -81,6 +81,8 @@ class SyncSteps:
         self._closings: dict[int, _Closing] = {}
         self._applied: dict[StepKey, frozenset[Unit]] = {}
         self._forgotten_step = 0
+        self._accumulates = False
+        """Updates have come of several batches."""
 
     @property
     def are_used(self) -> bool:
@@ -104,9 +106,11 @@ class SyncSteps:
         for other in step.contributions.values():
             if other.unit != contribution.unit:
                 _check_agreement(key, other, contribution)
-        for earlier, theirs in self._open.items():
-            for one in theirs.contributions.values():
-                _check_batches(earlier, one, key, contribution)
+        self._accumulates |= len(contribution.update.units) > 1
+        if self._accumulates:
+            for earlier, theirs in self._open.items():
+                for one in theirs.contributions.values():
+                    _check_batches(earlier, one, key, contribution)
         mine = step.contributions.get(contribution.unit)
         if mine is None or not mine.committed:
             step.contributions[contribution.unit] = contribution

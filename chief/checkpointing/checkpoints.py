@@ -53,6 +53,10 @@ class ServersManifest(Manifest):
         """ps that wrote it."""
         return len({file.ps for file in self.files})
 
+    def is_part_of(self, other: ServersManifest) -> bool:
+        """Whether another one of the same step has more: the rest of a batch, or of what was prepared."""
+        return bool(self.unfinished) or self.lacks_groups(other.num_groups, other.num_ps)
+
     def lacks_groups(self, num_groups: int, num_ps: int) -> bool:
         """Whether a model was prepared since, on as many ps; of other numbers of ps nothing can be said."""
         return self.num_ps == num_ps and self.num_groups < num_groups
@@ -108,7 +112,7 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
     """Makes a draft a checkpoint by one rename; returns its path.
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
-    automatic one of this step that was taken before another model was prepared is removed.
+    automatic one of this step is removed that was taken before another model was prepared, or in the middle of a batch.
 
     Raises:
         CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
@@ -128,7 +132,7 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
         before = ServersManifest.read(target)
-        if before is not None and before.automatic and before.lacks_groups(manifest.num_groups, manifest.num_ps):
+        if before is not None and before.automatic and not is_same(target) and before.is_part_of(manifest):
             catalog.remove(target)
         draft.commit(target, manifest, is_newest=True, is_same=is_same, what="other weights")
     return target

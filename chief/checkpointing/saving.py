@@ -35,7 +35,8 @@ class CommittedCheckpoint:
     def lacks(self, described: Collection[ServerDescription]) -> bool:
         """Whether ps have anything that is not in it."""
         step, num_groups = content_of(described)
-        return self.step != step or self.manifest.lacks_groups(num_groups, len(described))
+        is_half = bool(self.manifest.unfinished)  # the rest of a batch need not be a step more
+        return is_half or self.step != step or self.manifest.lacks_groups(num_groups, len(described))
 
 
 class Saving(ChiefPart):

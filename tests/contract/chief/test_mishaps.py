@@ -519,6 +519,21 @@ async def test_no_unit_is_leased_while_a_ps_is_back_from_before_a_model_was_prep
         assert manifest.num_groups == 4
 
 
+async def test_a_checkpoint_in_the_middle_of_a_batch_is_replaced_by_one_of_the_rest(tmp_path: Path) -> None:
+    """Two optimizers, with variables on two ps: by the second one's update neither has a step more than the other."""
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await worker.open()
+        await worker.next(steps_per_unit=2)
+        servers[0].apply(Unit(1, 0, 0), 0, num_servers=1)
+        half = await running.job.saving.save(str(tmp_path), automatic=True)
+        assert half.manifest.unfinished == {(1, 0): UnitBitmap.of([0])}
+        assert half.manifest.applied == half.manifest.unfinished and not half.manifest.done
+        servers[1].apply(Unit(1, 0, 0), 1, num_servers=1)
+        whole = await running.job.saving.save(str(tmp_path), automatic=True)
+        assert half.path == whole.path and half.manifest.files != whole.manifest.files
+        assert not whole.manifest.unfinished and whole.manifest.done == {(1, 0): UnitBitmap.of([0])}
+
+
 async def test_a_checkpoint_that_a_script_asked_for_is_not_replaced_where_it_prepares_another_model(
     tmp_path: Path,
 ) -> None:
