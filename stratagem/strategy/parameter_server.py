@@ -33,10 +33,11 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
+from stratagem.strategy.ps.checks import check_prepared
 from stratagem.strategy.ps.schedules import follow, keep_up
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
-from stratagem.strategy.ps.variables import VariableGroups, check_prepared
+from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.strategy.replicas.context import run_alone, watch_torch
 from stratagem.strategy.replicas.copies import move_original
 from stratagem.worker.leases import LeaseClient

@@ -1,0 +1,52 @@
+"""What cannot be trained on parameter servers, found when it is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+from stratagem.strategy.model_parts import sparse_embeddings
+from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.replicas.copyable import check_shapes
+from stratagem.worker.push.remote_table import RemoteTable
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what cannot be named on the wire; the ps itself refuses what it cannot run."""
+    cls = type(optimizer)
+    if getattr(torch.optim, cls.__name__, None) is not cls:
+        raise UnsupportedOptimizerError(
+            f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
+            "a parameter server runs optimizers by name, and cannot run code of yours"
+        )
+
+
+def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
+    """Looks at what ``prepare`` was given.
+
+    Raises:
+        ConfigurationError: it cannot be trained on parameter servers; says what can.
+    """
+    for item in objects:
+        if isinstance(item, torch.nn.Module):
+            check_shapes(item)
+    if any(isinstance(item, torch.amp.GradScaler) for item in objects):
+        raise ConfigurationError(
+            "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use "
+            "bfloat16 autocast, which needs no scaling"
+        )
+    if preparation.sync_batchnorm:
+        raise ConfigurationError(
+            "sync_batchnorm=True needs workers that run in step and talk to each other: use "
+            "MultiWorkerMirroredStrategy (--strategy ring)"
+        )
+    for name, layer in sparse_embeddings(item for item in objects if isinstance(item, torch.nn.Module)):
+        if not isinstance(getattr(layer, "remote_table", None), RemoteTable):
+            raise ConfigurationError(
+                f"gradients of an nn.Embedding travel dense to parameter servers: give {name} sparse=False, or make "
+                "it an sg.nn.Embedding (or EmbeddingBag) inside `with strategy.scope():`, whose rows live on the "
+                "parameter servers"
+            )
