@@ -174,6 +174,8 @@ class PsReturn(ChiefPart):
                 "from. Start the job with --checkpoint-dir to survive the loss of a ps.",
             )
             return
+        if server not in self._ps_pool.servers:
+            return  # it was left out and taken in again meanwhile, say, with what the others began from
         # Staleness > 0: what the ps lacks is lost; the others go on.
         self._lease_book.restores += 1
         self._note_put_back(server)

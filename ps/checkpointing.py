@@ -144,7 +144,7 @@ class Checkpointing:
             self._state.gate.release(token)
             self._state.changed.notify_all()
 
-    def restore_shards(self, directory: str, num_ps: int = 0, is_fresh: bool = False) -> int:
+    def restore_shards(self, directory: str, num_ps: int = 0, is_fresh: bool = False, call: Call | None = None) -> int:
         """Goes back to a checkpoint, as one of ``num_ps``; 0: of those that made it. Returns the new store epoch.
 
         The files of one that ``is_fresh`` are not looked through once more.
@@ -172,8 +172,9 @@ class Checkpointing:
             check_group(spec)
         check_new_groups(specs, [], state.limits)
         with state.changed:
-            if number < self._newest_restore:
-                return state.store_epoch  # the call was repeated meanwhile, and training may go on already
+            is_over = call is not None and not call.is_active()
+            if number < self._newest_restore or is_over:
+                return state.store_epoch  # the call was repeated or given up meanwhile, and training may go on already
             self._newest_restore = number
             epoch = self._next_epoch(max(state.store_epoch, content.store_epoch))
             self.become(content, epoch)

@@ -136,7 +136,7 @@ class ParameterServerServicer:
     def RestoreShards(
         self, request: ps_pb2.RestoreShardsRequest, context: grpc.ServicerContext
     ) -> ps_pb2.RestoreShardsReply:
-        self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh)
+        self._store.checkpoints.restore_shards(request.directory, request.num_ps, request.is_fresh, context)
         return ps_pb2.RestoreShardsReply()
 
     def TakeOver(self, request: ps_pb2.TakeOverRequest, context: grpc.ServicerContext) -> ps_pb2.TakeOverReply:

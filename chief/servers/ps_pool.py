@@ -68,13 +68,13 @@ class PsPool:
             await self._servers.pop(incarnation).close()
 
     async def insist(self, server: Server, call: Callable[[Server], Awaitable[_Result]]) -> _Result | None:
-        """Calls until an answer comes; None when the ps is lost before.
+        """Calls until an answer comes; None when the ps is lost before, or has been left out and taken in again since.
 
         Raises:
             StratagemError: the ps refused.
         """
         level = logging.INFO
-        while self._is_open(server.incarnation):
+        while self._is_open(server.incarnation) and self._servers.get(server.incarnation) is server:
             try:
                 return await call(server)
             except PeerUnavailableError as error:

@@ -110,7 +110,7 @@ def plan(seed: int, has_table: bool = False) -> Schedule:
     if has_table or (forms.random() < 0.25 and not is_estranged):
         job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
-    if forms.random() < 0.5 and job.num_variables > 1 and not job.has_table:
+    if forms.random() < 0.5 and job.num_variables > 1 and not (job.has_table or job.staleness):
         job = dataclasses.replace(job, num_optimizers=2)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
