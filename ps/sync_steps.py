@@ -302,5 +302,7 @@ def _check_agreement(key: StepKey, one: Contribution, other: Contribution) -> No
                     f"step {key[0]}: hyper-parameter {sorted(names)[0]} of param_group {index} differs: "
                     f"{one.sender} has "
                     f"{first.get(sorted(names)[0])}, {other.sender} has {second.get(sorted(names)[0])}; "
-                    "set it from the step, not from what one worker sees"
+                    "give its scheduler to strategy.prepare, which follows the steps of the job, or set it from what "
+                    "all workers see, as the number of the epoch: a worker is not called for a batch that has no part "
+                    "for it"
                 )
