@@ -211,6 +211,7 @@ class RemoteVariables:
     def take(self, client: PsClient, call: PendingCall) -> Any:
         """Waits for a reply with versions, and writes the weights that it brings into the tensors; call
         :meth:`finish` after the last ps."""
+        self.copies.forget()  # until all have come: a reply that breaks off leaves some of it
         targets, ps = self.targets, client.index
         reply = call.result(
             lambda frame: targets.write(ps, frame),
