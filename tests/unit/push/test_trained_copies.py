@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from stratagem.errors import ConfigurationError
+from stratagem.errors import ConfigurationError, PeerUnavailableError
+from stratagem.worker.push.layout import Layout, VariableSpec
 from stratagem.worker.push.trained_copies import NUM_EXACT, TrainedCopies
+from stratagem.worker.push.variables import RemoteVariables
 
 Change = Callable[[torch.nn.Linear], object]
 CHANGES: dict[str, Change] = {
@@ -108,3 +112,21 @@ def test_later_a_change_is_said_once(
     model.bias.data.fill_(9.0)
     with pytest.raises(ConfigurationError, match="bias was changed here"):
         copies.check()
+
+
+def test_what_a_reply_that_broke_off_has_left_is_no_change_of_the_script(model: torch.nn.Linear) -> None:
+    """A ps died in the middle of it; the next update brings all of it, and was refused."""
+    layout = Layout([VariableSpec("weight", (1, 2), torch.float32, 0)], [[(0, 0, 1)]], 1 << 20)
+    client: Any = SimpleNamespace(index=0)
+    variables = RemoteVariables([client], layout, [model.weight], "SGD")
+
+    def result(*_: Any) -> None:
+        model.weight.data.fill_(7.0)
+        raise PeerUnavailableError("ps:0 is gone")
+
+    for _ in range(2 * NUM_EXACT):
+        variables.finish()
+        with pytest.raises(PeerUnavailableError):
+            variables.take(client, SimpleNamespace(result=result))  # type: ignore[arg-type]
+        variables.copies.check()
+        model.weight.data.fill_(8.0)
