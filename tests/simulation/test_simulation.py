@@ -10,8 +10,8 @@ import pytest
 
 from tests.simulation.mutations import MUTATIONS
 
-NUM_SCHEDULES = 450
-"""Half a minute of a quiet processor; a count, so that the same are run on a slow one."""
+NUM_SCHEDULES = 600
+"""Most of a minute of a quiet processor; a count, so that the same are run on a slow one."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
