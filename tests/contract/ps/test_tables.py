@@ -593,6 +593,20 @@ def test_what_an_optimizer_has_before_it_is_prepared_goes_with_the_weights(start
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=2e-6, atol=2e-6)
 
 
+def test_an_integer_parameter_is_kept_like_a_buffer(start: Callable[..., Job]) -> None:
+    job = start()
+    model = nn.Linear(3, 2)
+    model.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    job.prepare(model, optimizer)
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    job.step()
+    specs = [locked.spec for store in job.stores for locked in store.state.locked_groups.values() if locked.spec.shards]
+    assert {(spec.optimizer, spec.dtype) for spec in specs} == {("Adam", torch.float32), ("", torch.int64)}
+    assert model.codes.tolist() == [0, 1, 2, 3]
+
+
 def test_what_tables_cannot_do_is_refused_at_prepare(start: Callable[..., Job]) -> None:
     job = start("tcp")
     with Remote().scope():

@@ -1,4 +1,4 @@
-"""Averages of weights that the step takes, on replicas of which one has no example of the last batch."""
+"""Models with more than weights: averages that the step takes, integer parameters, layers without a shape."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.errors import ConfigurationError
+from stratagem.strategy.replicas.copyable import check_shapes
 
 
 def averaged(strategy: sg.Strategy, fn: Any) -> tuple[int, torch.Tensor]:
@@ -41,3 +43,19 @@ def test_an_average_counts_a_step_of_which_a_replica_has_no_share(fn: Any) -> No
     expected_count, expected = averaged(sg.OneDeviceStrategy("cpu"), fn)
     assert count == expected_count == 3
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_integer_parameter_is_copied() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model: Any = torch.nn.Linear(3, 2)
+    model.codes = torch.nn.Parameter(torch.arange(4), requires_grad=False)
+    model, _ = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert [codes.tolist() for codes in strategy.local_results(strategy.run(lambda: model.codes + 0))] == [
+        [0, 1, 2, 3]
+    ] * 2
+    strategy.close()
+
+
+def test_lazy_layers_are_refused_in_words() -> None:
+    with pytest.raises(ConfigurationError, match="call the model once on a batch before strategy"):
+        check_shapes(torch.nn.Sequential(torch.nn.LazyLinear(2)))
