@@ -151,7 +151,7 @@ class SyncSteps:
         step: int,
         included: Iterable[Unit],
         committed: Iterable[Update],
-        is_applied: Callable[[Unit, int], bool] = lambda unit, ordinal: False,
+        is_applied: Callable[[Unit, int], bool],
     ) -> list[StepKey]:
         """The chief closes a step. Returns the keys of it that are open here.
 

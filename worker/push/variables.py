@@ -66,12 +66,12 @@ def attach(every: Sequence[Attachable], client: PsClient, can_initialize: bool) 
     It is told of everything at once: a checkpoint is taken when a ps has values of all that it was told of.
     """
     specs = {one: one.specs(client.index) for one in every}
-    reply = wire.create_variables(client, [spec for own in specs.values() for spec in own], can_initialize)
+    told = [spec for own in specs.values() for spec in own]
+    reply = wire.create_variables(client, told, can_initialize)
     asked = {*reply.initialize}
     for one, own in specs.items():
         if groups := [spec.group for spec in own if spec.group in asked]:
             one.give(client, groups)
-    told = [spec for own in specs.values() for spec in own]
     num_given = sum([len(spec.shards) for spec in told if spec.group in asked])
     return Attached(num_given, len(told) - len(asked.union(reply.initialized)))
 
@@ -120,8 +120,8 @@ class RemoteVariables:
         self.targets = WeightTargets(layout, tensors)
         self.have: dict[int, dict[int, wire.Version]] = {}
         """Versions of the copies here: of each ps, by group."""
-        self.num_given = 0
-        """Times that a ps asked this process for values."""
+        self.is_given = False
+        """A ps has asked this process for its values."""
         self.copies = TrainedCopies(self.named if optimizer else [])
         self.rerouted()
 
@@ -155,7 +155,7 @@ class RemoteVariables:
 
     def give(self, client: PsClient, groups: Sequence[int]) -> None:
         """Sends this process's values of ``groups`` to one ps, which has none yet or none any more."""
-        self.num_given += 1
+        self.is_given = True
         self.assign(client, groups)
 
     def assign(self, client: PsClient, groups: Sequence[int]) -> None:

@@ -131,7 +131,8 @@ def test_a_sum_stays_as_it_is_when_a_slice_is_left_out() -> None:
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
 
 
-def test_dead_worker_that_committed_elsewhere_counts_with_its_prepared_slice() -> None:
+def step_of_the_dead() -> tuple[Store, DirectWorker, tuple[Unit, ...]]:
+    """A step whose second worker died when it had committed elsewhere; applied, with the first one and the slices."""
     store, (one, two) = started(2)
     units = units_of(1, 2)
     first = commit(one, torch.zeros(SIZE), units[0], part_of(1, units, 2))
@@ -139,18 +140,17 @@ def test_dead_worker_that_committed_elsewhere_counts_with_its_prepared_slice() -
     store.fence(CHIEF, "worker:1", 1, CALL)
     store.commits.sync.close_step(CHIEF, 1, units, [Update((units[1],), 0)], CALL)
     assert first.result().applied
+    return store, one, units
+
+
+def test_dead_worker_that_committed_elsewhere_counts_with_its_prepared_slice() -> None:
+    store, _, units = step_of_the_dead()
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE)]))
     assert store.state.units.is_applied(units[1], 0)
 
 
 def test_nobody_waits_for_a_dead_worker_in_an_update_that_it_had_not_committed() -> None:
-    store, (one, two) = started(2)
-    units = units_of(1, 2)
-    first = commit(one, torch.zeros(SIZE), units[0], part_of(1, units, 2))
-    two.prepare(two.stage(torch.full((SIZE,), 2.0)), units[1], part_of(1, units, 2))
-    store.fence(CHIEF, "worker:1", 1, CALL)
-    store.commits.sync.close_step(CHIEF, 1, units, [Update((units[1],), 0)], CALL)
-    assert first.result().applied
+    store, one, units = step_of_the_dead()
     second = one.request(one.stage(torch.full((SIZE,), 0.5)), [units[0]], ordinal=1, slice=part_of(1, units, 2))
     assert one.send(second).applied
     torch.testing.assert_close(weights(store), reference([torch.ones(SIZE), torch.full((SIZE,), 0.5)]))
