@@ -33,6 +33,7 @@ from stratagem.ps.store import Store
 from stratagem.rpc.binding import advertised_address
 from stratagem.rpc.confinement import AllowedFolders
 from stratagem.rpc.heap import keep_freed_memory, share_one_heap
+from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.observer import OBSERVER, observed
 from stratagem.rpc.security import Security, security_of
 from stratagem.rpc.segment import free_bytes
@@ -213,7 +214,8 @@ def _copies(backup: Backup | None, following: Following | None) -> dict[str, Any
 def _measures(store: Store, process: ProcessUse) -> dict[str, Any]:
     state = store.state
     values = state.totals.values() | state.lanes.values() | process.values() | state.hottest_rows()
-    return {"values": measures.bounded(values) | {measures.THREADS: float(torch.get_num_threads())}}
+    values = measures.bounded(values) | {measures.THREADS: float(torch.get_num_threads())}
+    return {"values": values, "notes": {"host": own_host_id()}}
 
 
 @contextlib.contextmanager

@@ -78,10 +78,12 @@ def _storm(task: str, share: float, count: float, window_s: float, each_s: float
 
 def _slow_link(reading: Reading, worker: TaskReading, share: float) -> Iterator[Finding]:
     links = {}
+    places = {task.task: task.host for task in reading.tasks}
     for task in reading.tasks:
         sent = task.lanes(measures.SENT)
         for lane, busy_s in task.lanes(measures.LINK_BUSY).items():
-            if task.window_s > 0 and busy_s > 0:
+            # What tasks of one host send goes over no link: the bytes wait for a core, or the lane is a poor one.
+            if task.window_s > 0 and busy_s > 0 and places.get(lane[0]) != task.host:
                 links[task.task, lane[0]] = busy_s / task.window_s, sent.get(lane, 0.0) / busy_s, sent.get(lane, 0.0)
     if not links:
         return

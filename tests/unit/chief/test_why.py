@@ -256,13 +256,39 @@ TABLE: Mapping[str, tuple[list[TaskReading], Cause, str, str]] = {
     ),
     "a slow link of a ring": (
         in_step(
-            lanes(worker(0, wait_s=7), sent_bytes={"worker:1/tcp": 9e7}, link_busy_s={"worker:1/tcp": 0.8}),
-            lanes(worker(1, wait_s=7), sent_bytes={"worker:2/tcp": 9e7}, link_busy_s={"worker:2/tcp": 8.1}),
-            lanes(worker(2, wait_s=7), sent_bytes={"worker:0/tcp": 9e7}, link_busy_s={"worker:0/tcp": 0.7}),
+            *(
+                noted(
+                    lanes(
+                        worker(index, wait_s=7),
+                        sent_bytes={f"worker:{(index + 1) % 3}/tcp": 9e7},
+                        link_busy_s={f"worker:{(index + 1) % 3}/tcp": busy_s},
+                    ),
+                    {"host": f"host {index}"},
+                )
+                for index, busy_s in enumerate((0.8, 8.1, 0.7))
+            )
         ),
         Cause.SLOW_LINK,
         "worker:1",
         "the link worker:1–worker:2 makes 11 MB/s, the others",
+    ),
+    "tcp within a host, of which one direction is slower": (
+        in_step(
+            *(
+                noted(
+                    lanes(
+                        worker(index, wait_s=4.5),
+                        sent_bytes={f"worker:{1 - index}/tcp": 9e8},
+                        link_busy_s={f"worker:{1 - index}/tcp": busy_s},
+                    ),
+                    {"host": "one", "lane|ring": "ring over tcp, because tcp was asked for", "fallback|ring": "tcp"},
+                )
+                for index, busy_s in enumerate((4.0, 2.5))
+            )
+        ),
+        Cause.LANE,
+        "worker:0",
+        "worker:0 talks to ring over a slower lane than it could",
     ),
     "small frames": (
         [lanes(worker(0, wait_s=5), sent_bytes={"ps:0/shm": 1e9}, sent_frames={"ps:0/shm": 250_000}), ps(0, apply_s=5)],
