@@ -115,7 +115,7 @@ fuzz: $(STAMP)
 
 # Whole jobs in one thread, in virtual time, with faults: docs/design/simulation.md. SEED=N tells the story of one.
 simulate: $(STAMP)
-	$(BIN)/python -m tests.simulation $(if $(TABLE),--table) $(if $(SEED),--seed $(SEED) --log,--seeds $(or $(SEEDS),1000) --jobs $(or $(JOBS),1))
+	$(BIN)/python -m tests.simulation $(if $(FORM),--form $(FORM)) $(if $(SEED),--seed $(SEED) --log,--seeds $(or $(SEEDS),1000) --jobs $(or $(JOBS),1))
 
 # Real processes with random faults, job after job: what is missing is what was told to be lost, nothing is left behind.
 soak: $(STAMP)

@@ -331,7 +331,14 @@ class Sessions(Roster):
         if session.task.type == "ps":
             for incarnation in list(self._pending):
                 actions += self.fence_acknowledged(incarnation, session.incarnation)
-        return [*actions, *self._fence(session), *self._changed()]
+        return [*actions, *self._fence(session), *self._changed(), *self._end_of_ring()]
+
+    def _end_of_ring(self) -> list[Action]:
+        """Who is started again comes as a newcomer, and a ring that has too few ranks can take in none."""
+        if not (self.ready and self.min_workers) or self._goes_on:
+            return []
+        too_few = f"fewer than --min-workers {self.min_workers} are left; start the job again"
+        return self._end_of_work() or self.stop(1, too_few)
 
     def _fence(self, session: Session) -> list[Action]:
         """Only workers change what a ps holds, so only workers are fenced."""

@@ -11,7 +11,7 @@ from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.device_copies import DeviceCopies
 from stratagem.data.readers import IndexReader, Parts
 from stratagem.worker.ring.communicator import Communicator
-from stratagem.worker.ring.healing import Healing, LostMembers
+from stratagem.worker.ring.healing import Healing
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class HealingReader:
         self._healing = healing
         self._batch_size = batch_size
         self._dealt: collections.deque[_Dealt] = collections.deque()
-        self._num_seen = 0
 
     def read(self, epoch: int, number: int, seed: int, copies: DeviceCopies) -> Iterator[Parts]:
         """The steps of an epoch from ``number`` on; each is read when it is asked for, or a little ahead."""
@@ -68,25 +67,24 @@ class HealingReader:
             number += 1
 
     def note_losses(self) -> list[int]:
-        """What comes again, with what was lost in the steps that the script has been given."""
-        healing, now = self._healing, self._communicator.step
-        while self._num_seen < len(healing.losses) and healing.losses[self._num_seen].last_step <= now:
-            self._lose(healing.losses[self._num_seen])
-            self._num_seen += 1
-        while self._dealt and self._dealt[0].step <= healing.counted_step:
-            self._dealt.popleft()
+        """What comes again, with what was lost in the steps that the script has made."""
+        for dealt in [*self._dealt]:
+            has_counted = dealt.step in self._healing.counted_steps
+            if has_counted or dealt.step < self._communicator.step:  # the script trains on it no more
+                self._dealt.remove(dealt)
+                self._look_for_losses(dealt, has_counted)
         return self.left
 
-    def _lose(self, loss: LostMembers) -> None:
-        for dealt in self._dealt:
+    def _look_for_losses(self, dealt: _Dealt, has_counted: bool) -> None:
+        for loss in self._healing.losses:
             if not loss.after_step < dealt.step <= loss.last_step:
                 continue
             slices = cut(len(dealt.rows), len(dealt.members))
             for member, rows in zip(dealt.members, slices, strict=True):
                 if member in loss.members and rows:
-                    comes = "come again at the end of the epoch" if loss.is_training else "are left out"
+                    comes = "come again at the end of the epoch" if has_counted else "are left out"
                     logger.warning("%d examples that %s had in step %d %s", len(rows), member, dealt.step, comes)
-                    self.left += dealt.rows[rows.start : rows.stop] if loss.is_training else []
+                    self.left += dealt.rows[rows.start : rows.stop] if has_counted else []
 
     def _noted(self, parts: Parts, members: tuple[str, ...]) -> Parts:
         self.note_losses()

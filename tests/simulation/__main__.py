@@ -14,7 +14,8 @@ import sys
 from tests.simulation import threads
 from tests.simulation.install import installed
 from tests.simulation.mutations import MUTATIONS, mutated
-from tests.simulation.schedule import Outcome, Schedule, plan, run
+from tests.simulation.plans import FORMS, plan
+from tests.simulation.schedule import Outcome, Schedule, run
 from tests.simulation.shares import shares
 from tests.simulation.shrink import shrink
 
@@ -39,7 +40,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, of the processor")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run them; give as many as there are cores")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break the protocol in this way; must be found")
-    parser.add_argument("--table", action="store_true", help="every job trains a table, too")
+    parser.add_argument("--form", choices=FORMS, default="", help="table: every job trains one, too; ring: without ps")
     parser.add_argument("--log", action="store_true", help="with --seed: also what the product logs")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must be the same each time
@@ -51,7 +52,7 @@ def main() -> int:
 
 
 def _one(options: argparse.Namespace) -> int:
-    schedule = plan(options.seed, options.table)
+    schedule = plan(options.seed, options.form)
     print(schedule)
     if options.log:
         handler = logging.StreamHandler(sys.stdout)
@@ -68,7 +69,7 @@ def _many(options: argparse.Namespace) -> int:
     first = options.first if options.first is not None else int(datetime.date.today().strftime("%Y%m%d")) * 1_000_000
     print(f"schedules from seed {first} on", flush=True)
     num, num_events, seconds, spent_s = 0, 0, 0.0, 0.0
-    with shares(range(first, first + options.seeds), options.jobs, options.mutation, options.table) as done:
+    with shares(range(first, first + options.seeds), options.jobs, options.mutation, options.form) as done:
         for share in done:
             if (num + share.num) // TELL_EVERY > num // TELL_EVERY:
                 print(f"{num + share.num:,} so far, in {spent_s + share.spent_s:,.0f} s", flush=True)
@@ -77,7 +78,7 @@ def _many(options: argparse.Namespace) -> int:
             if share.failed is not None or spent_s > options.seconds:
                 break
     if share.failed is not None:
-        _report(plan(share.failed, options.table), num)
+        _report(plan(share.failed, options.form), num, options.form)
         return 1
     print(
         f"{num} schedules, none failed: {num_events:,} events, {seconds:,.0f} s of virtual time in {spent_s:.0f} s of "
@@ -86,14 +87,13 @@ def _many(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(schedule: Schedule, num: int) -> None:
+def _report(schedule: Schedule, num: int, form: str) -> None:
     outcome = run(schedule)
     print(f"seed {schedule.seed}, number {num}, failed: {outcome.failure}")
     small, smaller = shrink(schedule, outcome)
     print(f"small: {small!r}")
     _tell(smaller)
-    table = " --table" if schedule.job.has_table else ""
-    print(f"again: python -m tests.simulation --seed {schedule.seed}{table} --log")
+    print(f"again: python -m tests.simulation --seed {schedule.seed}{f' --form {form}' * bool(form)} --log")
 
 
 def _tell(outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from stratagem.cluster.config import ChiefConfig, PsConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.ps import __main__ as ps_main
 from stratagem.worker import runtime as worker_runtime
-from tests.simulation import script
+from tests.simulation import rings, script
 from tests.simulation.disk import Disk
 from tests.simulation.loop import Loop
 from tests.simulation.network import AioChannel, Channel, Network, Server
@@ -59,6 +59,11 @@ class Job:
     checkpoints: bool = True
     saves: int = 0
     """Checkpoints that a script asks for in each epoch."""
+    min_workers: int = 0
+    """Above 0 there are no ps: a ring that goes on while it has so many workers."""
+    max_workers: int = 0
+    is_mean: bool = False
+    """A ring's gradients are means over the global batch, not sums."""
 
 
 COLLECT_EVERY = 8
@@ -135,7 +140,8 @@ class Cluster:
         elif kind == "ps":
             process.spawn(lambda: process.end(ps_main.run(self._ps_config(name))), "main")
         else:
-            process.spawn(lambda: process.end(script.run(self, process)), "main")
+            train = rings.train if self.job.min_workers else script.train
+            process.spawn(lambda: process.end(script.run(self, process, train)), "main")
 
     def _start_chief(self, process: Process) -> None:
         loop = Loop(process, self.network.try_connection, lambda: self.disk.slow * self.world.random.random())
@@ -144,6 +150,8 @@ class Cluster:
         config = ChiefConfig(
             bind=CHIEF,
             num_workers=job.num_workers,
+            min_workers=job.min_workers,
+            max_workers=job.max_workers,
             num_ps=job.num_ps,
             ps_replicas=job.ps_replicas,
             max_ps=job.max_ps,
@@ -192,6 +200,8 @@ class Cluster:
             chief=CHIEF,
             insecure=True,
             transport="grpc",
+            chunk_bytes=64,
+            collective_timeout_s=60.0,
             checkpoint_dir=self.checkpoint_dir,
         )
         own = int(self.world.process.name.partition(":")[2]) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import importlib
@@ -22,9 +23,11 @@ from stratagem.ps import optimizers, snapshot
 from stratagem.ps.peer_client import PeerStore
 from stratagem.rpc import channels, handshake, host_id
 from stratagem.strategy import roles
-from tests.simulation import copies, invariants
+from stratagem.worker.reduction import backward
+from stratagem.worker.ring import ring_member
+from tests.simulation import copies, invariants, rings
 from tests.simulation.disk import Os
-from tests.simulation.threads import Queue, Threading, Time, here
+from tests.simulation.threads import Future, Futures, Queue, Threading, ThreadPoolExecutor, Time, here
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -32,10 +35,18 @@ if TYPE_CHECKING:
 _MODULES = (
     "stratagem.chief.__main__",
     "stratagem.ps.__main__",
+    "stratagem.strategy.multi_worker_mirrored",
     "stratagem.strategy.parameter_server",
     "stratagem.worker.runtime",
 )
-_STAND_INS: dict[Any, Any] = {threading: Threading, time: Time, queue: Queue}
+_STAND_INS: dict[Any, Any] = {
+    threading: Threading,
+    time: Time,
+    queue: Queue,
+    concurrent: types.SimpleNamespace(futures=Futures),
+    concurrent.futures.Future: Future,
+    concurrent.futures.ThreadPoolExecutor: ThreadPoolExecutor,
+}
 _ON_DISK = ("stratagem.chief.journal.journal", "stratagem.checkpoint.durable", "stratagem.checkpoint.tensor_file")
 _NOT = ("stratagem.rpc.throttle", "stratagem.rpc.tls_files", "stratagem.cli", "stratagem.launch")
 
@@ -128,7 +139,10 @@ def installed() -> Iterator[None]:
             given = tuple(Time.monotonic if value is time.monotonic else value for value in function.__defaults__)
             put(function, "__defaults__", given)
     put(channels, "connect", lambda *a, **k: _cluster().connect(*a, **k))
-    put(roles, "join_as", lambda resolver: _cluster().join_as(resolver))
+    for name in ("join_as", "join_or_alone"):
+        put(roles, name, lambda resolver: _cluster().join_as(resolver))
+    put(ring_member, "free_store_address", lambda host: "")  # of NCCL
+    put(backward, "_queue_callback", rings.at_end_of_backward)
     for name in ("stratagem.ps.__main__", "stratagem.worker.runtime"):
         put(sys.modules[name], "serve", lambda *a, **k: _cluster().serve(*a, **k))
     put(sys.modules["stratagem.chief.__main__"], "serve_aio", lambda *a, **k: _cluster().serve_aio(*a, **k))
@@ -144,7 +158,7 @@ def installed() -> Iterator[None]:
         put(sys.modules[name], "gc", _Gc)  # else what a schedule leaves is never looked at again
     put(snapshot, "check", _slow(snapshot.check))
     put(ProcessUse, "values", lambda self: {})  # of the real process, and it looks for long
-    for owner, name, wrap in (*invariants.hooks(), *copies.hooks()):
+    for owner, name, wrap in (*invariants.hooks(), *copies.hooks(), *rings.hooks()):
         put(owner, name, wrap(getattr(owner, name)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

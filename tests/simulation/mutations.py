@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import Release
 from stratagem.chief.membership.sessions import Sessions
 from stratagem.chief.ps_return import PsReturn
+from stratagem.data.healing_reader import HealingReader
 from stratagem.ps import rows, snapshot, sync_commits, sync_steps
 from stratagem.ps.backup import Backup
 from stratagem.ps.commit_gate import CommitGate
@@ -23,6 +25,9 @@ from stratagem.ps.senders import Senders
 from stratagem.ps.state import StoreState
 from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.units import UnitLedger
+from stratagem.strategy import newcomers
+from stratagem.worker.reduction.backward_status import BackwardStatus
+from stratagem.worker.ring.healing import Healing
 
 _Change = tuple[Any, str, Any]
 
@@ -180,7 +185,66 @@ def _half_a_batch() -> Iterator[_Change]:
     yield saving, "unfinished_units", lambda described, steps_per_unit: {}
 
 
+def _ring_forgotten_examples() -> Iterator[_Change]:
+    """What a lost worker had of a step does not come again."""
+    yield HealingReader, "_look_for_losses", _nothing
+
+
+def _ring_mean_of_all() -> Iterator[_Change]:
+    """The mean of a step that was made again counts the lost one's examples too."""
+    real = BackwardStatus.decode
+
+    def decode(self: Any, total: Any, size: int) -> Any:
+        return dataclasses.replace(real(self, total, size), divisor=None)
+
+    yield BackwardStatus, "decode", decode
+
+
+def _ring_result_of_its_own() -> Iterator[_Change]:
+    """A rank that lacks the end of a collective makes it again, and does not take over what the others have."""
+    real = Healing._compare
+
+    def compare(self: Any, *arguments: Any) -> Any:
+        step, _, _ = real(self, *arguments)
+        return step, False, None
+
+    yield Healing, "_compare", compare
+
+
+def _ring_new_cut() -> Iterator[_Change]:
+    """The step that a loss has broken is dealt out anew, as the next one is."""
+    yield Healing, "placement", lambda self, step: self.placements[-1]
+
+
+def _ring_hasty_newcomer() -> Iterator[_Change]:
+    """A rank takes a newcomer in as soon as it has heard of it itself."""
+    yield Healing, "is_due", property(lambda self: self.sees_newcomer, _nothing)
+
+
+def _ring_met_once_more() -> Iterator[_Change]:
+    """A rank that goes on after a loss with others who take somebody in waits for them to come once more."""
+    yield Healing, "_has_met", property(lambda self: False, _nothing)
+
+
+def _ring_empty_newcomer() -> Iterator[_Change]:
+    """A newcomer begins with weights of its own."""
+    yield newcomers, "_put", _nothing
+
+
+def _ring_of_newcomers() -> Iterator[_Change]:
+    """The chief waits for ranks that cannot come back."""
+    yield Sessions, "_end_of_ring", lambda self: []
+
+
 MUTATIONS = {
+    "ring: forgotten examples": _ring_forgotten_examples,
+    "ring: mean of all": _ring_mean_of_all,
+    "ring: result of its own": _ring_result_of_its_own,
+    "ring: new cut": _ring_new_cut,
+    "ring: hasty newcomer": _ring_hasty_newcomer,
+    "ring: met once more": _ring_met_once_more,
+    "ring: empty newcomer": _ring_empty_newcomer,
+    "ring: only newcomers": _ring_of_newcomers,
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
     "forgetful ledger": _forgetful_ledger,
@@ -210,7 +274,7 @@ MUTATIONS = {
 def mutated(name: str | None) -> Iterator[None]:
     """Inside, the protocol is broken; None: it is not."""
     changes = list(MUTATIONS[name]()) if name is not None else []
-    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
+    before = [(owner, attribute, getattr(owner, attribute, None)) for owner, attribute, _ in changes]
     for owner, attribute, value in changes:
         setattr(owner, attribute, value)
     try:

@@ -1,25 +1,22 @@
-"""What a seed decides: the job, the weather of network and disk, and the faults. And one run of that."""
+"""A run to the last bit: the job, the weather of network and disk, and the faults; and what comes of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from stratagem.cluster.backups import backup_of
 from stratagem.errors import ConfigurationError, JobStoppedError
-from tests.simulation.cluster import CHIEF, Cluster, Job
+from tests.simulation.cluster import Cluster, Job
 from tests.simulation.copies import Copies
 from tests.simulation.invariants import Invariants
 from tests.simulation.network import Conditions
+from tests.simulation.rings import Rings
 from tests.simulation.world import SimulationError, World
 
 START = 1000.0
-GRACE_S = 30.0
-"""Seconds after which a supervisor kills what it has told to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,126 +68,7 @@ class Outcome:
     num_checkpoints: int = 0
 
 
-def plan(seed: int, has_table: bool = False) -> Schedule:
-    """The schedule of a seed; with a table, or perhaps without."""
-    rng = random.Random(seed)
-    staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))
-    num_workers, num_ps = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2))
-    job = Job(
-        num_workers=num_workers,
-        num_ps=num_ps,
-        num_variables=1 if random.Random(-4 * seed - 1).random() < 0.15 else num_ps,
-        num_examples=rng.choice((8, 12, 18)),
-        batch_size=rng.choice((2, 3)),
-        epochs=rng.choice((1, 2)),
-        staleness=staleness,
-        checkpoint_every_s=rng.choice((0.0, 0.3, 1.0)),
-    )
-    conditions = Conditions(
-        delay_s=rng.choice((0.0005, 0.002, 0.01)),
-        slow=rng.choice((0.0, 0.0, 0.02)),
-        reset=rng.choice((0.0, 0.0, 0.002)),
-        duplicate=rng.choice((0.0, 0.0, 0.05)),
-    )
-    slow_disk_s = rng.choice((0.0, 0.0, 0.05))
-    faults = [_fault(rng, job) for _ in range(rng.choice((0, 1, 2, 3)))]
-    if is_estranged := rng.random() < 0.1:
-        job = dataclasses.replace(job, session_timeout_s=1.0, step_s=2.0)
-        faults += _estranged(rng, job)
-    if ends := [*_ends(random.Random(-2 * seed - 1), job)]:
-        faults += ends
-        max_ps = 3 if random.Random(-3 * seed - 1).random() < 0.5 else 0
-        job = dataclasses.replace(job, epochs=job.epochs + 2, max_ps=max_ps)
-    if changes := [*_changes(random.Random(-seed - 1), job)]:
-        faults += changes
-        job = dataclasses.replace(job, epochs=job.epochs + 2)
-    if job.staleness and job.num_ps > 1 and (copied := random.Random(-5 * seed - 1)).random() < 0.5:
-        job, faults = _copied(copied, job, faults)
-    forms = random.Random(-6 * seed - 1)
-    if has_table or (forms.random() < 0.25 and not is_estranged):
-        job = dataclasses.replace(job, has_table=True, num_variables=job.num_ps)
-    job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
-    if forms.random() < 0.5 and job.num_variables > 1 and not (job.has_table or job.staleness):
-        job = dataclasses.replace(job, num_optimizers=2)
-    faults.sort(key=lambda fault: fault.at_s)
-    return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
-
-
-def _changes(rng: random.Random, job: Job) -> Iterator[Fault]:
-    """Other numbers of ps or workers, in every third job that can have them."""
-    for _ in range(rng.choice((0, 0, 0, 0, 1, 2)) if job.staleness else 0):
-        kind = rng.choice(("ps", "ps", "worker"))
-        yield Fault(0.2 + 2.5 * rng.random(), "scale", kind, number=rng.choice((1, 2, 3)))
-
-
-def _ends(rng: random.Random, job: Job) -> Iterator[Fault]:
-    """In every third job ps are told to end, and killed when they take too long; where their number follows those that
-    are there, further ones come, too."""
-    for _ in range(rng.choice((0, 0, 0, 0, 0, 1, 1, 2))):
-        yield Fault(0.2 + 1.5 * rng.random(), "end", f"ps:{rng.randrange(job.num_ps)}", for_s=GRACE_S)
-    if rng.random() < 0.1:
-        yield Fault(0.2 + 1.0 * rng.random(), "come", f"ps:{job.num_ps}")
-
-
-def _copied(rng: random.Random, job: Job, faults: list[Fault]) -> tuple[Job, list[Fault]]:
-    """The job with a copy of what each ps holds: ps die when all copies are whole, and nothing else goes wrong; or
-    anything does, and a ps dies that has just been cut off from its copy."""
-    num_ps = rng.choice((2, 2, 3))
-    num_variables = job.num_variables if job.num_variables == 1 else num_ps
-    job = dataclasses.replace(job, ps_replicas=2, num_ps=num_ps, num_variables=num_variables, max_ps=0)
-    if rng.random() < 0.5:
-        times = [0.2 + 3 * rng.random() for _ in range(rng.choice((1, 2, 3)))]
-        kill, ahead = KILLS_OF_COPIED
-        faults = [Fault(at_s, kill, f"ps:{rng.randrange(num_ps)}") for at_s in times]
-        if rng.random() < 0.5:  # when several workers commit at once
-            job = dataclasses.replace(job, num_workers=3, step_s=0.03)
-            faults = [dataclasses.replace(fault, kind=ahead, at_s=fault.at_s / 3) for fault in faults]
-        return dataclasses.replace(job, epochs=job.epochs + 2), faults
-    faults = [fault for fault in faults if fault.kind != "come" and (fault.kind, fault.task) != ("scale", "ps")]
-    if rng.random() < 0.8:
-        at_s, ps = 0.5 + 2 * rng.random(), f"ps:{rng.randrange(num_ps)}"
-        kind, for_s = rng.choice(("reset", "cut", "cut one way")), 3 * rng.random()
-        faults += [
-            Fault(at_s, kind, ps, backup_of(ps, num_ps), for_s),
-            Fault(at_s + (0.1 if kind == "reset" else 0.5) * rng.random(), "kill", ps),
-        ]
-    return job, faults
-
-
 KILLS_OF_COPIED = ("kill copied", "kill ahead")
-KINDS = (
-    *("kill", "kill", "kill", "crash", "pause", "pause", "cut", "cut one way", "cut one way", "reset", "reset"),
-    *("clock", "leave", "disk full", "flip"),
-)
-
-
-def _fault(rng: random.Random, job: Job) -> Fault:
-    kind = rng.choice(KINDS)
-    tasks = ["chief:0", *(f"worker:{i}" for i in range(job.num_workers)), *(f"ps:{i}" for i in range(job.num_ps))]
-    at_s = 0.1 + 2.5 * rng.random()
-    if kind in ("cut", "cut one way", "reset"):
-        task, other = rng.sample(tasks, 2)
-        return Fault(
-            at_s, kind, task, other, rng.choice((0.3, 2.0, 5.0, 12.0)) * rng.random() if kind != "reset" else 0.0
-        )
-    if kind in ("crash", "leave"):
-        return Fault(at_s, kind, "chief:0")
-    if kind == "disk full":
-        return Fault(at_s, kind, for_s=3 * rng.random())
-    if kind == "flip":
-        return Fault(at_s, kind)
-    task = rng.choice(tasks)
-    return Fault(at_s, kind, task, for_s=rng.choice((0.5, 2.0, 9.0)) * rng.random() if kind == "pause" else 0.0)
-
-
-def _estranged(rng: random.Random, job: Job) -> list[Fault]:
-    """The chief takes a worker for dead that works on and looks for its ps again: only fences keep it out."""
-    at_s, for_s = 0.3 + 3 * rng.random(), rng.choice((3.0, 6.0, 12.0)) * rng.random()
-    worker, ps = f"worker:{rng.randrange(job.num_workers)}", f"ps:{rng.randrange(job.num_ps)}"
-    return [
-        Fault(at_s, rng.choice(("cut", "cut one way")), "chief:0", worker, for_s),
-        Fault(at_s + for_s * rng.random(), "reset", worker, ps),
-    ]
 
 
 class _Faults:
@@ -212,6 +90,7 @@ class _Faults:
             "kill": lambda fault: self._kill(fault.task),
             "kill copied": self._kill_copied,
             "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
+            "kill late": lambda fault: self._world.rings.doomed.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,
             "pause": self._pause,
             "cut": lambda fault: self._cut(fault, both=True),
@@ -327,14 +206,18 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     cluster.disk.slow = schedule.slow_disk_s
     checks = world.checks = Invariants(world, cluster)  # type: ignore[attr-defined]
     world.copies = Copies(checks)  # type: ignore[attr-defined]
+    rings = world.rings = Rings(world, cluster)  # type: ignore[attr-defined]
     _Faults(cluster).arrange(schedule.faults)
     before(cluster)
     failure = ""
     try:
         cluster.run()
-        checks.ended()
-        _check_ends(schedule, cluster)
-        _check_copies(schedule, cluster)
+        if schedule.job.min_workers:
+            rings.ended()
+        else:
+            checks.ended()
+            _check_ends(schedule, cluster)
+            _check_copies(schedule, cluster)
         failure = world.failures[0] if world.failures else ""
     except SimulationError as error:
         failure = str(error)
@@ -342,6 +225,3 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
         cluster.close()
         checks.stores.clear()
     return Outcome(failure, world.trace, world.num_events, world.now - START, checks.num_checkpoints)
-
-
-assert CHIEF

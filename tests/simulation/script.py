@@ -7,6 +7,7 @@ often example e of epoch k was applied to that variable. Row e of the table, whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +36,11 @@ class Counters(torch.nn.Module):
         self.table = Embedding(num_examples, 1, init=Constant(0.0)) if has_table else None
 
 
-def run(cluster: Cluster, process: Process) -> int:
-    """The life of a worker; returns its exit code."""
+def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], None]) -> int:
+    """The life of a worker, whose script is ``train``; returns its exit code."""
+    worker_runtime._newest = None  # the last one is of another process
     try:
-        _train(cluster, process)
+        train(cluster, process)
     except JobStoppedError as stopped:
         code, message = stopped.exit_code, str(stopped)
     except FencedError as error:
@@ -57,9 +59,9 @@ def run(cluster: Cluster, process: Process) -> int:
     return code
 
 
-def _train(cluster: Cluster, process: Process) -> None:
+def train(cluster: Cluster, process: Process) -> None:
+    """The script of a worker beside parameter servers."""
     job, world = cluster.job, cluster.world
-    worker_runtime._newest = None  # the last one is of another process
     strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
     with strategy.scope():
         model: Any = Counters(job.num_variables, job.num_examples, job.has_table)

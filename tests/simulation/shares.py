@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from tests.simulation.install import installed
 from tests.simulation.mutations import mutated
-from tests.simulation.schedule import plan, run
+from tests.simulation.plans import plan
+from tests.simulation.schedule import run
 
 SHARE = 20
 """Schedules that a process runs before it tells what came of them."""
@@ -32,11 +33,11 @@ class Share(NamedTuple):
     """The seed of the last one, if it failed."""
 
 
-def _run(has_table: bool, seeds: range) -> Share:
+def _run(form: str, seeds: range) -> Share:
     """Runs them until one fails."""
     start, num_events, seconds = time.process_time(), 0, 0.0
     for num, seed in enumerate(seeds, 1):
-        outcome = run(plan(seed, has_table))
+        outcome = run(plan(seed, form))
         num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
         if outcome.failure:
             return Share(num, num_events, seconds, time.process_time() - start, seed)
@@ -54,10 +55,10 @@ def _begin(mutation: str | None) -> None:
 
 
 @contextlib.contextmanager
-def shares(seeds: range, jobs: int, mutation: str | None, has_table: bool) -> Iterator[Iterable[Share]]:
+def shares(seeds: range, jobs: int, mutation: str | None, form: str) -> Iterator[Iterable[Share]]:
     """Runs them here, or in several processes, each of which ends after a while with what torch holds for good."""
     parts = [seeds[start : start + SHARE] for start in range(0, len(seeds), SHARE)]
-    run_share = functools.partial(_run, has_table)
+    run_share = functools.partial(_run, form)
     if jobs == 1:
         yield map(run_share, parts)
         return

@@ -23,8 +23,13 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_schedules_with_a_table_hold_every_invariant() -> None:
-    done = simulate("--first", "1", "--seeds", "3", "--table")
+    done = simulate("--first", "1", "--seeds", "3", "--form", "table")
     assert done.returncode == 0 and "3 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_schedules_of_rings_hold_every_invariant() -> None:
+    done = simulate("--first", "1", "--seeds", "6", "--form", "ring")
+    assert done.returncode == 0 and "6 schedules, none failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() -> None:
@@ -38,6 +43,6 @@ def test_schedules_hold_every_invariant_and_a_seed_tells_the_same_story_twice() 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_protocol_is_found_in_few_schedules(name: str) -> None:
-    table = ["--table"] if name.startswith("rows") else []
-    found = simulate("--first", "1", "--seeds", str(NUM_SCHEDULES), "--mutation", name, *table)
+    form = next((form for start, form in (("rows", "table"), ("ring", "ring")) if name.startswith(start)), "")
+    found = simulate("--first", "1", "--seeds", str(NUM_SCHEDULES), "--mutation", name, "--form", form)
     assert found.returncode == 1 and "failed:" in found.stdout, found.stdout[-2000:] + found.stderr[-2000:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading as real_threading
 import time as real_time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -204,7 +204,19 @@ class ThreadOfProduct:
 
 
 class Local:
-    """As ``threading.local``: the product keeps nothing in one that two threads of a simulation share."""
+    """As ``threading.local``."""
+
+    def __init__(self) -> None:
+        vars(self)["_values"] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[_world.thread, name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._values[_world.thread, name] = value
 
 
 class Threading:
@@ -287,3 +299,74 @@ class Queue:
     """In the place of the module ``queue``."""
 
     SimpleQueue = SimpleQueue
+
+
+class Future:
+    """As ``concurrent.futures.Future``."""
+
+    def __init__(self) -> None:
+        self._condition = Condition()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._is_done = False
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def set_result(self, result: Any) -> None:
+        self._result, self._is_done = result, True
+        self._condition.notify_all()
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error, self._is_done = error, True
+        self._condition.notify_all()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._condition.wait_for(self.done, timeout)
+        assert self._is_done, "nothing of the product waits for a future with a timeout"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class ThreadPoolExecutor:
+    """As that of ``concurrent.futures``, with one thread."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "", initializer: Callable[[], Any] = bool) -> None:
+        assert max_workers == 1
+        self._begin = initializer
+        self._work: SimpleQueue = SimpleQueue()
+        self._thread = ThreadOfProduct(target=self._run, name=thread_name_prefix)
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future:
+        if self._thread.ident is None:
+            self._thread.start()
+        future = Future()
+        self._work.put((future, work, arguments))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if self._thread.ident is not None:
+            self._work.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._begin()
+        while (item := self._work.get()) is not None:
+            future, work, arguments = item
+            try:
+                future.set_result(work(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+
+class Futures:
+    """In the place of the module ``concurrent.futures``."""
+
+    Future = Future
+    ThreadPoolExecutor = ThreadPoolExecutor
+
+    @staticmethod
+    def wait(futures: Sequence[Any]) -> None:
+        for future in futures:
+            future._condition.wait_for(future.done)

@@ -13,6 +13,7 @@ with it, compare counts as after a loss, and make one more atomic collective, wh
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 from collections.abc import Callable
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 KEPT_BYTES = 64 << 10
 """The largest result that every rank keeps, in case another did not get it."""
+NUM_COUNTED = 1024
+"""Steps of which a rank knows whether they have counted: a batch is asked about before so many more are given out."""
 
 
 class Kept(NamedTuple):
@@ -57,8 +60,6 @@ class LostMembers(NamedTuple):
     """The examples of this step and those before have counted."""
     last_step: int
     """The newest step of which they had a share."""
-    is_training: bool
-    """Whether it was lost in the backward of that step, which the others have made without it."""
 
 
 class Ranks(Protocol):
@@ -104,8 +105,8 @@ class Healing:
         """Those of the group as it is, by rank."""
         self.placements = [Placement(0, members)]
         self.losses = []
-        self.counted_step = 0
-        """The newest step whose examples have had their effect; see ``is_training`` of :meth:`run`."""
+        self.counted_steps = collections.deque([0], NUM_COUNTED)
+        """The newest steps whose examples have had their effect; see ``is_training`` of :meth:`run`."""
         self.is_new = is_new
         """Whether this rank has yet to be given the state of the training."""
         self.newcomers: frozenset[str] = frozenset()
@@ -118,6 +119,10 @@ class Healing:
         self._num_done = 0
         self._kept: Kept | None = None
         self._is_training = False
+        self._takes_in = False
+        """Whether this rank is in :meth:`take_in`."""
+        self._has_met = False
+        """Whether another one was, when this group formed: then all of it have met for that."""
         self._inside = threading.local()
 
     def placement(self, step: int) -> Placement:
@@ -164,7 +169,8 @@ class Healing:
             self.is_new = False
             ranks.confirm()
 
-        if not self.newcomers:  # else this rank has met them when it went on after a loss
+        self._takes_in = True
+        if not (self.newcomers or self._has_met):  # else this rank has met them when it went on after a loss
             self._inside.here, self._is_training = True, False
             try:
                 self._recover(ranks, None)
@@ -172,6 +178,7 @@ class Healing:
                 self._inside.here = False
         self.run(ranks, work, lambda _: Kept([], torch.empty(0, dtype=torch.uint8)), lambda _: None, False)
         self.is_due, self.newcomers = False, frozenset()
+        self._takes_in = self._has_met = False
 
     def run(
         self,
@@ -228,8 +235,8 @@ class Healing:
 
     def _done(self, ranks: Ranks, kept: Kept | None) -> None:
         self._num_done, self._kept = self._num_done + 1, kept
-        if self._is_training:
-            self.counted_step = ranks.step
+        if self._is_training and ranks.step != self.counted_steps[-1]:
+            self.counted_steps.append(ranks.step)
 
     def _recover(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
         """Goes on in the next group. Whether others have completed what this rank has not, and its result."""
@@ -255,12 +262,12 @@ class Healing:
                 ranks.step = step
 
     def _compare(self, ranks: Ranks, members: tuple[str, ...], own_step: int) -> tuple[int, bool, Kept | None]:
-        mine = torch.tensor([self._num_done, own_step, self.counted_step, self._is_training, self.is_new])
+        mine = torch.tensor([self._num_done, own_step, self.counted_steps[-1], self.is_new, self._takes_in])
         every = [tuple(map(int, each)) for each in ranks.all_gather(mine)]
-        told = [each[:4] for each in every if not each[4]]
+        told = [each[:3] for each in every if not each[3]]
         if not told:
             raise CollectiveError("no worker is left that has the state of the training; start the job again")
-        newest, step, counted, is_training = max(told)
+        newest, step, counted = max(told)
         if newest - min(told)[0] > 1:
             raise CollectiveError(
                 f"the ring cannot heal: its ranks have completed {[each[0] for each in told]} collectives, and more "
@@ -268,15 +275,17 @@ class Healing:
             )
         is_behind, kept = self._num_done < newest and not self.is_new, None
         if min(told)[0] < newest:
-            kept = self._take_over(ranks, every.index((*max(told), 0)))
+            kept = self._take_over(ranks, next(rank for rank, each in enumerate(every) if each[:4] == (*max(told), 0)))
         if self.is_new:
-            self._num_done, self.counted_step, own_step = newest, counted, step
+            self._num_done, own_step = newest, step
+            self.counted_steps.append(counted)
         elif lost := frozenset(self.members) - frozenset(members):
-            self.losses.append(LostMembers(lost, counted, step, bool(is_training)))
+            self.losses.append(LostMembers(lost, counted, step))
         self.placements = [each for each in self.placements if each.first_step <= step]
         self.placements.append(Placement(step + 1, members))
         self.members = members
-        self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each[4])
+        self._has_met = any(each[4] for each in every if not each[3])
+        self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each[3])
         return own_step, is_behind, kept if is_behind else None
 
     def _take_over(self, ranks: Ranks, donor: int) -> Kept | None:

@@ -448,15 +448,17 @@ def test_a_ring_goes_on_without_a_lost_worker_however_long_and_ends_well() -> No
     assert sessions.goodbye("worker:2", 3, 0, "", 102.0)[-1] == StopJob(0, "every worker has finished")
 
 
-def test_a_ring_with_too_few_workers_left_is_given_up_after_a_while() -> None:
+def test_a_ring_with_too_few_ranks_left_is_given_up_at_once_whoever_has_come_back() -> None:
     sessions = ring()
-    for stream in (2, 3):
-        sessions.stream_ended(f"worker:{stream - 1}", stream, 1.0)
-    sessions.heartbeat("worker:0", 1, 60.0)
-    assert sessions.tick(60.0) == []
-    sessions.heartbeat("worker:0", 1, 62.0)
-    stop = sessions.tick(62.0)[-1]
-    assert isinstance(stop, StopJob) and stop.exit_code == 1 and "worker:1 was lost" in stop.reason
+    sessions.stream_ended("worker:1", 2, 1.0)
+    join(sessions, "worker:1", 4, 2.0)
+    stop = sessions.stream_ended("worker:2", 3, 3.0)[-1]
+    assert stop == StopJob(1, "fewer than --min-workers 2 are left; start the job again"), "a newcomer is no rank"
+    sessions = ring()
+    sessions.goodbye("worker:0", 1, 0, "", 1.0)
+    sessions.stream_ended("worker:1", 2, 1.0)
+    sessions.stream_ended("worker:2", 3, 1.0)
+    assert sessions.stopping == StopJob(0, "every worker has finished"), "one has all of it"
 
 
 def test_generations_grow_over_losses_and_over_restarts_of_the_chief() -> None:

@@ -57,6 +57,30 @@ def test_every_example_counts_once_an_epoch(dies_at: int, late: bool) -> None:
         assert sorted(every[epoch * NUM_EXAMPLES :][:NUM_EXAMPLES]) == list(range(NUM_EXAMPLES))
 
 
+def looks_first(communicator: Communicator) -> list[list[int]]:
+    """As :func:`train`, with a collective in each step before its backward, and passes that train nothing between."""
+    dataset, validation, steps = dataset_of(communicator), dataset_of(communicator), []
+    for _ in range(NUM_EPOCHS):
+        for (batch,) in dataset:
+            communicator.all_reduce(torch.ones(1))
+            mine = communicator.atomic(lambda batch=batch: communicator.all_gather(batch), is_training=True)  # type: ignore[misc]
+            steps.append(torch.cat(mine).tolist())
+        for _ in validation:
+            communicator.all_reduce(torch.ones(1))
+    communicator.barrier()
+    return steps
+
+
+@pytest.mark.parametrize("dies_at", range(1, 45, 3))
+def test_an_example_comes_again_whatever_its_worker_died_in_before_the_backward_of_the_others(dies_at: int) -> None:
+    results = run_mortal(4, looks_first, rank2=Fate(dies_at))
+    assert results[0] == results[1] == results[2]
+    every = [row for step in results[0] for row in step]
+    assert len(every) == NUM_EPOCHS * NUM_EXAMPLES
+    for epoch in range(NUM_EPOCHS):
+        assert sorted(every[epoch * NUM_EXAMPLES :][:NUM_EXAMPLES]) == list(range(NUM_EXAMPLES))
+
+
 def test_what_comes_again_is_a_part_of_the_position() -> None:
     def work(communicator: Communicator) -> tuple[list[str], list[list[int]], list[list[int]]]:
         positions: list[str] = []

@@ -81,7 +81,7 @@ def test_the_books_say_whose_examples_were_lost() -> None:
 
     # Two barriers a step. The end of step 2 reaches ranks 0 and 2, which go on to step 3, and not rank 3.
     for losses, placements in run_mortal(4, work, rank1=Fate(4, late=True), rank3=Fate(misses_at=4)):
-        assert losses == [(frozenset({"worker:1"}), 2, 3, True)]
+        assert losses == [(frozenset({"worker:1"}), 2, 3)]
         everybody = tuple(f"worker:{rank}" for rank in range(4))
         assert placements == [everybody, everybody, (*everybody[:1], *everybody[2:])]
 

@@ -1,0 +1,166 @@
+"""Rings that heal: what their workers run, what must hold there, and the schedules of them.
+
+A ring over the grpc lane is simulated like all calls. The script counts as :mod:`tests.simulation.script` does; the
+gradient of the global batch is its sum or, where a job asks for means, the mean over the examples that counted.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from stratagem.worker.ring.healing import Healing
+from tests.simulation.script import BASE, Counters
+from tests.simulation.threads import here
+from tests.simulation.world import Process, World
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+
+STANDSTILL_S = 30.0
+"""Seconds in which some worker makes a step, whatever goes wrong: longer than two faults in a row last."""
+
+
+class Made(NamedTuple):
+    """A step, as one worker made it."""
+
+    epoch: int
+    before: torch.Tensor
+    """The weights, a row a variable."""
+    after: torch.Tensor
+
+    @property
+    def examples(self) -> list[int]:
+        """Those that counted in it."""
+        return [int(index) for index in (self.after - self.before)[0].nonzero()]
+
+
+class Rings:
+    """What must hold in one world.
+
+    Args:
+        world: where.
+        cluster: the job.
+    """
+
+    def __init__(self, world: World, cluster: Cluster) -> None:
+        self.world = world
+        self.cluster = cluster
+        self._made: dict[int, dict[Process, Made]] = {}
+        """By step and worker. What one made that was lost with it, or that the chief took for lost, counts nowhere."""
+        self._newest_at = world.now
+        self.doomed: set[str] = set()
+        """Workers that die in the moment in which the next backward is through for a first worker, and no other."""
+        self._num_done = 0
+
+    def done(self, healing: Healing) -> None:
+        """A worker has completed collectives that count together."""
+        if healing._num_done > self._num_done and healing._is_training:
+            self._num_done = healing._num_done
+            for task in self.doomed:
+                self.world.after(0.0, None, self.cluster.tasks[task].kill)
+            self.doomed.clear()
+
+    def made(self, step: int, made: Made) -> None:
+        """A worker has made a step: it is the sum, or the mean, of the examples that counted."""
+        change = made.after - made.before
+        value = BASE**made.epoch / (len(made.examples) if self.cluster.job.is_mean else 1)
+        if not torch.allclose(change[:, made.examples], torch.tensor(value, dtype=torch.float64)):
+            self.world.fail(f"step {step} of {self.world.process} is {change.tolist()}, not {value} for each example")
+        if (stood_s := self.world.now - self._newest_at) > STANDSTILL_S:
+            self.world.fail(f"no step was made for {stood_s:.0f} s")
+        self._newest_at = self.world.now
+        assert self.world.process is not None
+        self._made.setdefault(step, {})[self.world.process] = made
+
+    def ended(self) -> None:
+        """Everybody has finished, with the same weights, and each example of each epoch has counted once in them."""
+        cluster, world, job = self.cluster, self.world, self.cluster.job
+        if cluster.finished is None or not cluster.is_over:
+            world.fail(f"not over after {world.now - 1000:.0f} s: {world.checks.waiting()}")  # type: ignore[attr-defined]
+            return
+        if cluster.finished != 0:
+            stopping = cluster.chief_job.sessions.stopping
+            reason = stopping.reason if stopping else "-"
+            if "fewer than --min-workers" not in reason and "no worker is left that has the state" not in reason:
+                world.fail(f"the job ended with {cluster.finished}: {reason}")
+            return
+        weights, counted = None, collections.Counter[tuple[int, int]]()
+        for step in sorted(self._made, reverse=True):
+            whole = [made for process, made in self._made[step].items() if process.exit_code == 0]
+            if any(not torch.equal(one.after, whole[0].after) for one in whole):
+                world.fail(f"the workers differ after step {step}")
+            at_step = whole or [*self._made[step].values()]
+            chain = [made for made in at_step if weights is None or torch.equal(made.after, weights)]
+            if not chain:
+                if whole:
+                    world.fail(f"what step {step} made is not what the next one began with")
+                continue
+            weights = chain[0].before
+            counted.update((chain[0].epoch, example) for example in chain[0].examples)
+        wrong = [
+            (epoch, example, counted[epoch, example])
+            for epoch in range(job.epochs)
+            for example in range(job.num_examples)
+            if counted[epoch, example] != 1
+        ]
+        if wrong or weights is None or weights.any():
+            world.fail(f"(epoch, example, how often it counted): {wrong}; the first weights: {weights}")
+
+
+def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Where the product is looked at; see :func:`tests.simulation.invariants.hooks`."""
+
+    def on_done(real: Any) -> Any:
+        def done(self: Any, *arguments: Any) -> None:
+            real(self, *arguments)
+            here().rings.done(self)  # type: ignore[attr-defined]
+
+        return done
+
+    yield Healing, "_done", on_done
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """In the place of the autograd engine's: it calls back outside of the engine, whose state is that of one thread."""
+    vars(here().thread).setdefault("ends", []).append(callback)
+
+
+def train(cluster: Cluster, process: Process) -> None:
+    """The script of a worker of a ring."""
+    job, world, thread = cluster.job, cluster.world, here().thread
+    rings: Rings = world.rings  # type: ignore[attr-defined]
+    strategy = process.globals["strategy"] = MultiWorkerMirroredStrategy(devices="cpu")
+    with strategy.scope():
+        model: Any = Counters(job.num_variables, job.num_examples, False).double()
+    process.globals["model"] = model
+    optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
+    strategy.prepare(model, optimizer, gradients="mean" if job.is_mean else "sum")
+    data = TensorDataset(torch.arange(job.num_examples))
+    batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
+    parameters = list(model.counts)
+
+    def weights() -> torch.Tensor:
+        return torch.stack([each.detach().clone() for each in parameters])
+
+    def step(batch: list[torch.Tensor], epoch: int) -> None:
+        optimizer.zero_grad()
+        share = BASE**epoch / (max(1, len(batch[0])) if job.is_mean else 1)
+        gradient = torch.zeros(job.num_examples, dtype=torch.float64).index_fill_(0, batch[0], -share)
+        torch.autograd.backward(parameters, [gradient] * len(parameters))
+        for end in vars(thread).pop("ends", ()):
+            end()
+        before = weights()
+        optimizer.step()
+        rings.made(strategy.communicator.step, Made(epoch, before, weights()))
+
+    for epoch in range(batches.epoch, job.epochs):
+        for batch in batches:
+            world.block(job.step_s * world.random.random())
+            strategy.run(step, args=(batch, epoch))
