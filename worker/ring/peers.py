@@ -34,12 +34,14 @@ class Peers:
     Args:
         session: this worker's identity, and what the chief says.
         members: the generation.
+        with_who_waits: it is over as soon as somebody waits to be taken in: the next one is to have that too.
     """
 
-    def __init__(self, session: MembershipSource, members: Members) -> None:
+    def __init__(self, session: MembershipSource, members: Members, with_who_waits: bool = False) -> None:
         self.members = members
         self.rank = members.rank_of(session.task)
         self._session = session
+        self._with_who_waits = with_who_waits
         self._guard = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
 
@@ -86,6 +88,7 @@ class Peers:
             self._session.raise_if_stopped()
             membership = self._session.membership
             is_over = membership.generation > self.members.generation and membership.min_workers
+            is_over |= self._with_who_waits and any(one.live and one.waits for one in membership.members)
             if is_over or self.members.lost(membership):  # the next generation will be of others
                 raise MembersChangedError
             try:

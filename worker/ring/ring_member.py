@@ -14,6 +14,7 @@ from stratagem.cluster.membership import Membership
 from stratagem.errors import (
     CollectiveError,
     ConfigurationError,
+    JobStoppedError,
     PeerUnavailableError,
 )
 from stratagem.rpc.host_id import own_host_id
@@ -104,9 +105,9 @@ class RingMember:
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
-    def _meet(self, members: Members, deadline: float) -> tuple[Group, LanePlan] | None:
+    def _meet(self, members: Members, deadline: float, with_who_waits: bool = False) -> tuple[Group, LanePlan] | None:
         """The group of a generation; None: it is over before it was formed."""
-        self._peers = Peers(self._session, members)
+        self._peers = Peers(self._session, members, with_who_waits)
         try:
             return self._form(self._peers, deadline)
         except MembersChangedError:
@@ -149,21 +150,26 @@ class RingMember:
 
         The first rank has the chief say that they are ranks: what it says last, all hear in the end.
         """
-        began, before = time.monotonic(), -1 if self._peers is None else self._peers.members.generation
+        began, before = time.monotonic(), None if self._peers is None else self._peers.members
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
             members = members_of(membership)
             me = membership.member(self._session.task)
             waiting = [one for one in membership.members if one.live and one.waits]
+            is_next = before is None or members.generation > before.generation
+            # After a loss the others may be in a collective: they go on without who waits, until the step after that.
+            goes_on = before is None or bool(before.lost(membership))
             if me is None or me.joining:
                 if me is not None and not me.waits:  # a chief that was started again has not heard it
                     self._take_in(())
             elif waiting and members.ranks[0] == me:
                 self._take_in([(one.task, one.incarnation) for one in waiting])
-            elif not waiting and members.generation > before and (group := self._next_generation(members)) is not None:
-                tasks = ", ".join(rank.task for rank in members.ranks)
-                return self._told(f"with {tasks}", members, group, began), members.names
+            elif is_next and (goes_on or not waiting):
+                # That somebody has come may be heard before that it waits.
+                if (group := self._next_generation(members, with_who_waits=not goes_on)) is not None:
+                    tasks = ", ".join(rank.task for rank in members.ranks)
+                    return self._told(f"with {tasks}", members, group, began), members.names
             self._session.wait_membership(lambda now, known=membership: now is not known, 0.5)  # type: ignore[misc]
 
     def _told(self, how: str, members: Members, group: Group, began: float) -> Group:
@@ -171,7 +177,7 @@ class RingMember:
         logger.warning(words, how, group.rank, group.size, members.generation, time.monotonic() - began)
         return group
 
-    def _next_generation(self, members: Members) -> Group | None:
+    def _next_generation(self, members: Members, with_who_waits: bool = False) -> Group | None:
         """The group of a generation, watched; None: it is over already, or the chief will say so.
 
         Where nobody is lost the one before stays until all have come: they may be in the middle of a collective.
@@ -183,7 +189,7 @@ class RingMember:
         try:
             # As long as in a collective: one that is left may be in the middle of a long step.
             timeout_s = self._options.timeout_seconds or DEFAULT_TIMEOUT_S
-            group, _ = self._meet(members, time.monotonic() + timeout_s) or (None, None)
+            group, _ = self._meet(members, time.monotonic() + timeout_s, with_who_waits) or (None, None)
         except PeerUnavailableError as failure:
             logger.warning("generation %d of the ring did not form: %s", members.generation, failure)
             group = None
@@ -236,7 +242,7 @@ class RingMember:
             self._is_leaving = True
             try:
                 communicator.barrier()
-            except CollectiveError as error:
+            except (CollectiveError, JobStoppedError) as error:
                 logger.warning("left the ring out of step: %s", error)
 
     def close(self, reason: str) -> None:
