@@ -58,7 +58,7 @@ class HealingReader:
                 break
             yield self._noted(step, members)
             number += 1
-        while self.note_losses():
+        while self.note_losses(is_over=True):
             rows, self.left = self.left[: self._batch_size], self.left[self._batch_size :]
             members = self._members()
             split = self._split(members)
@@ -66,11 +66,15 @@ class HealingReader:
                 yield self._noted(step, members)
             number += 1
 
-    def note_losses(self) -> list[int]:
-        """What comes again, with what was lost in the steps that the script has made."""
+    def note_losses(self, is_over: bool = False) -> list[int]:
+        """What comes again, with what was lost in the steps that the script has made.
+
+        Args:
+            is_over: the newest step is over too, whether anything was trained in it or not.
+        """
         for dealt in [*self._dealt]:
             has_counted = dealt.step in self._healing.counted_steps
-            if has_counted or dealt.step < self._communicator.step:  # the script trains on it no more
+            if has_counted or dealt.step < self._communicator.step + is_over:  # the script trains on it no more
                 self._dealt.remove(dealt)
                 self._look_for_losses(dealt, has_counted)
         return self.left

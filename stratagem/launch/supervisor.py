@@ -267,8 +267,7 @@ class Supervisor:
     def _goes_on_without(self, task: TaskId, code: int) -> bool:
         if not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
             return False
-        newcomers = self.restarts.keys() - self._stepped  # no part of the ring yet
-        num_left = len(set(self.workers) - self.lost - newcomers - {task})
+        num_left = len(set(self.workers) - self.lost - {task})
         is_hopeless = code in _NEVER_RETRIED and not self.restarts.get(task)  # else the others have what it lacks
         is_over = is_hopeless or code == EXIT_PREEMPTED or self.phase is not Phase.RUNNING
         return not is_over and num_left >= self.policy.min_workers
