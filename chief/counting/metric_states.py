@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit
+from stratagem.cluster.units import MAX_STATE_BYTES, Topic, Unit, UnitBitmap
 from stratagem.errors import LimitError
 
 MAX_TOPIC_BYTES = 256 << 20
@@ -47,6 +47,8 @@ class MetricStates:
     _open: dict[Topic, dict[Unit, bytes]] = dataclasses.field(default_factory=dict)
     _num_bytes: dict[Topic, int] = dataclasses.field(default_factory=dict)
     _logs: dict[Topic, Logs] = dataclasses.field(default_factory=dict)
+    _in_logs: dict[tuple[str, int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
+    """By group, dataset and epoch: units of training data that are counted in what came of a topic."""
 
     def check(self, state: MetricState) -> None:
         """Whether a state can be kept.
@@ -69,7 +71,9 @@ class MetricStates:
         return name
 
     def counts(self, group: str, unit: Unit) -> bool:
-        """Whether something that a group counted on a unit of training data is kept."""
+        """Whether what a group counted on a unit of training data is kept, or in what came of a topic of it."""
+        if unit.index in self._in_logs.get((group, unit.dataset, unit.epoch), ()):
+            return True
         return any(unit in states for name, states in self._open.items() if name.group == group)
 
     def add(self, state: MetricState) -> bool:
@@ -112,6 +116,9 @@ class MetricStates:
         """Says what came of a topic, if nobody has."""
         if name not in self._logs:
             self._logs[name] = logs
+            for unit in self._open.get(name, ()):
+                if unit.dataset:
+                    self._in_logs.setdefault((name.group, unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
             self.drop(name)
 
     def drop(self, name: Topic) -> None:
@@ -129,6 +136,7 @@ class MetricStates:
         self._open.clear()
         self._num_bytes.clear()
         self._logs.clear()
+        self._in_logs.clear()
 
     def to_record(self) -> dict[str, Any]:
         """As JSON."""
@@ -137,6 +145,7 @@ class MetricStates:
                 encode_state(MetricState(name, *each)) for name, states in self._open.items() for each in states.items()
             ],
             "logs": [[name.group, name.ordinal, logs] for name, logs in self._logs.items()],
+            "in_logs": [[*key, base64.b64encode(units.to_bytes()).decode()] for key, units in self._in_logs.items()],
         }
 
     @classmethod
@@ -146,6 +155,8 @@ class MetricStates:
             metric_states.record(Topic(group, ordinal), decode_logs(logs))
         for state in record["open"]:
             metric_states.add(decode_state(state))
+        for group, dataset, epoch, units in record["in_logs"]:
+            metric_states._in_logs[group, dataset, epoch] = UnitBitmap(base64.b64decode(units))
         return metric_states
 
 

@@ -18,7 +18,7 @@ from stratagem.cluster.config import ChiefConfig, PsConfig, WorkerConfig
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.ps import __main__ as ps_main
 from stratagem.worker import runtime as worker_runtime
-from tests.simulation import rings, script
+from tests.simulation import fits, rings, script
 from tests.simulation.disk import Disk
 from tests.simulation.loop import Loop
 from tests.simulation.network import AioChannel, Channel, Network, Server
@@ -46,6 +46,8 @@ class Job:
     """Of two, the second one has the last variable, and its step of a batch comes after the other's."""
     prepares_apart: bool = False
     """Another model, which nothing changes, is prepared first."""
+    fits: bool = False
+    """Workers call ``Model.fit``, with a validation after each epoch."""
     ps_replicas: int = 1
     max_ps: int = 0
     num_examples: int = 24
@@ -140,7 +142,7 @@ class Cluster:
         elif kind == "ps":
             process.spawn(lambda: process.end(ps_main.run(self._ps_config(name))), "main")
         else:
-            train = rings.train if self.job.min_workers else script.train
+            train = rings.train if self.job.min_workers else fits.train if self.job.fits else script.train
             process.spawn(lambda: process.end(script.run(self, process, train)), "main")
 
     def _start_chief(self, process: Process) -> None:

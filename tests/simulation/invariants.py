@@ -366,28 +366,32 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
     def on_acquire(real: Any) -> Any:
         def acquire(self: Any, index: int, incarnation: Any, *rest: Any) -> Any:
-            checks().acquired(self.key, index, incarnation)
+            if hasattr(self, "key"):  # else units of an evaluation
+                checks().acquired(self.key, index, incarnation)
             return real(self, index, incarnation, *rest)
 
         return acquire
 
     def on_end(real: Any) -> Any:
         def end(self: Any, index: int) -> Any:
-            checks().holders.pop((*self.key, index), None)
+            if hasattr(self, "key"):
+                checks().holders.pop((*self.key, index), None)
             return real(self, index)
 
         return end
 
     def on_accept(real: Any) -> Any:
         def mark_accepted(self: Any, index: int) -> Any:
-            checks().accepted.add((*self.key, index))
+            if hasattr(self, "key"):
+                checks().accepted.add((*self.key, index))
             return real(self, index)
 
         return mark_accepted
 
     def on_revoke(real: Any) -> Any:
         def revoke(self: Any, indices: Any) -> Any:
-            checks().accepted.difference_update((*self.key, index) for index in indices)
+            if hasattr(self, "key"):
+                checks().accepted.difference_update((*self.key, index) for index in indices)
             return real(self, indices)
 
         return revoke

@@ -14,7 +14,7 @@ from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Schedule
 
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
-FORMS = ("", "table", "ring")
+FORMS = ("", "table", "fit", "ring")
 RING_EVERY = 5
 """Of so many seeds one is of a ring, where no form is asked for."""
 
@@ -25,6 +25,8 @@ def plan(seed: int, form: str = "") -> Schedule:
         return _plan_ring(seed)
     rng = random.Random(seed)
     staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))
+    if form == "fit" and not staleness:  # the mean of a step without a lost slice is no sum over some of its examples
+        staleness = math.inf
     num_workers, num_ps = rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 2))
     job = Job(
         num_workers=num_workers,
@@ -62,6 +64,10 @@ def plan(seed: int, form: str = "") -> Schedule:
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
     if forms.random() < 0.5 and job.num_variables > 1 and not (job.has_table or job.staleness):
         job = dataclasses.replace(job, num_optimizers=2)
+    if form == "fit":
+        num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
+        job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)
+        job = dataclasses.replace(job, num_examples=num_examples, batch_size=2)
     faults.sort(key=lambda fault: fault.at_s)
     return Schedule(seed, job, conditions, rng.choice((0.0, 0.05)), slow_disk_s, tuple(faults))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stratagem.errors import ConfigurationError, JobStoppedError
+from tests.simulation import fits
 from tests.simulation.cluster import Cluster, Job
 from tests.simulation.copies import Copies
 from tests.simulation.invariants import Invariants
@@ -216,6 +217,7 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
             rings.ended()
         else:
             checks.ended()
+            fits.check_histories(cluster, any(fault.kind == "crash" for fault in schedule.faults))
             _check_ends(schedule, cluster)
             _check_copies(schedule, cluster)
         failure = world.failures[0] if world.failures else ""

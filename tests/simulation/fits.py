@@ -1,0 +1,107 @@
+"""``Model.fit`` beside parameter servers: its epochs, its histories, and the evaluation after each epoch.
+
+The model counts as :mod:`tests.simulation.script` does: with a mean over a batch of B examples at a learning rate of B,
+an update is the sum over its examples, exactly, where B is a power of two and divides their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torchmetrics
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training.callbacks.base import Callback
+from stratagem.training.model import Model
+from tests.simulation.script import BASE, Counters
+from tests.simulation.world import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+NUM_EVALUATED = 6
+
+
+class Counted(Counters):
+    """What each variable has for the examples of a batch, side by side."""
+
+    def forward(self, examples: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each[examples] for each in self.counts], dim=1)
+
+
+class NumExamples(torchmetrics.Metric):
+    """How many examples were counted."""
+
+    number: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.number += len(targets)
+
+    def compute(self) -> torch.Tensor:
+        return self.number
+
+
+class Steps(Callback):
+    """Batches take a while, and count for their epoch."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.value = 1.0
+
+    def _wait(self) -> None:
+        world = self._cluster.world
+        world.block(self._cluster.job.step_s * world.random.random())
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.value = float(BASE**epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._wait()
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._wait()
+
+
+def train(cluster: Cluster, process: Process) -> None:
+    """The script of a worker."""
+    job, steps = cluster.job, Steps(cluster)
+    strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
+    with strategy.scope():
+        net = process.globals["model"] = Counted(job.num_variables, job.num_examples, False)
+        model = Model(net)
+    model.compile(
+        lambda parameters: torch.optim.SGD(parameters, float(job.batch_size)),
+        lambda outputs, _: -steps.value * outputs.sum(1).mean(),
+        {"number": NumExamples()},
+    )
+    examples = torch.arange(job.num_examples)
+    few = torch.arange(NUM_EVALUATED)
+    history = model.fit(
+        DataLoader(TensorDataset(examples, examples), batch_size=job.batch_size, shuffle=True),
+        epochs=job.epochs,
+        validation_data=DataLoader(TensorDataset(few, few), batch_size=2),
+        callbacks=[steps],
+        verbose=0,
+    )
+    process.globals["history"] = history.history
+
+
+def check_histories(cluster: Cluster, may_lack: bool) -> None:
+    """Each example counts once in the history of every epoch, on every worker that has come to its end.
+
+    Args:
+        may_lack: what was counted last may be lost, with the machine of the chief.
+    """
+    expected = {"number": cluster.job.num_examples, "val_number": NUM_EVALUATED}
+    for process in cluster.world.processes:
+        if process.exit_code != 0 or (history := process.globals.get("history")) is None:
+            continue
+        for name, number in expected.items():
+            if any(value > number or (value < number and not may_lack) for value in history.get(name, [])):
+                cluster.world.fail(f"{process}: {name} is {history[name]}, and there are {number}")
