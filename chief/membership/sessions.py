@@ -223,7 +223,7 @@ class Sessions(Roster):
         actions = self._lose(session, now, why)
         if exit_code in HOPELESS and not was_added:
             actions += self.stop(exit_code, f"{task} failed and a restart would not help: {message or why}")
-        return actions
+        return [*actions, *self._end_of_work()]
 
     def finished(self, incarnation: Incarnation) -> list[Action]:
         """The script of a worker has ended well, though the worker is lost; none, if it is not: nobody starts it again.
@@ -302,13 +302,19 @@ class Sessions(Roster):
         others = [s for s in self._workers if s is not session]
         if session.task.type == "worker" and others and all(s.state is SessionState.DONE for s in others):
             return self.stop(0, f"every worker but {session.task} has finished the work")
-        why = f"; first failure: {self.first_failure}" if self.first_failure else ""
-        return self.stop(1, f"{session.task} was lost {now - session.lost_at:.0f} s ago and did not come back{why}")
+        how_long = f"{now - session.lost_at:.0f} s ago"
+        return self.stop(1, f"{session.task} was lost {how_long} and did not come back{self._first_failure_words}")
+
+    @property
+    def _first_failure_words(self) -> str:
+        return f"; first failure: {self.first_failure}" if self.first_failure else ""
 
     def _end_of_work(self) -> list[Action]:
         workers = [s for s in self._workers if not ((self.min_workers and s.state is SessionState.LOST) or s.joining)]
         if workers and all(s.state is SessionState.DONE for s in workers):
             return self.stop(0, "every worker has finished")
+        if self.min_workers and self.ready and not workers:  # newcomers would wait for ever to be taken in
+            return self.stop(1, f"no worker of the ring is left that has its state{self._first_failure_words}")
         return []
 
     def stop(self, exit_code: int, reason: str) -> list[Action]:

@@ -189,6 +189,9 @@ class LocalCluster:
         was_renewing = self.supervisor.phase is Phase.RENEWING
         if self.folders.resume_mark.exists():
             self.supervisor.can_resume()
+        chief = process if task == self.chief else self._processes.get(self.chief)
+        if chief is not None and chief.returncode == EXIT_FAILED:
+            self.supervisor.broken()
         actions = self.supervisor.exited(task, code, now)
         left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:
@@ -217,6 +220,8 @@ class LocalCluster:
         told_by = {TaskId.parse(state.task): state.pid for state in status.tasks}
         if status.ready:
             self.supervisor.complete()
+        if status.stop_reason and not any(state.state == "done" for state in status.tasks):
+            self.supervisor.broken()
         self.supervisor.stepped([task for task in stepped if pids.get(task) == told_by[task]])
         if status.lead and status.ready:  # before that, whoever joined first leads
             self.output.lead = TaskId.parse(status.lead)

@@ -83,6 +83,8 @@ class Supervisor:
         self._was_complete = False
         self._stepped: set[TaskId] = set()
         self._resumes = False
+        self._is_broken = False
+        """A ring with ``min_workers``, that the chief has ended: no worker is left that others could join."""
         self._interrupted_by = 0
         self._ending_signal: int = signal.SIGTERM
         self._chief_comes_last = False
@@ -112,6 +114,10 @@ class Supervisor:
     def can_resume(self) -> None:
         """The script goes on where it was when the whole job is started again."""
         self._resumes = True
+
+    def broken(self) -> None:
+        """The chief has ended the job before its workers were done."""
+        self._is_broken = self._was_complete and self.policy.min_workers > 0
 
     def complete(self) -> None:
         """Every task has joined the cluster."""
@@ -164,9 +170,9 @@ class Supervisor:
             reason = self._why_not_again(task, code)
             if reason is None:
                 self.restarts[task] = self.restarts.get(task, 0) + 1
-                if self._is_in_ring(task):  # this life of the job ends with it
+                if self._is_in_ring(task) or self._is_broken:  # this life of the job ends with it
                     self.phase, self._deadline = Phase.RENEWING, now + self.policy.shutdown_timeout_s
-                    return self._renew(task, now)
+                    return [*(self._signal_all() if task.type == "chief" else []), *self._renew(task, now)]
                 return [self._start(task)]
             actions = self._fail(Failure(task, code, reason), now)
         elif self.phase is Phase.DRAINING and task.type == "ps" and self._why_not_again(task, code) is None:
@@ -225,11 +231,11 @@ class Supervisor:
     def _why_not_again(self, task: TaskId, code: int) -> str | None:
         if code in _NEVER_RETRIED:
             return f"exit code {code} is never retried"
-        if task.type == "chief" and code == EXIT_FAILED:
+        if task.type == "chief" and code == EXIT_FAILED and not (self._is_broken and self._resumes):
             return "the chief stopped the job"
         if self._chief_is_done:
             return "the chief had already ended the job"
-        if code == EXIT_FAILED and task not in self._stepped:
+        if code == EXIT_FAILED and task not in self._stepped and not self._is_broken:
             return "it failed before its first step"
         if self._is_in_ring(task) and not self._resumes:
             if self.policy.min_workers:
@@ -265,7 +271,7 @@ class Supervisor:
         return is_lost and (self._chief_is_done or (is_last and self._chief_runs))
 
     def _goes_on_without(self, task: TaskId, code: int) -> bool:
-        if not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
+        if self._is_broken or not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
             return False
         num_left = len(set(self.workers) - self.lost - {task})
         is_hopeless = code in _NEVER_RETRIED and not self.restarts.get(task)  # else the others have what it lacks
@@ -299,7 +305,7 @@ class Supervisor:
         if self.running:
             self._deadline = now + min(self.policy.failure_timeout_s, self.policy.shutdown_timeout_s)
             return self._signal_all()
-        self.phase, self._was_complete = Phase.STARTING, False
+        self.phase, self._was_complete, self._is_broken = Phase.STARTING, False, False
         self._done.clear()
         self.lost.clear()
         self._stepped.clear()

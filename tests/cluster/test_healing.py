@@ -126,3 +126,11 @@ def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, tr
     check_newcomer(back, old[0])
     assert back["first"] == 10
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]
+
+
+@pytest.mark.thorough
+def test_a_ring_that_loses_too_many_at_once_ends_and_says_so(cluster: Start, tmp_path: Path) -> None:
+    """Those that were started again had waited for ever for others to take them in."""
+    done = train(cluster, tmp_path / "news", kill("worker:1", 5), kill("worker:2", 5), workers=3, restarts=3)
+    assert done.code == 1 and len(done.faults) == 2
+    assert "no worker of the ring is left that has its state" in done.stderr

@@ -41,8 +41,8 @@ OPEN_S = 15.0
 """Seconds that opening the lanes of one plan may take."""
 HEAR_S = 5.0
 """Seconds in which a ring that heals waits for the chief to say who was lost, before it looks for another reason."""
-HEAL_S = 60.0
-"""Seconds to wait until there are enough workers for the next generation."""
+HEAL_S = 5.0
+"""Seconds to wait until there are enough workers for the next generation: a rank may just be taking some in."""
 
 
 class RingMember:

@@ -509,6 +509,22 @@ def test_a_ring_takes_a_newcomer_in_when_it_says_so_and_the_newcomer_waits() -> 
     assert sessions.goodbye("worker:0", 4, 0, "", 5.0)[-1] == StopJob(0, "every worker has finished")
 
 
+def test_a_ring_of_which_only_newcomers_are_left_is_over() -> None:
+    """There is nobody whose state they could take over."""
+    sessions = ring()
+    sessions.stream_ended("worker:1", 2, 1.0)
+    join(sessions, "worker:1", 4, 2.0)
+    sessions.stream_ended("worker:2", 3, 3.0)
+    assert sessions.stopping is None
+    stop = sessions.goodbye("worker:0", 1, 1, "too few are left", 4.0)[-1]
+    assert isinstance(stop, StopJob) and stop.exit_code == 1
+    assert stop.reason == "no worker of the ring is left that has its state; first failure: worker:0: too few are left"
+    sessions = ring()
+    for stream in (1, 2, 3):
+        sessions.stream_ended(f"worker:{stream - 1}", stream, 1.0)
+    assert isinstance(sessions.tick(1.0)[-1], StopJob)
+
+
 def test_a_chief_that_is_started_again_knows_who_was_taken_in() -> None:
     more = {"newest_incarnation": 5, "fenced": {"worker:0": 1}, "ready": True, "max_workers": 4}
     awaited = {"worker:0": 4, "worker:1": 2, "worker:2": 3, "worker:3": 5}

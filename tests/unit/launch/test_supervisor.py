@@ -569,6 +569,36 @@ def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
     assert early.failure is not None and early.lost == set()
 
 
+def test_a_ring_that_the_chief_has_ended_starts_none_of_its_workers_again() -> None:
+    supervisor = _shrinking(max_restarts=3)
+    supervisor.complete()
+    assert supervisor.exited(W1, -9, 1.0) == [Start(W1)]
+    supervisor.broken()
+    supervisor.exited(W0, 1, 2.0)
+    assert supervisor.failure is not None
+    assert supervisor.failure.reason == "fewer than --min-workers 2 are left; start the job again"
+    parameter_servers = _running()
+    parameter_servers.broken()
+    parameter_servers.stepped([W0])
+    assert parameter_servers.exited(W0, 1, 1.0) == [Start(W0)], "that is for the chief to say"
+
+
+@pytest.mark.parametrize("first", [W1, CHIEF], ids=str)
+def test_such_a_ring_begins_anew_if_its_script_goes_on_where_it_was(first: TaskId) -> None:
+    supervisor = _shrinking(max_restarts=3)
+    supervisor.can_resume()
+    supervisor.complete()
+    assert supervisor.exited(W1, -9, 1.0) == [Start(W1)]
+    supervisor.broken()
+    assert supervisor.exited(first, 1, 2.0)[:1] == ([Signal(W0, signal.SIGTERM)] if first == CHIEF else [])
+    assert supervisor.phase is Phase.RENEWING and supervisor.num_restarts == 2
+    for worker in supervisor.running & set(supervisor.workers):
+        actions = supervisor.exited(worker, 1, 3.0)
+    if first != CHIEF:
+        actions = supervisor.exited(CHIEF, 1, 4.0)
+    assert actions == [Renew(), Start(CHIEF)]
+
+
 def test_a_worker_that_must_not_be_retried_ends_a_ring_whoever_is_left() -> None:
     supervisor = _shrinking()
     supervisor.complete()
