@@ -275,7 +275,8 @@ class Supervisor:
             return False
         num_left = len(set(self.workers) - self.lost - {task})
         is_hopeless = code in _NEVER_RETRIED and not self.restarts.get(task)  # else the others have what it lacks
-        is_over = is_hopeless or code == EXIT_PREEMPTED or self.phase is not Phase.RUNNING
+        saves_with_all = code == EXIT_PREEMPTED and self._resumes  # else it was told to end, and ended alone
+        is_over = is_hopeless or saves_with_all or self.phase is not Phase.RUNNING
         return not is_over and num_left >= self.policy.min_workers
 
     def _may_come_back(self, task: TaskId, code: int) -> bool:

@@ -558,6 +558,15 @@ def test_a_worker_of_such_a_ring_comes_back_as_long_as_restarts_are_left_and_it_
     assert supervisor.exited(W1, -9, 1.0) == [], "the others end"
 
 
+def test_a_worker_of_such_a_ring_that_is_told_to_end_ends_alone_unless_all_save_together() -> None:
+    supervisor = _shrinking(max_restarts=3)
+    supervisor.complete()
+    assert supervisor.exited(W1, 143, 1.0) == [Start(W1)]
+    supervisor.can_resume()
+    supervisor.exited(W1, 143, 2.0)
+    assert supervisor.phase is Phase.RENEWING
+
+
 def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
     supervisor = _shrinking(2)
     supervisor.complete()
