@@ -93,7 +93,7 @@ class LeaseBook:
             raise ConfigurationError(
                 f"dataset {dataset} differs from what the job opened before: {'; '.join(differences)}. Every "
                 "worker must run the same script on the same data; to go on from a checkpoint, keep the dataset, the "
-                "batch size and, at staleness 0, the number of workers, or start with another --checkpoint-dir."
+                "batch size, --staleness and, if that is 0, the number of workers, or take another --checkpoint-dir."
             )
         return known
 

@@ -154,7 +154,7 @@ def offer_in(directory: pathlib.Path) -> str:
 
 def _offer(candidates: list[pathlib.Path]) -> str:
     good = next((path for path in reversed(candidates) if not find_damage(path)), None)
-    return "There is no other checkpoint." if good is None else f"The last good checkpoint is {good}"
+    return "There is no other checkpoint" if good is None else f"The last good checkpoint is {good}"
 
 
 def _size(path: pathlib.Path) -> int | None:

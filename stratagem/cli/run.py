@@ -53,23 +53,37 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
 @click.option(
     "--min-workers",
     default=0,
+    envvar="STRATAGEM_MIN_WORKERS",
     help="Workers with which a ring goes on until lost ones are back; 0: a lost worker ends it.",
 )
 @click.option(
     "--max-workers",
     default=0,
+    envvar="STRATAGEM_MAX_WORKERS",
     help="Workers that the job takes while it runs (`stratagem worker`); 0: as many as --workers.",
 )
 @click.option("--chiefs", "num_chiefs", default=1, help="2: a second chief stands by and takes over when one dies.")
 @click.option("--ps", "num_ps", default=0, help="Parameter servers.")
-@click.option("--ps-replicas", default=1, help="Copies of what each ps holds; with 2 nothing is lost when a ps dies.")
+@click.option(
+    "--ps-replicas",
+    default=1,
+    envvar="STRATAGEM_PS_REPLICAS",
+    help="Copies of what each ps holds; with 2 nothing is lost when a ps dies.",
+)
 @click.option(
     "--strategy",
     type=click.Choice(STRATEGIES),
     default="auto",
+    envvar="STRATAGEM_STRATEGY",
     help="auto: ps when there are any, a ring of several workers, mirrored on several GPUs, else one.",
 )
-@click.option("--staleness", type=float, default=math.inf, help="Staleness bound: 0 synchronous, inf asynchronous.")
+@click.option(
+    "--staleness",
+    type=float,
+    default=math.inf,
+    envvar="STRATAGEM_STALENESS",
+    help="Staleness bound: 0 synchronous, inf asynchronous.",
+)
 @click.option("--max-restarts", default=3, help="Restarts of failed tasks, all together (a ring: as a whole).")
 @click.option("--threads", "num_threads", default=0, help="Threads of each process; 0 shares the cores.")
 @click.option("--log-dir", type=_DIRECTORY, help="Where each task's output is kept as <type>-<index>.log.")
@@ -78,7 +92,10 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
     "--state-dir", type=_DIRECTORY, help="Where the run's folder is made and kept (journal, checkpoints, logs)."
 )
 @click.option(
-    "--checkpoint-dir", type=_DIRECTORY, help="Where checkpoints are committed; a folder of the run if not given."
+    "--checkpoint-dir",
+    type=_DIRECTORY,
+    envvar="STRATAGEM_CHECKPOINT_DIR",
+    help="Where checkpoints are committed; a folder of the run if not given.",
 )
 @click.option(
     "--checkpoint-roots",
@@ -88,12 +105,21 @@ def _check_web(_: click.Context, __: click.Parameter, bind: str) -> str:
     help="Folders (with : between them) below which SCRIPT may have ps write its own checkpoints.",
 )
 @click.option(
-    "--checkpoint-every-s", default=0.0, help="Seconds between checkpoints the chief takes by itself; 0: none."
+    "--checkpoint-every-s",
+    default=0.0,
+    envvar="STRATAGEM_CHECKPOINT_EVERY_S",
+    help="Seconds between checkpoints the chief takes by itself; 0: none.",
 )
 @click.option(
     "--shutdown-timeout", "shutdown_timeout_s", default=25.0, help="Seconds to end in before processes are killed."
 )
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Form of the tasks' log lines.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    envvar="STRATAGEM_LOG_FORMAT",
+    help="Form of the tasks' log lines.",
+)
 @click.option("--evaluator", is_flag=True, help="Start an evaluator too: SCRIPT, evaluating each new checkpoint.")
 @click.option(
     "--tls",

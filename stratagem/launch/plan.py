@@ -21,6 +21,8 @@ from stratagem.rpc.chief_address import FILE_NAME, FILE_PREFIX
 
 AUTO = "auto"
 """In the place of a folder of certificates: throw-away ones are made for the run."""
+OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "compression")
+"""How workers talk that reduce together."""
 _LOCAL = "127.0.0.1:0"
 OF_ONE_TASK = (
     *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -98,6 +100,15 @@ class LocalJob:
             raise ConfigurationError(
                 "--checkpoint-every-s is for parameter servers, whose chief saves what they hold: add --ps, or save in "
                 "the script (sg.CheckpointManager, sg.callbacks.BackupAndRestore)"
+            )
+        if not self.num_ps and 0 < self.staleness < math.inf:
+            raise ConfigurationError(
+                f"--staleness {self.staleness:g} is for parameter servers: add --ps; without, workers are in step"
+            )
+        of_ring = [name.replace("_", "-") for name in OF_RING if self.num_ps and name in self.communication]
+        if of_ring:
+            raise ConfigurationError(
+                f"--{of_ring[0]} is for a ring of workers, and does nothing with --ps: leave it out"
             )
         if self.num_chiefs not in (1, 2):
             raise ConfigurationError(

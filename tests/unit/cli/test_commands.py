@@ -273,6 +273,16 @@ def test_run_takes_tls_with_and_without_a_folder(
     assert jobs[0].tls == expected and jobs[0].args == ("--tls", "argument of the script")
 
 
+def test_run_heeds_the_environment_behind_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (script := tmp_path / "train.py").touch()
+    jobs: list[LocalJob] = []
+    monkeypatch.setattr(run, "run_local", jobs.append)
+    for name, value in (("STALENESS", "0"), ("CHECKPOINT_DIR", str(tmp_path)), ("CHECKPOINT_EVERY_S", "2")):
+        monkeypatch.setenv(f"STRATAGEM_{name}", value)
+    assert invoke("run", "--ps", "1", "--checkpoint-every-s", "3", str(script))[0] == 0
+    assert (jobs[0].staleness, jobs[0].checkpoint_dir, jobs[0].checkpoint_every_s) == (0.0, tmp_path, 3.0)
+
+
 @pytest.mark.parametrize("way", ["flags", "environment", "file"])
 def test_status_is_told_who_the_operator_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     told: list[tuple[str, str, bool]] = []

@@ -123,6 +123,18 @@ def test_checkpoints_by_the_chief_are_refused_where_it_takes_none(case: Case) ->
         case.run(num_ps=0, checkpoint_every_s=1.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ps": 0, "staleness": 3.0}, "--staleness 3 is for parameter servers: add --ps"),
+        ({"communication": {"wire_dtype": "bfloat16"}}, "--wire-dtype is for a ring of workers"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(case: Case, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        case.run(**options)
+
+
 def test_verbose_shows_every_worker(case: Case) -> None:
     case.programs["worker:1"] += "print('from the other')"
     assert case.run(verbose=True) == 0
