@@ -152,7 +152,7 @@ class Supervisor:
         self.running.discard(task)
         self.exits[task].append(code)
         actions: list[Action] = []
-        if self.phase is Phase.RENEWING and code not in _NEVER_RETRIED:
+        if self.phase is Phase.RENEWING and not self._is_hopeless(task, code):
             return self._renew(task, now)
         if code == EXIT_DONE and self.phase is Phase.STARTING:
             actions = self._fail(Failure(task, EXIT_FAILED, "it ended before the job had started"), now)
@@ -229,7 +229,7 @@ class Supervisor:
         return Start(task)
 
     def _why_not_again(self, task: TaskId, code: int) -> str | None:
-        if code in _NEVER_RETRIED:
+        if self._is_hopeless(task, code):
             return f"exit code {code} is never retried"
         if task.type == "chief" and code == EXIT_FAILED and not (self._is_broken and self._resumes):
             return "the chief stopped the job"
@@ -270,13 +270,17 @@ class Supervisor:
         is_last = self.phase is Phase.DRAINING or self.num_restarts >= self.policy.max_restarts
         return is_lost and (self._chief_is_done or (is_last and self._chief_runs))
 
+    def _is_hopeless(self, task: TaskId, code: int) -> bool:
+        """Whether the job ends; not by a worker that came to a ring later, and could not join: the others go on."""
+        came_later = self._is_in_ring(task) and self.policy.min_workers and self.restarts.get(task)
+        return code in _NEVER_RETRIED and not came_later
+
     def _goes_on_without(self, task: TaskId, code: int) -> bool:
         if self._is_broken or not (self._is_in_ring(task) and self.policy.min_workers and self._was_complete):
             return False
         num_left = len(set(self.workers) - self.lost - {task})
-        is_hopeless = code in _NEVER_RETRIED and not self.restarts.get(task)  # else the others have what it lacks
         saves_with_all = code == EXIT_PREEMPTED and self._resumes  # else it was told to end, and ended alone
-        is_over = is_hopeless or saves_with_all or self.phase is not Phase.RUNNING
+        is_over = self._is_hopeless(task, code) or saves_with_all or self.phase is not Phase.RUNNING
         return not is_over and num_left >= self.policy.min_workers
 
     def _may_come_back(self, task: TaskId, code: int) -> bool:

@@ -567,6 +567,18 @@ def test_a_worker_of_such_a_ring_that_is_told_to_end_ends_alone_unless_all_save_
     assert supervisor.phase is Phase.RENEWING
 
 
+def test_such_a_ring_begins_anew_where_a_worker_that_came_later_cannot_join_and_is_needed() -> None:
+    """As in `fit`, which takes nobody in: that ends with exit code 2."""
+    supervisor = _shrinking(max_restarts=4)
+    supervisor.can_resume()
+    supervisor.complete()
+    for worker in (W0, W1):
+        assert supervisor.exited(worker, -9, 1.0) == [Start(worker)]
+    supervisor.exited(W0, 2, 2.0)
+    supervisor.exited(W1, 2, 2.0)
+    assert supervisor.phase is Phase.RENEWING and supervisor.failure is None
+
+
 def test_a_ring_with_too_few_left_or_not_complete_yet_has_failed() -> None:
     supervisor = _shrinking(2)
     supervisor.complete()
