@@ -243,9 +243,12 @@ class PsReturn(ChiefPart):
         described = await self._ps_pool.insist(server, lambda each: each.describe_units())
         if described is None:
             return 0, 0
-        is_untold = self._journal.history.is_rerouted and not self._sessions.work_is_done
+        history, has_begun_anew = self._journal.history, described.origin_elements and not described.complete
+        is_untold = (history.is_rerouted or has_begun_anew) and not self._sessions.work_is_done
         has_no_part = described.untrained or not described.holds_rows
         if has_no_part and (described.complete or is_untold):
+            if not described.complete and not history.is_rerouted:
+                self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
         absent = minus(accepted, described.applied())
         if absent:

@@ -55,7 +55,7 @@ class JobHistory:
     initialized: list[str] = dataclasses.field(default_factory=list)
     """The ps that have held values, once all initial values were there."""
     is_rerouted: bool = False
-    """There is another number of ps, and workers have not said yet which of them hold rows."""
+    """There is another number of ps, or one of them has come back, and workers have not said yet which hold rows."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
     accepted: dict[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     steps: dict[int, tuple[Unit, ...]] = dataclasses.field(default_factory=dict)
@@ -169,6 +169,9 @@ class JobHistory:
         self.num_ps = record["num_ps"]
         self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
         self.prepared.clear()  # whatever they hold, it is for another number of them
+
+    def _on_untold(self, record: Mapping[str, Any]) -> None:
+        self.is_rerouted = True
 
     def _on_begun(self, record: Mapping[str, Any]) -> None:
         self.has_begun = True

@@ -59,4 +59,5 @@ def scale_command(asking: Asking, num_workers: int | None, num_ps: int | None, w
     if asking.as_json:
         click.echo(json.dumps({"workers": live, "ps": status.num_ps, "lacking": left, "ended": status.stop_reason}))
     else:
-        click.echo(f"{live} workers, {status.num_ps} ps" + (f"; {left}" if left else ""))
+        ended = f"; the job has ended: {status.stop_reason}" if status.stop_reason else ""
+        click.echo(f"{live} workers, {status.num_ps} ps" + (f"; {left}" if left else "") + ended)

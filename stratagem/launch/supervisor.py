@@ -80,6 +80,8 @@ class Supervisor:
         self._done: set[TaskId] = set()
         self._dismissed: set[TaskId] = set()
         """Tasks that are not wanted any more: they end by themselves, and however they do, it is no failure."""
+        self._added: set[TaskId] = set()
+        """Those that were started because more were wanted."""
         self._was_complete = False
         self._stepped: set[TaskId] = set()
         self._resumes = False
@@ -139,6 +141,7 @@ class Supervisor:
         gone = {task for task in self.exits if task.type == kind and task.index >= number}
         self._dismissed = self._dismissed.difference(wanted) | gone
         self._done.difference_update(starting)
+        self._added.update(starting)
         new = tuple(task for task in starting if task not in self.exits)
         self.exits |= {task: [] for task in new}
         if kind == "worker":
@@ -248,21 +251,25 @@ class Supervisor:
         return None
 
     def _had_finished(self, task: TaskId, code: int) -> bool:
-        """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye."""
-        return code == -signal.SIGKILL and task.type == "worker" and self._chief_is_done
+        """Whether a worker was killed on its way out: a chief ends a job with 0 when every worker has said goodbye; or
+        who came too late to be taken in."""
+        may_be = task.type == "worker" or task in self._added
+        return code == -signal.SIGKILL and may_be and self._chief_is_done
 
     def _end_late(self, now: float) -> list[Action]:
-        """Ends who was started again when the job was as good as over. A chief would begin another job; a worker would
-        wait for a chief that has ended, unless it has said goodbye to that and is about to end by itself."""
+        """Ends who was started, perhaps again, when the job was as good as over. A chief would begin another job; a
+        worker would wait for a chief that has ended, unless it has said goodbye to that and is about to end by itself,
+        and so would a ps that was added."""
         if not self._chief_is_done:
             return []
         late = self._late()
-        self._late_at = now + LATE_S if any(task.type == "worker" for task in late) else None
+        self._late_at = now + LATE_S if any(task.type != "chief" for task in late) else None
         return [Kill(task) for task in late if task.type == "chief"]
 
     def _late(self) -> list[TaskId]:
-        late = self.running.intersection(self.restarts) - self._stepped
-        return [task for task in self._in_order() if task in late and task.type != "ps"]
+        again = {task for task in self.restarts if task.type != "ps"}  # which hears of the end when it has joined
+        late = self.running.intersection(again | self._added) - self._stepped
+        return [task for task in self._in_order() if task in late]
 
     def _has_successor(self, task: TaskId, code: int) -> bool:
         """Whether a chief is lost, and not started again as another will do: at the end, or with no restart left."""

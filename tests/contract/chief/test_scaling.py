@@ -184,17 +184,22 @@ class Told(FakePs):
         return described
 
 
+@pytest.mark.parametrize("was_told", [False, True])
 @pytest.mark.parametrize("num_taken", [0, 8])
 async def test_what_a_ps_lacks_is_counted_once_it_is_known_whether_it_holds_rows(
-    tmp_path: Path, num_taken: int
+    tmp_path: Path, num_taken: int, was_told: bool
 ) -> None:
-    """It came back before any worker had told it, and updates that had no part there were told to be lost."""
+    """It came back before any worker had told it, and updates that had no part there were told to be lost; so it was
+    with one that dies when workers had told its last process."""
     async with cluster(**folders(tmp_path)) as (running, [worker], [first]):
         job = running.job
         await begun(running, worker, first)
         await ask(worker, 2)
         async with ps(running.address, Told(1)) as dead:
+            assert isinstance(dead, Told)
+            dead.num_taken = num_taken if was_told else None
             await until(lambda: len(job.sessions.live("ps")) == 2 and not first.token)
+            await until(lambda: job.journal.history.is_rerouted is not was_told)
             await worker.next([0], wait=False)
             assert dead.session is not None
             await dead.session.die()

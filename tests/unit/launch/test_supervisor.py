@@ -641,6 +641,17 @@ def test_a_ps_that_ends_because_it_was_not_wanted_may_be_wanted_again_before_the
     assert supervisor.want("ps", 2, [p1]) == [Start(p1)]
 
 
+def test_tasks_that_are_wanted_when_the_job_is_as_good_as_over_are_not_waited_for() -> None:
+    supervisor = _running()
+    w2, p1 = TaskId("worker", 2), TaskId("ps", 1)
+    assert supervisor.want("worker", 3) == [Start(w2)] and supervisor.want("ps", 2) == [Start(p1)]
+    for task in (W0, W1, PS, CHIEF):
+        assert supervisor.exited(task, 0, 1.0) == []
+    assert supervisor.ticked(1.0 + LATE_S) == [Kill(w2), Kill(p1)]
+    assert supervisor.exited(p1, -9, 5.0) == []
+    assert supervisor.exited(w2, -9, 5.0) == [Finish(0)]
+
+
 def test_tasks_that_are_wanted_are_started_and_those_that_are_not_may_end_as_they_like() -> None:
     supervisor = _running()
     w2 = TaskId("worker", 2)
