@@ -116,7 +116,7 @@ class Mailbox:
     def _deliver(self, receive: PostedReceive, source: int, values: torch.Tensor) -> None:
         if values.numel() != receive.into.numel() or (values.numel() and values.dtype != receive.into.dtype):
             text = f"rank {source} sent {told(values)} with tag {receive.tag}, rank {self._rank} expects "
-            receive.done.set_exception(CollectiveError(text + told(receive.into), source))
+            receive.done.set_exception(CollectiveError(text + told(receive.into)))  # nobody is gone
             return
         receive.into.copy_(values)
         receive.done.set_result(source)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from stratagem.distributed.mailbox import Mailbox, PostedReceive
+from stratagem.distributed.tensors import writable_anywhere
 from stratagem.errors import CollectiveError, PeerUnavailableError, SegmentError, StratagemError
 from stratagem.rpc.generated import frame_pb2
 from stratagem.rpc.lane import ReceivingLane, SendingLane
@@ -83,7 +84,7 @@ class Messages:
         """Waits, in the background, for the next message with this tag from a rank, or from any."""
         for source in self._others if rank is None else [rank]:
             self._read_from(source)
-        receive = PostedReceive(rank, tag, into)
+        receive = PostedReceive(rank, tag, writable_anywhere(into))
         self.mailbox.post(receive)
         return receive
 

@@ -21,7 +21,7 @@ from stratagem.distributed.messages import Messages
 from stratagem.distributed.monitored import MonitoredBarriers
 from stratagem.distributed.operations import Operation, Operations
 from stratagem.distributed.reductions import Run
-from stratagem.distributed.tensors import flat, movable, put, room_for, told
+from stratagem.distributed.tensors import check_writable, flat, movable, put, room_for, told
 from stratagem.distributed.work import DONE, LaneWork, ReceiveWork
 from stratagem.errors import CollectiveError, ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
@@ -295,6 +295,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         return self._member(rank)
 
     def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> LaneWork:
+        check_writable(tensor)
         room = room_for(tensor)
         receive = self._messages.receive(movable(room), source, tag)
         what = f"recv of {told(tensor)} from {'any rank' if source is None else f'rank {source}'} with tag {tag}"
@@ -321,18 +322,21 @@ class LaneProcessGroup(dist.ProcessGroup):
             _limit(operation, timeout.total_seconds())
         if self._ended:
             raise CollectiveError(f"{operation.what}: {self._ended}")
+        is_inference = torch.is_inference_mode_enabled()  # what was made in that mode can be written in it alone
+        for tensor in operation.outputs:
+            check_writable(tensor)
+            is_inference = is_inference or tensor.is_inference()
         if not getattr(opts, "asyncOp", True):  # the caller waits: here and now is one change of threads less
-            self._perform(operation)
+            self._perform(operation, is_inference)
             return LaneWork(operation.what, operation.outputs, DONE)
-        run = functools.partial(self._perform, operation)
-        if torch.is_inference_mode_enabled():  # what was made in that mode can be written in it alone
-            run = functools.partial(_in_inference_mode, run)
+        run = functools.partial(self._perform, operation, is_inference)
         return LaneWork(operation.what, operation.outputs, self.communicator.submit(run))
 
-    def _perform(self, operation: Operation) -> None:
+    def _perform(self, operation: Operation, is_inference: bool) -> None:
         group = self.communicator.group
         for what, step in operation.steps:
-            self.communicator.collective(what, functools.partial(step, group))
+            run = functools.partial(step, group)
+            self.communicator.collective(what, functools.partial(_in_inference_mode, run) if is_inference else run)
         operation.finish()
 
 
@@ -364,9 +368,9 @@ def _limit(operation: Operation, timeout_s: float) -> None:
     operation.steps = [(what, limited(step)) for what, step in operation.steps]
 
 
-def _in_inference_mode(run: Callable[[], None]) -> None:
+def _in_inference_mode(run: Callable[[Tag], None], tag: Tag) -> None:
     with torch.inference_mode():
-        run()
+        run(tag)
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:

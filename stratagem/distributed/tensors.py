@@ -21,7 +21,9 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.layout is not torch.strided:
         raise ConfigurationError(f"{told(tensor)} is sparse, and only all_reduce takes those: call to_dense() before")
-    return _flat_view(tensor) if _is_flat(tensor) else tensor.detach().cpu().contiguous().view(-1)
+    if _is_flat(tensor):
+        return _flat_view(tensor)
+    return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().view(-1)
 
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,10 +35,34 @@ def put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None
     """Gives tensors the flat values that are not in their memory yet; what a device still copies is waited for."""
     for tensor, value in zip(tensors, values, strict=True):
         if value is not tensor and (not _is_flat(tensor) or value.data_ptr() != tensor.data_ptr()):
-            with torch.no_grad():  # a detached sparse tensor would not give its new elements to the one it came from
+            # A detached sparse tensor would not give its new elements to the one it came from.
+            with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                 tensor.copy_(value.view(tensor.shape) if value.layout is torch.strided else value)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def check_writable(tensor: torch.Tensor) -> None:
+    """Of a result, before anything is sent.
+
+    Raises:
+        ConfigurationError: its elements are the same memory, as those of ``tensor.expand(…)`` are.
+    """
+    is_strided = not tensor.is_contiguous() and tensor.layout is torch.strided
+    if is_strided and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ConfigurationError(
+            f"elements of {told(tensor)} share memory, as after expand(), and cannot be filled one by one: give "
+            "tensor.contiguous()"
+        )
+
+
+def writable_anywhere(values: torch.Tensor) -> torch.Tensor:
+    """Flat values as a tensor of the same memory that is written outside of inference mode too, as by other threads."""
+    if not values.is_inference():
+        return values
+    with torch.inference_mode(False):
+        made = torch.empty(0, dtype=values.dtype)
+        return made.set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())
 
 
 def movable(values: torch.Tensor) -> torch.Tensor:
@@ -55,7 +81,9 @@ def _words(dtype: torch.dtype, shape: torch.Size, before: str, after: str) -> st
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())  # whose memory has other numbers than they have
 
 
 def _flat_view(tensor: torch.Tensor) -> torch.Tensor:

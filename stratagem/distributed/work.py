@@ -119,11 +119,13 @@ class ReceiveWork(LaneWork):
         done: concurrent.futures.Future[int] = concurrent.futures.Future()
 
         def conclude(came: concurrent.futures.Future[int]) -> None:
-            if (error := came.exception()) is not None:
+            try:
+                source = came.result()
+                finish()
+            except Exception as error:  # also of torch's, which does not take every value into every tensor
                 done.set_exception(error)
             else:
-                finish()
-                done.set_result(came.result())
+                done.set_result(source)
 
         super().__init__(what, [output], done)
         self._receive = receive

@@ -453,7 +453,7 @@ def test_a_message_of_another_length_names_both(groups: Groups) -> None:
     if len(groups) == 1:
         pytest.skip("nobody to send to")
     groups[0].send([torch.zeros(3)], 1, 9).wait()
-    with pytest.raises(CollectiveError, match=r"rank 0 sent float32 .3. with tag 9, rank 1 expects float32 .5."):
+    with pytest.raises(CollectiveError, match=r"^rank 0 sent float32 .3. with tag 9, rank 1 expects float32 .5."):
         groups[1].recv([torch.zeros(5)], 0, 9).wait()
 
 
@@ -483,12 +483,57 @@ def test_memory_of_the_group(groups: Groups) -> None:
     on_every_rank(groups, run)
 
 
-def test_inference_tensors(groups: Groups) -> None:
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "waits"])
+@pytest.mark.parametrize("mode", [True, False], ids=["inside", "outside"])
+def test_inference_tensors(groups: Groups, mode: bool, is_async: bool) -> None:
+    size = len(groups)
+
     def run(group: LaneProcessGroup) -> None:
+        rank = group.rank()
         with torch.inference_mode():
-            tensor = torch.ones(5)
-            group.allreduce([tensor]).wait()
-        assert tensor.tolist() == [float(len(groups))] * 5
+            tensor, before = torch.ones(5), group.allreduce([torch.ones(100_000)])
+            strided, came = torch.ones(3, 2).t(), torch.zeros(200_000)
+        with torch.inference_mode(mode):
+            for each in (tensor, strided):
+                group.allreduce([each], reducing(dist.ReduceOp.SUM, is_async)).wait()
+            before.wait()
+            if size > 1:
+                # Another thread writes it, as the message comes or when it is asked for.
+                receives = [group.recv([part], (rank - 1) % size, 11) for part in came.split(100_000)]
+                sent = [group.send([torch.full((100_000,), number)], (rank + 1) % size, 11) for number in (1.0, 2.0)]
+                assert all(work.wait() for work in receives + sent)
+                assert torch.equal(came, torch.tensor([1.0, 2.0]).repeat_interleave(100_000))
+            group.monitored_barrier()
+        assert tensor.tolist() == [size] * 5 and strided.tolist() == [[size] * 3] * 2
+
+    on_every_rank(groups, run)
+
+
+def test_a_tensor_that_shares_memory_with_itself_is_refused_as_a_result(groups: Groups) -> None:
+    size, expanded = len(groups), torch.ones(1).expand(3)
+    with pytest.raises(ConfigurationError, match=r"float32 .3. share memory.*give tensor.contiguous"):
+        groups[0].allreduce([expanded])
+    if size > 1:
+        with pytest.raises(ConfigurationError, match=r"float32 .3. share memory"):
+            groups[0].recv([expanded], 1, 12)
+    outs = [[torch.zeros(3) for _ in groups] for _ in groups]
+    on_every_rank(groups, lambda group: group.allgather([outs[group.rank()]], [expanded]).wait())
+    assert all(out.tolist() == [1.0] * 3 for own in outs for out in own)
+
+
+def test_a_tensor_whose_memory_has_other_numbers(groups: Groups) -> None:
+    """Of a negated view, as the imaginary part of a conjugate is one."""
+
+    def run(group: LaneProcessGroup) -> None:
+        tensor = torch._neg_view(torch.ones(3))
+        outs = [torch.zeros(3) for _ in groups]
+        group.allgather([outs], [tensor]).wait()
+        assert all(out.tolist() == [-1.0] * 3 for out in outs)
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [-float(len(groups))] * 3
+        conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
+        group.allreduce([conjugate]).wait()
+        assert conjugate.tolist() == [complex(len(groups), -len(groups))] * 3
 
     on_every_rank(groups, run)
 
