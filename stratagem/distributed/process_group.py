@@ -273,6 +273,7 @@ class LaneProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> LaneWork:
         """Sends a tensor to one rank; is done when the tensor may be changed."""
+        self._check_open("send")
         done = self._messages.send(movable(flat(tensors[0])), self._other(dstRank), tag)
         return LaneWork(f"send to rank {dstRank}", [], done)
 
@@ -295,6 +296,7 @@ class LaneProcessGroup(dist.ProcessGroup):
         return self._member(rank)
 
     def _receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> LaneWork:
+        self._check_open("recv")
         check_writable(tensor)
         room = room_for(tensor)
         receive = self._messages.receive(movable(room), source, tag)
@@ -316,12 +318,15 @@ class LaneProcessGroup(dist.ProcessGroup):
         self._ended = self._ended or reason
         self._close(reason)
 
+    def _check_open(self, what: str) -> None:
+        if self._ended:
+            raise CollectiveError(f"{what}: {self._ended}")
+
     def _run(self, operation: Operation, opts: Any, timeout: datetime.timedelta | None = None) -> LaneWork:
         timeout = timeout or getattr(opts, "timeout", None)
         if timeout is not None and timeout > _NO_TIMEOUT:
             _limit(operation, timeout.total_seconds())
-        if self._ended:
-            raise CollectiveError(f"{operation.what}: {self._ended}")
+        self._check_open(operation.what)
         is_inference = torch.is_inference_mode_enabled()  # what was made in that mode can be written in it alone
         for tensor in operation.outputs:
             check_writable(tensor)
