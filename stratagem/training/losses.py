@@ -50,6 +50,10 @@ _TABLE: tuple[tuple[Callable[..., torch.Tensor], tuple[str, ...]], ...] = (
 _NAMED = {name: function for function, names in _TABLE for name in names}
 _OF_CLASSES = (functional.cross_entropy, _of_probabilities, functional.nll_loss)
 _BINARY = (functional.binary_cross_entropy, _of_binary_probabilities)
+_OF_LOGITS = (functional.cross_entropy, functional.binary_cross_entropy_with_logits, functional.nll_loss)
+_DISTANCES = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
+"""Of outputs and targets of one form; where their forms differ, torch compares each example with each."""
+_DISTANCE_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
 class LossValue(NamedTuple):
@@ -100,9 +104,16 @@ class Loss:
         self.class_weight: dict[int, float] | None = None
 
     @property
-    def takes_probabilities(self) -> bool:
-        """Whether outputs are probabilities of a positive answer, not logits."""
-        return self._given in _BINARY or isinstance(self._given, nn.BCELoss)
+    def takes_probabilities(self) -> bool | None:
+        """Whether one output is near 1 for a positive answer, and near 0 else: no logit. None: nobody knows."""
+        if self._given in _BINARY or isinstance(self._given, nn.BCELoss) or self._is_distance:
+            return True
+        is_known = self._is_named or self._given in _OF_LOGITS or isinstance(self._given, nn.BCEWithLogitsLoss)
+        return False if is_known else None
+
+    @property
+    def _is_distance(self) -> bool:
+        return self._given in _DISTANCES or isinstance(self._given, _DISTANCE_MODULES)
 
     def weighted(self, class_weight: Mapping[int, float] | None) -> Loss:
         """The same loss with weights of classes."""
@@ -131,8 +142,11 @@ class Loss:
         if targets is None:
             raise ConfigurationError("the loss needs targets: give y, or batches of (inputs, targets)")
         if self._is_named:
+            self._check_tensors(outputs, targets)
             self._look_at(outputs)
             targets = self._fitting(outputs, targets)
+        elif self._is_distance and outputs.numel() == targets.numel():
+            targets = targets.view_as(outputs)
         if self.class_weight is not None:
             by_class = _weights_by_class(self.class_weight, targets)
             weights = by_class if weights is None else weights * by_class
@@ -160,6 +174,14 @@ class Loss:
                 "scalar: use a name, a loss module of torch, or return the losses before their mean"
             )
         return values.flatten(1).mean(1) if values.dim() > 1 else values
+
+    def _check_tensors(self, outputs: Any, targets: Any) -> None:
+        for what, given in (("outputs", outputs), ("targets", targets)):
+            if not isinstance(given, torch.Tensor):
+                raise ConfigurationError(
+                    f'loss="{self._name}" compares one tensor with one, and the {what} are a {type(given).__name__}: '
+                    "give loss=f, where f(outputs, targets) says how their parts make the loss"
+                )
 
     @torch.no_grad()
     def _look_at(self, outputs: torch.Tensor) -> None:
@@ -231,17 +253,22 @@ def _weighted(values: torch.Tensor, weights: torch.Tensor) -> LossValue:
 
 
 def _weights_by_class(class_weight: Mapping[int, float], targets: torch.Tensor) -> torch.Tensor:
-    if targets.is_floating_point():
-        if targets.dim() != 2:
-            raise ConfigurationError("class_weight needs targets that are class numbers, or one-hot rows of them")
+    if targets.is_floating_point() and targets.dim() == 2 and targets.shape[1] > 1:
+        if bool(((targets.sum(1) - 1).abs() > _NEAR).any()):
+            raise ConfigurationError("class_weight needs one class for each example, got rows that do not add up to 1")
         targets = targets.argmax(1)
+    elif targets.dim() == 2 and targets.shape[1] == 1:
+        targets = targets.squeeze(1)
     if targets.dim() != 1:
         raise ConfigurationError(f"class_weight needs one class for each example, got targets {list(targets.shape)}")
+    numbers = targets.long()
+    if bool((numbers != targets).any()):
+        raise ConfigurationError("class_weight needs targets that are class numbers, or one-hot rows of them")
     table = torch.ones(max(class_weight) + 1, device=targets.device)
     for number, weight in class_weight.items():
         table[number] = weight
-    known = targets.clamp(max=len(table) - 1)
-    return torch.where(targets < len(table), table[known], 1.0)
+    known = numbers.clamp(0, len(table) - 1)
+    return torch.where(known == numbers, table[known], 1.0)
 
 
 def _num_counted(function: Any, targets: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,8 @@ import torchmetrics
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
+
+logger = logging.getLogger(__name__)
 
 MetricFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 OneMetric = str | torchmetrics.Metric | torchmetrics.MetricCollection | MetricFunction
@@ -102,14 +105,17 @@ class OfTorchmetrics:
         return {key: float(item) for key, item in values.items()}
 
 
-def metrics_of(given: Metrics | None, device: torch.device, *, takes_probabilities: bool = False) -> dict[str, Metric]:
+def metrics_of(
+    given: Metrics | None, device: torch.device, *, takes_probabilities: bool | None = False
+) -> dict[str, Metric]:
     """The metrics of one replica, by the names they have in logs.
 
     Args:
         given: names, Keras's among them ("accuracy", "sparse_categorical_accuracy", "top_5_accuracy", "mse", …),
             metrics of torchmetrics, functions of outputs and targets that return one value an example, or a dict that
             names them.
-        takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0.
+        takes_probabilities: for "accuracy" of one output: positive answers are above 0.5, not above 0. None: above 0,
+            with a warning where the first outputs look like probabilities.
 
     Raises:
         ConfigurationError: an unknown name, two metrics of one name, or what is no metric.
@@ -133,10 +139,12 @@ def _listed(given: Metrics | None) -> Iterable[Any]:
     return [given] if is_one else cast(Iterable[Any], given)
 
 
-def _made(key: str | None, item: Any, device: torch.device, takes_probabilities: bool) -> Iterator[tuple[str, Metric]]:
+def _made(
+    key: str | None, item: Any, device: torch.device, takes_probabilities: bool | None
+) -> Iterator[tuple[str, Metric]]:
     if isinstance(item, str):
         finish = math.sqrt if item.startswith("root_") else float
-        yield key or item, Mean(_function(item, 0.5 if takes_probabilities else 0.0), finish)
+        yield key or item, Mean(_of_tensors(item, _function(item, _Positive(takes_probabilities))), finish)
     elif isinstance(item, torchmetrics.MetricCollection):
         for name, metric in item.items(keep_base=False):
             yield f"{key}_{name}" if key else name, OfTorchmetrics(metric, device)
@@ -167,6 +175,19 @@ def _of_examples(name: str, function: MetricFunction) -> MetricFunction:
     return values
 
 
+def _of_tensors(name: str, function: MetricFunction) -> MetricFunction:
+    def values(outputs: Any, targets: Any) -> torch.Tensor:
+        for what, given in (("outputs", outputs), ("targets", targets)):
+            if not isinstance(given, torch.Tensor):
+                raise ConfigurationError(
+                    f"the metric {name!r} compares one tensor with one, and the {what} are a {type(given).__name__}: "
+                    "give a function of outputs and targets that returns one value an example"
+                )
+        return function(outputs, targets)
+
+    return values
+
+
 def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -174,13 +195,34 @@ def _snake(name: str) -> str:
 # -- by name -------------------------------------------------------------------------------------------------------
 
 
-def _function(name: str, threshold: float) -> MetricFunction:
+class _Positive:
+    """Which outputs say yes: of probabilities those above 0.5, of logits those above 0."""
+
+    def __init__(self, takes_probabilities: bool | None) -> None:
+        self._threshold = 0.5 if takes_probabilities else 0.0
+        self._is_known = takes_probabilities is not None
+
+    def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
+        if not self._is_known and outputs.numel():
+            self._is_known = True
+            low, high = (float(value) for value in outputs.detach().aminmax())
+            if low >= 0 and high <= 1:
+                logger.warning(
+                    "accuracy takes one output for a logit, positive above 0, where the loss is a function of your "
+                    "own, and the outputs go from %.3g to %.3g, as probabilities do: if they are, give metrics="
+                    '{"accuracy": lambda outputs, targets: (outputs > 0.5) == (targets > 0.5)}',
+                    *(low, high),
+                )
+        return outputs > self._threshold
+
+
+def _function(name: str, positive: _Positive) -> MetricFunction:
     if name in ("accuracy", "acc"):
-        return lambda outputs, targets: _correct(outputs, targets, threshold)
+        return lambda outputs, targets: _correct(outputs, targets, positive)
     if name in ("sparse_categorical_accuracy", "categorical_accuracy"):
         return lambda outputs, targets: _among_top(outputs, targets, 1)
     if name == "binary_accuracy":
-        return lambda outputs, targets: _binary(outputs, targets, threshold)
+        return lambda outputs, targets: _binary(outputs, targets, positive)
     top = re.fullmatch(r"top_(\d+)_accuracy|(?:sparse_)?top_k_categorical_accuracy", name)
     if top:
         return lambda outputs, targets: _among_top(outputs, targets, int(top[1] or 5))
@@ -191,9 +233,9 @@ def _function(name: str, threshold: float) -> MetricFunction:
     raise ConfigurationError(f"expected a metric of {', '.join(known)} or one of torchmetrics, got {name!r}")
 
 
-def _correct(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> torch.Tensor:
+def _correct(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive) -> torch.Tensor:
     if outputs.numel() == targets.numel() and (outputs.dim() == 1 or outputs.shape[1] == 1):
-        return _binary(outputs, targets, threshold)
+        return _binary(outputs, targets, positive)
     return outputs.argmax(1) == _class_numbers(outputs, targets)
 
 
@@ -203,8 +245,8 @@ def _class_numbers(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return targets.squeeze(1) if targets.dim() == outputs.dim() == 2 and targets.shape[1] == 1 else targets
 
 
-def _binary(outputs: torch.Tensor, targets: torch.Tensor, threshold: float) -> torch.Tensor:
-    return (outputs > threshold) == (targets.view_as(outputs) > 0.5)
+def _binary(outputs: torch.Tensor, targets: torch.Tensor, positive: _Positive) -> torch.Tensor:
+    return positive(outputs) == (targets.view_as(outputs) > 0.5)
 
 
 def _among_top(outputs: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:

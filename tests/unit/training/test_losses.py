@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-from stratagem.training.losses import Loss
+from stratagem.training.losses import Loss, LossFunction
 
 LOGITS = torch.tensor([[2.0, -1.0, 0.5], [-3.0, 0.0, 4.0]])
 CLASSES = torch.tensor([0, 1])
@@ -32,6 +32,49 @@ def trained(loss: str, *last: nn.Module) -> tuple[list[float], torch.Tensor]:
     weight = net[0].weight
     assert isinstance(weight, nn.Parameter)
     return history.history["loss"], weight.detach()
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_classes_of_one_output_have_their_weights(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Each counted as class 0."""
+    outputs, targets = torch.tensor([[0.1], [0.9], [0.4], [0.7], [0.2], [0.6]]), torch.tensor([0, 1, 1, 0, 0, 1])
+    weights = torch.tensor([1.0, 5.0])[targets]
+    each = functional.binary_cross_entropy(outputs[:, 0], targets.float(), reduction="none")
+    found = Loss("binary_crossentropy").weighted({1: 5.0})(outputs, targets.reshape(shape).to(dtype))
+    assert found.mean == pytest.approx((each * weights).sum() / weights.sum()) and found.divisor == 18.0
+
+
+def test_a_class_below_0_is_none_that_was_named() -> None:
+    found = Loss(nn.CrossEntropyLoss(ignore_index=-1)).weighted({2: 5.0})(LOGITS, torch.tensor([0, -1]))
+    assert found.divisor == 2.0
+
+
+@pytest.mark.parametrize("given", [nn.MSELoss(), nn.HuberLoss(), functional.l1_loss])
+def test_torchs_distances_compare_each_example_with_its_own_target(given: LossFunction) -> None:
+    """As those of a name do; torch warns, and compares each with each."""
+    outputs = torch.tensor([[1.0], [2.0], [3.0]])
+    assert Loss(given)(outputs, torch.tensor([1.0, 2.0, 3.0])).mean == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "warns"),
+    [
+        ("mse", 1.0, False),
+        (nn.L1Loss(), 1.0, False),
+        (functional.binary_cross_entropy, 1.0, False),
+        ("bce_with_logits", 0.5, False),
+        (lambda outputs, targets: (outputs - targets) ** 2, 0.5, True),
+    ],
+)
+def test_what_is_a_positive_answer_of_one_output(
+    loss: LossFunction | str, accuracy: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sg.Model(nn.Identity())
+    model.compile(loss=loss, metrics=["accuracy"])
+    x, y = torch.tensor([[0.1], [0.9], [0.4], [0.7]]), torch.tensor([[0.0], [1.0], [0.0], [1.0]])
+    assert model.evaluate(x, y, verbose=0)[1] == accuracy
+    assert ("as probabilities do" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(
