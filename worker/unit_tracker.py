@@ -37,6 +37,11 @@ class UnitTracker:
         return self._has_gradients
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether gradients of units that were left wait for the next update."""
+        return bool(self._accumulating)
+
+    @property
     def num_idle(self) -> int:
         """Units taken and left without a gradient."""
         return len(self._idle)

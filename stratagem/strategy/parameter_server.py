@@ -248,11 +248,22 @@ class ParameterServerStrategy(Strategy):
         newest = self._leases[-1]
         held = {lease.unit: lease.num_examples for lease in self._leases}
         num_examples = sum(held.get(unit, 0) for unit in self._tracker.open_units)
+        if self._weight is None and len({self._share(lease) for lease in self._leases if lease.unit in units}) > 1:
+            raise ConfigurationError(
+                "at staleness 0 an update has one weight for each worker, and this worker's parts of the batches of "
+                "this one are not the same share of each (the last batch is smaller, say): make an update of each "
+                "batch, or give the DataLoader drop_last=True and a batch_size that the number of workers divides"
+            )
         weight = float(num_examples) if self._weight is None else self._weight
         return StepSlice(newest.step, newest.slices, weight)
 
+    def _share(self, lease: Lease) -> float:
+        """Staleness 0: the part of its global batch that a lease is."""
+        return lease.num_examples / self._units[lease.unit.dataset - 1].num_examples(lease.step_units)
+
     def _begin(self, lease: Lease | None, batch: Any) -> None:
-        self._weight = None
+        if self.staleness > 0 or not self._tracker.has_waiting:
+            self._weight = None
         self._is_undone = False
         if lease is None:
             self._undone.clear()
@@ -379,11 +390,11 @@ class ParameterServerStrategy(Strategy):
 
     def set_weight(self, weight: float) -> None:
         super().set_weight(weight)
-        if self._weight not in (None, weight) and self._tracker.has_gradients:
+        if self._weight not in (None, weight) and (self._tracker.has_gradients or self._tracker.has_waiting):
             raise ConfigurationError(
                 f"set_weight({weight:g}) after a backward with {self._weight:g}: an update has one weight on parameter "
                 'servers. Give both losses one denominator, or prepare(gradients="sum") and divide each by what is '
-                "the same on every worker"
+                "the same on every worker; where they are those of two batches, make an update of each"
             )
         self._weight = weight
 

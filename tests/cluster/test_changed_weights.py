@@ -30,8 +30,17 @@ def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     assert "strategy.load_once(lambda: model.load_state_dict" in done.stderr
 
 
-def test_two_weights_of_one_update_are_refused(cluster: Start) -> None:
-    """The first was forgotten."""
-    done = cluster(1, 1, "changes_weights.py", "weighed twice").finish()
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("weighed twice", "set_weight(2) after a backward with 1: an update has one weight on parameter servers"),
+        ("weighed in two batches", "set_weight(2) after a backward with 1"),
+        ("uneven batches", "are not the same share of each (the last batch is smaller, say)"),
+        pytest.param("prepared twice", "weight is prepared, or compiled, with an", marks=pytest.mark.thorough),
+    ],
+)
+def test_what_one_update_or_variable_cannot_have_is_refused(cluster: Start, mode: str, words: str) -> None:
+    """The first weight was forgotten; a mean over both batches was of no process; the first prepare's went on."""
+    done = cluster(2, 1, "changes_weights.py", mode, flags=["--staleness", "0"]).finish()
     assert done.code == 2, done.stderr
-    assert "set_weight(2) after a backward with 1: an update has one weight on parameter servers" in done.stderr
+    assert words in done.stderr

@@ -76,6 +76,7 @@ class VariableGroups:
             policy: how gradients are treated before they are applied.
             on_backward: called in a backward whenever a gradient was accumulated.
         """
+        self._refuse_trained(optimizers)
         names = self._names(models)
         every = {id(table.handle): table for model in models for table in tables_of(model)}
         trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
@@ -116,6 +117,17 @@ class VariableGroups:
             pushes.append(GradientPush(optimizer, parameters, variables, tables, on_backward, *treated))
         self.pushes += pushes
         return pushes
+
+    def _refuse_trained(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Of a second ``prepare``, which would train a variable of another name in the same memory."""
+        known = {id(tensor): name for name, tensor in self.optimized}
+        for parameter in [one for each in optimizers for group in each.param_groups for one in group["params"]]:
+            if id(parameter) in known:
+                raise ConfigurationError(
+                    f"{known[id(parameter)]} is prepared, or compiled, with an optimizer already, and its parameter "
+                    "servers keep that one: set the learning rate (optimizer.param_groups, model.learning_rate), or "
+                    "prepare a copy, copy.deepcopy(module), which begins with the weights that it has here"
+                )
 
     @property
     def optimized(self) -> list[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.communication import ReduceOp
-from stratagem.cluster.units import Topic
+from stratagem.cluster.units import Plan, Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
@@ -131,14 +131,20 @@ def check_groups(servers: Servers | None, dataset: Any, accumulate_steps: int) -
     """Refuses accumulation where workers would not make their updates together.
 
     Raises:
-        ConfigurationError: at staleness 0 some workers have no part of the last batch.
+        ConfigurationError: at staleness 0 workers have another share of the last batch than of the others.
     """
     if servers is None or servers.staleness > 0 or accumulate_steps == 1:
         return
     plan = dataset.plan
-    if plan.num_batches and len(plan.units_of(plan.num_batches - 1)) != plan.units_per_batch:
+    if plan.num_batches and _shares(plan, plan.num_batches - 1) != _shares(plan, 0):
         raise ConfigurationError(
-            f"accumulate_steps={accumulate_steps} at staleness 0 needs a part of each batch for every worker, and the "
-            f"last batch is too small for that: use a DataLoader with drop_last=True, or another batch_size than "
-            f"{plan.batch_size}"
+            f"accumulate_steps={accumulate_steps} at staleness 0 needs the same share of each batch for every worker, "
+            "and the last batch is too small for that: use a DataLoader with drop_last=True, or another batch_size "
+            f"than {plan.batch_size}"
         )
+
+
+def _shares(plan: Plan, batch: int) -> list[float]:
+    """The part of a global batch that each slice is."""
+    sizes = [stop - start for start, stop in map(plan.bounds, plan.units_of(batch))]
+    return [size / sum(sizes) for size in sizes]

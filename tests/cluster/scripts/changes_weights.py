@@ -17,9 +17,22 @@ def loaded(strategy: sg.Strategy) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
     model, optimizer = strategy.prepare(model, optimizer)
     strategy.load_once(lambda: nn.init.constant_(model.weight, 7.0))
-    data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(40, 2)), 4))
+    if sys.argv[1] == "prepared twice":
+        strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    num_examples = 7 if sys.argv[1] == "uneven batches" else 40
+    data = strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(num_examples, 2)), 4))
+    num_batches = 0
 
     def step(batch: list[torch.Tensor]) -> None:
+        nonlocal num_batches
+        num_batches += 1
+        if sys.argv[1] in ("weighed in two batches", "uneven batches"):
+            if sys.argv[1] != "uneven batches":
+                strategy.set_weight(float(num_batches))
+            model(batch[0]).mean().backward()
+            if num_batches == 2:
+                optimizer.step()
+            return
         optimizer.zero_grad()
         if sys.argv[1] == "weighed twice":
             strategy.set_weight(1.0)

@@ -88,8 +88,8 @@ class Planned:
     plan: Plan
 
 
-@pytest.mark.parametrize(("num_examples", "fits"), [(24, True), (21, True), (20, False)])
-def test_accumulation_at_staleness_0_needs_a_slice_for_everybody(num_examples: int, fits: bool) -> None:
+@pytest.mark.parametrize(("num_examples", "fits"), [(24, True), (21, True), (20, False), (23, False)])
+def test_accumulation_at_staleness_0_needs_the_same_share_of_each_batch(num_examples: int, fits: bool) -> None:
     servers: Any = Servers.__new__(Servers)
     servers.staleness = 0
     dataset = Planned(Plan(num_examples, 6, num_slices=3, staleness=0))
