@@ -131,6 +131,11 @@ class Model(SingleBatches):
         chosen = None if loss is None else Loss(loss)
         metrics_of(metrics, torch.device("cpu"))  # refuses what is none before anything is changed
         made = None if optimizer is None else optimizer_of(optimizer, self._original)
+        if isinstance(made, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS computes the loss several times in a step, by a closure that fit has not: write the loop, with "
+                "optimizer.step(closure)"
+            )
         objects = [self._original] if made is None else [self._original, made]
         preparation: dict[str, Any] = {
             "clip_norm": clip_norm,
@@ -221,19 +226,22 @@ class Model(SingleBatches):
         if validation_split and (not held_out or validation_data is not None):
             raise ConfigurationError("validation_split is for arrays, and instead of validation_data")
         validation = None
-        if validation_batch_size is None:
-            validation_batch_size = batch_size
         if held_out:
-            validation = source_of(*held_out[0].parts, batch_size=validation_batch_size)
+            validation = source_of(*held_out[0].parts, batch_size=validation_batch_size or batch_size)
         elif validation_data is not None:
-            validation = validation_source(validation_data, validation_batch_size)
+            validation = validation_source(validation_data, validation_batch_size, batch_size)
         if isinstance(source, Iterator) and steps_per_epoch is None and epochs - initial_epoch > 1:
             raise ConfigurationError(
                 f"a {type(source).__name__} can be gone through once, and there are {epochs - initial_epoch} epochs: "
                 "give steps_per_epoch=, or something that starts anew with each iter()"
             )
+        if isinstance(validation, Iterator) and validation_freq == 1 and epochs - initial_epoch > 1:
+            raise ConfigurationError(
+                f"a {type(validation).__name__} can be gone through once, and there are {epochs - initial_epoch} "
+                "validations: give validation_data= a list, or something that starts anew with each iter()"
+            )
         with self._scope(), self._fitting():
-            dataset = for_training(self.strategy, source, self.module, self._device)
+            dataset = for_training(self.strategy, source, self.module, self._device, self._num_fits)
             check_groups(self.strategy.servers, dataset, compiled.accumulate_steps)
             running = self._new_running_metrics()
             steps = self._steps(dataclasses.replace(compiled, loss=compiled.loss.weighted(class_weight)))

@@ -46,7 +46,7 @@ class ModelState:
         self._example: Any = None
         self._position: FitPosition | None = None
         self._running: RunningMetrics | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_fits = 0
         self.is_fitting = False
         """Whether ``fit`` runs."""
 
@@ -144,6 +144,7 @@ class ModelState:
     def _fitting(self) -> Iterator[None]:
         self._num_steps, self._position = self.num_steps, None
         self.stop_training = False
+        self._num_fits += 1
         self.is_fitting = True
         try:
             yield

@@ -36,11 +36,20 @@ class Arrays(Dataset[Any]):
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
+        if any(map(_is_table, parts)):
+            raise ConfigurationError(
+                "expected arrays or tensors, got a list of lists of numbers, which may be examples or several inputs: "
+                "numpy.array(x) makes it examples"
+            )
         self.parts = tuple(map_leaves(part, _tensor) for part in parts)
         if any(not leaf.dim() for leaf in leaves(self.parts)):
             raise ConfigurationError(
                 "expected arrays or tensors whose first dimension is the examples, got single numbers; lists of "
                 "numbers become one with numpy.array(x)"
+            )
+        if len(lengths := dict.fromkeys(len(leaf) for leaf in leaves(self.parts))) > 1:
+            raise ConfigurationError(
+                "expected inputs, targets and weights of equally many examples, got " + " and ".join(map(str, lengths))
             )
         self._length = num_examples(self.parts)
 
@@ -120,19 +129,25 @@ def source_of(
     return (_with_tensors(batch) for batch in x) if isinstance(x, Iterator) else _OfTensors(x)
 
 
-def validation_source(data: Any, batch_size: int | None) -> Any:
-    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``."""
+def validation_source(data: Any, batch_size: int | None, default: int | None) -> Any:
+    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``.
+
+    Args:
+        default: the ``batch_size``, where there is none, of what takes one.
+    """
     if isinstance(data, tuple | list) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
-        return source_of(*data, batch_size=batch_size)
-    return source_of(data, batch_size=batch_size if isinstance(data, Dataset) else None)
+        return source_of(*data, batch_size=batch_size or default)
+    return source_of(data, batch_size=batch_size or default if isinstance(data, Dataset) else batch_size)
 
 
-def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device) -> Any:
+def for_training(strategy: Strategy, source: Any, module: nn.Module, device: torch.device, ordinal: int = 1) -> Any:
     """This process's part of ``source``, whose batches tell the strategy how much each replica counts.
 
     Args:
         module: that is trained, prepared.
         device: where the batches go under the pass-through strategy, which has no device of its own.
+        ordinal: of this ``fit`` of the model, from 1, for the pass-through strategy, which does not count: each has an
+            order of its own.
     """
     if isinstance(source, SplitDataset) and strategy.servers is not None:
         raise ConfigurationError(
@@ -144,7 +159,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     if isinstance(source, DataLoader) and source.generator is None:
         source = _with_own_generator(source)
     if not strategy.places_models:
-        return distribute(source, placement=InputPlacement((device,)))
+        return distribute(source, placement=InputPlacement((device,)), ordinal=ordinal)
     if strategy.servers is not None:
         return strategy.distribute_dataset(source)
     # A replica without examples adds zeros, as to one process; BatchNorm needs examples (docs/protocol.md 20).
@@ -208,6 +223,14 @@ def _some(dataset: Any) -> Any:
     if not len(dataset):
         raise ConfigurationError("expected at least one example, got none")
     return dataset
+
+
+def _is_table(part: Any) -> bool:
+    """Whether it is a list of rows that are lists of plain numbers."""
+    return isinstance(part, list | tuple) and any(
+        isinstance(row, list | tuple) and row and not isinstance(row[0], torch.Tensor | np.ndarray | list | tuple)
+        for row in part
+    )
 
 
 class _OfTensors:

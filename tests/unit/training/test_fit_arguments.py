@@ -14,6 +14,7 @@ from stratagem.errors import ConfigurationError
 
 X = np.linspace(-1, 1, 48, dtype=np.float32).reshape(16, 3)
 Y = (X[:, 0] > 0).astype(np.int64)
+LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y)), 8)
 
 
 def compiled(**changes: Any) -> sg.Model:
@@ -32,6 +33,10 @@ def fit(x: Any = X, y: Any = Y, compile_with: dict[str, Any] | None = None, **op
 
 def scalar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) == targets).float().mean()
+
+
+def first_half(outputs: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, targets[0])
 
 
 def arrays() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -79,7 +84,14 @@ def test_forms_that_mean_the_same(same: dict[str, Any]) -> None:
         ({"compile_with": {"metrics": [scalar]}}, "scalar returned a scalar"),
         ({"validation_data": (X, Y), "validation_freq": 0}, "expected validation_freq of at least 1"),
         ({"validation_data": (X, Y), "validation_freq": ["2"]}, r"expected validation_freq\[0\] of at least 1"),
-        ({"x": X.tolist(), "y": Y.tolist()}, r"got \[3\], \[3\], \[3\], \[3\] and 13 more"),
+        ({"x": X.tolist(), "y": Y.tolist()}, r"a list of lists of numbers.*numpy.array\(x\) makes it examples"),
+        ({"y": Y[:9]}, "equally many examples, got 16 and 9"),
+        ({"x": LOADER, "y": None, "validation_data": LOADER, "validation_batch_size": 4}, "batches of its own"),
+        ({"validation_data": arrays(), "epochs": 2}, "can be gone through once, and there are 2 validations"),
+        ({"compile_with": {"optimizer": "lbfgs"}}, r"write the loop, with optimizer.step\(closure\)"),
+        ({"y": [Y, Y]}, "compares one tensor with one, and the targets are a list"),
+        ({"compile_with": {"loss": first_half}, "y": [Y, Y]}, "the metric 'accuracy' compares one tensor with one"),
+        ({"class_weight": {1: 2.0}, "y": np.full((16, 2), 0.8, np.float32)}, "rows that do not add up to 1"),
     ],
     ids=lambda given: ", ".join(given) if isinstance(given, dict) else "",
 )
@@ -99,6 +111,18 @@ def test_the_order_of_the_arguments_is_that_of_keras() -> None:
 def test_class_numbers_of_numpy() -> None:
     weights = dict(zip(np.unique(Y), np.array([2.0, 0.5], np.float32), strict=True))
     assert fit(class_weight=weights) == fit(class_weight={0: 2.0, 1: 0.5})
+
+
+def test_each_fit_outside_of_a_strategy_has_another_order_as_under_one() -> None:
+    model, orders = compiled(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0)), []
+    with sg.OneDeviceStrategy("cpu").scope():
+        other = compiled(optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0))
+    for each in (model, model, other, other):
+        losses: list[float] = []
+        hear = sg.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, to=losses: to.append(logs["loss"]))
+        each.fit(X, Y, batch_size=4, verbose=0, callbacks=hear)
+        orders.append(losses)
+    assert orders[0] != orders[1] and orders[:2] == orders[2:]
 
 
 def test_a_function_is_a_metric_over_all_examples() -> None:
