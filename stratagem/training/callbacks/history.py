@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 
 
@@ -22,6 +23,13 @@ class History(Callback):
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         self.epoch.append(epoch)
         for name, value in (logs or {}).items():
+            try:
+                float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise ConfigurationError(
+                    f"logs[{name!r}] is a {type(value).__name__}, put there by a callback, and logs hold one number by "
+                    "each name: keep anything else in the callback itself"
+                ) from None
             self.history.setdefault(name, []).append(value)
 
     def state_dict(self) -> dict[str, Any]:

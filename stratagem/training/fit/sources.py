@@ -161,7 +161,7 @@ def for_training(strategy: Strategy, source: Any, module: nn.Module, device: tor
     if not strategy.places_models:
         return distribute(source, placement=InputPlacement((device,)), ordinal=ordinal)
     if strategy.servers is not None:
-        return strategy.distribute_dataset(source)
+        return strategy.distribute_dataset(source.given if isinstance(source, _OfTensors) else source)
     # A replica without examples adds zeros, as to one process; BatchNorm needs examples (docs/protocol.md 20).
     needs_examples = any(
         isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) for layer in module.modules()
@@ -237,13 +237,13 @@ class _OfTensors:
     """An iterable of batches whose arrays are tensors."""
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        self.given = source
 
     def __iter__(self) -> Iterator[Any]:
-        return map(_with_tensors, self._source)
+        return map(_with_tensors, self.given)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.given)
 
 
 def _with_tensors(batch: Any) -> Any:

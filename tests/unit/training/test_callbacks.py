@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from stratagem.training.callbacks import (
     Callback,
     CSVLogger,
     EarlyStopping,
+    LambdaCallback,
     LearningRateScheduler,
     ModelCheckpoint,
     ReduceLROnPlateau,
@@ -191,6 +193,12 @@ def test_a_value_that_is_not_there_is_warned_of_once(caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records] == [
         "'val_loss' is not in the logs of the epoch, which have: loss, mae"
     ]
+
+
+@pytest.mark.parametrize("value", ["warm", None, np.ones((2, 2))], ids=str)
+def test_what_a_callback_puts_into_the_logs_is_a_number(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"logs\['phase'\] is a \w+, put there by a callback"):
+        fit(make_model(), [LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(phase=value))], epochs=1)
 
 
 def test_csv_has_a_line_an_epoch(tmp_path: Path) -> None:
