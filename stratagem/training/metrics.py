@@ -208,9 +208,9 @@ class _Positive:
             low, high = (float(value) for value in outputs.detach().aminmax())
             if low >= 0 and high <= 1:
                 logger.warning(
-                    "accuracy takes one output for a logit, positive above 0, where the loss is a function of your "
-                    "own, and the outputs go from %.3g to %.3g, as probabilities do: if they are, give metrics="
-                    '{"accuracy": lambda outputs, targets: (outputs > 0.5) == (targets > 0.5)}',
+                    "accuracy takes one output for a logit, positive above 0, unless a loss says otherwise, and "
+                    "the outputs go from %.3g to %.3g, as probabilities do: if they are, give the function "
+                    "(outputs > 0.5) == (targets > 0.5) as the metric",
                     *(low, high),
                 )
         return outputs > self._threshold

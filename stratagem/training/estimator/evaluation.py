@@ -117,7 +117,8 @@ def evaluate(restored: RestoredObjects, given: Input, path: Path | None, num_bat
             raise ConfigurationError(
                 f"model_fn gives the metrics {', '.join(spec.metrics)}, and gave {', '.join(first.metrics)} at first"
             )
-        return StepResult(size, dict(spec.metrics), None, spec.loss, float(size))
+        weight = float(size) if spec.weight is None else spec.weight
+        return StepResult(size, dict(spec.metrics), None, spec.loss, weight)
 
     for results in restored.results(count, for_evaluation(strategy, source, device), num_batches):
         running.add(results)
@@ -156,7 +157,7 @@ def _metrics(values: Mapping[str, MetricValue], device: torch.device) -> dict[st
         elif isinstance(value, tuple) and len(value) == 3:
             kind: Any = value[0]
             is_maker = callable(kind) and not isinstance(kind, nn.Module)
-            made = {name: kind(device)} if is_maker else metrics_of({name: kind}, device)
+            made = {name: kind(device)} if is_maker else metrics_of({name: kind}, device, takes_probabilities=None)
             found.update((full, _Reported(name, metric)) for full, metric in made.items())
         else:
             raise ConfigurationError(

@@ -80,7 +80,7 @@ class _Function:
         if mode == ModeKeys.EVAL:
             outputs = map_leaves(outputs, self._full)
             metrics = {name: (make, outputs, labels) for name, make in self._metrics.items()}
-            return EstimatorSpec(mode, loss=loss, metrics=metrics)
+            return EstimatorSpec(mode, loss=loss, metrics=metrics, weight=divisor)
         if divisor is not None:
             get_strategy().set_weight(divisor)
         optimizer = get_or_create("optimizer", lambda: fresh[0][1])

@@ -49,6 +49,9 @@ class EstimatorSpec:
     prepare: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """TRAIN: arguments of ``Strategy.prepare``: ``clip_norm``, ``nan``, ``sync_batchnorm`` and so on. Those of the
     first call count."""
+    weight: float | None = None
+    """EVAL: what the loss was divided by, where that is not the number of examples (tokens, weights of classes); in
+    TRAIN ``strategy.set_weight`` says so."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", ModeKeys(self.mode))

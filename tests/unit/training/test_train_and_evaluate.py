@@ -195,6 +195,25 @@ def test_an_estimator_of_a_model_trains_and_evaluates_like_it(tmp_path: Path) ->
     torch.testing.assert_close(predicted, model.predict(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{"weight": torch.tensor([1.0, 9.0, 0.1])}, {"ignore_index": 2}], ids=str)
+def test_an_estimator_divides_its_loss_by_what_the_model_does(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each batch counted by its examples."""
+    model = compiled(loss=nn.CrossEntropyLoss(**options))
+    estimator = model_to_estimator(model, tmp_path)
+    theirs = model.evaluate(loader(), verbose=0, return_dict=True)
+    assert estimator.evaluate(loader)["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+
+
+def test_probabilities_of_a_model_function_are_told_from_logits(caplog: pytest.LogCaptureFixture) -> None:
+    def probabilities(features: Any, labels: Any, mode: Any) -> sg.EstimatorSpec:
+        outputs = sg.get_or_create("net", make_net)(features).softmax(1)[:, :1]
+        wanted = labels[:, None] == 0
+        return sg.EstimatorSpec(mode, loss=outputs.mean(), metrics={"accuracy": ("accuracy", outputs, wanted)})
+
+    sg.Estimator(probabilities).evaluate(loader)
+    assert "as probabilities do" in caplog.text
+
+
 def test_what_compile_was_told_reaches_the_estimator(tmp_path: Path) -> None:
     x = torch.randn(40, 7)
     y = (x[:, 0] > 0).float()
