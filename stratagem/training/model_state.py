@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,6 +71,8 @@ class ModelState:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
+        if isinstance(value, str | None) or not 0 <= float(value) < math.inf:
+            raise ConfigurationError(f"expected a learning rate of at least 0, got {value!r}")
         for group in self._compiled_optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(value)

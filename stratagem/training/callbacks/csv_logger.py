@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from stratagem.arguments import checked
+from stratagem.errors import ConfigurationError
 from stratagem.training.callbacks.base import Callback, LogsArgument
 
 
@@ -21,6 +22,8 @@ class CSVLogger(Callback):
     """
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
+        if len(separator) != 1:
+            raise ConfigurationError(f"expected a separator of one character, got {separator!r}")
         self._path = Path(filename)
         self._separator = separator
         self._append = append
@@ -28,6 +31,8 @@ class CSVLogger(Callback):
 
     def on_train_begin(self, logs: LogsArgument = None) -> None:
         self._columns = None
+        if self.model.strategy.is_lead and not self._path.parent.is_dir():
+            raise ConfigurationError(f"CSVLogger cannot write {self._path}: there is no folder {self._path.parent}")
 
     def on_epoch_end(self, epoch: int, logs: LogsArgument = None) -> None:
         if not self.model.strategy.is_lead:  # asked each time: a lead may die

@@ -78,7 +78,7 @@ class ReduceLROnPlateau(Callback):
         self._factor = factor
         self._patience = whole_number("patience", patience, 0)
         self._verbose = verbose
-        self._cooldown = cooldown
+        self._cooldown = whole_number("cooldown", cooldown, 0)
         self._min_lr = min_lr
         self._wait = self._cooling = 0
 

@@ -13,6 +13,7 @@ from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
 from stratagem.data.placement import InputPlacement
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import EvaluatedUnits, Servers
 from stratagem.training.callbacks.call_list import CallbackList
@@ -88,6 +89,8 @@ class Evaluation:
         if self._leased is not None:
             units, counts = self._leased
             logs = counts.result(units.group, units.num_passes - 1)
+        if logs is None and self._leased is None and not self._running.num_steps:
+            raise ConfigurationError("expected batches to evaluate, and there was none")
         return self._running.result() if logs is None else logs
 
 

@@ -80,6 +80,8 @@ class Training:
         callbacks.call("on_epoch_begin", number)
         self._model.check_attributes()
         self._train(batches)
+        if not position.step and not position.is_trained and not self._agreement.shares_epochs:
+            raise ConfigurationError(f"expected batches to train on, and there was none in epoch {number + 1}")
         self._model.check_attributes()
         position.is_trained = True
         logs = logs or self._agreement.logs(number, running) or running.result()

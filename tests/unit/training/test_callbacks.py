@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,22 @@ def test_a_value_that_is_not_there_is_warned_of_once(caplog: pytest.LogCaptureFi
 def test_what_a_callback_puts_into_the_logs_is_a_number(value: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"logs\['phase'\] is a \w+, put there by a callback"):
         fit(make_model(), [LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(phase=value))], epochs=1)
+
+
+@pytest.mark.parametrize("rate", [-0.1, "0.1", None, math.nan])
+def test_what_is_no_learning_rate_is_refused_before_a_step(rate: Any) -> None:
+    model = make_model()
+    with pytest.raises(ConfigurationError, match="expected a learning rate of at least 0, got"):
+        model.learning_rate = rate
+    with pytest.raises(ConfigurationError, match="expected a schedule that gives a learning rate, got"):
+        fit(model, [LearningRateScheduler(lambda epoch: rate if rate != "0.1" else "fast")], epochs=1)
+
+
+def test_a_csv_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no folder"):
+        fit(make_model(), [CSVLogger(tmp_path / "absent" / "log.csv"), LambdaCallback(on_epoch_begin=pytest.fail)])
+    with pytest.raises(ConfigurationError, match="one character"):
+        CSVLogger(tmp_path / "log.csv", separator=", ")
 
 
 def test_csv_has_a_line_an_epoch(tmp_path: Path) -> None:
