@@ -71,8 +71,9 @@ class ModelState:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if isinstance(value, str | None) or not 0 <= float(value) < math.inf:
-            raise ConfigurationError(f"expected a learning rate of at least 0, got {value!r}")
+        given: Any = value
+        if isinstance(given, str | None) or not 0 <= float(given) < math.inf:
+            raise ConfigurationError(f"expected a learning rate of at least 0, got {given!r}")
         for group in self._compiled_optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(value)

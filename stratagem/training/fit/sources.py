@@ -125,6 +125,10 @@ def source_of(
             f"{type(x).__name__}"
         )
     if isinstance(x, DataLoader | Distributed):
+        if steps_in(x, None) == 0:
+            raise ConfigurationError(
+                f"the {type(x).__name__} gives no batch: it has no examples, or drop_last=True and fewer than a batch"
+            )
         return x
     return (_with_tensors(batch) for batch in x) if isinstance(x, Iterator) else _OfTensors(x)
 

@@ -207,8 +207,9 @@ def test_what_is_no_learning_rate_is_refused_before_a_step(rate: Any) -> None:
     model = make_model()
     with pytest.raises(ConfigurationError, match="expected a learning rate of at least 0, got"):
         model.learning_rate = rate
+    schedule: Any = lambda epoch: "fast" if rate == "0.1" else rate  # noqa: E731
     with pytest.raises(ConfigurationError, match="expected a schedule that gives a learning rate, got"):
-        fit(model, [LearningRateScheduler(lambda epoch: rate if rate != "0.1" else "fast")], epochs=1)
+        fit(model, [LearningRateScheduler(schedule)], epochs=1)
 
 
 def test_a_csv_that_cannot_be_written_is_refused_before_the_first_epoch(tmp_path: Path) -> None:

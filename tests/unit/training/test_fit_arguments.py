@@ -85,6 +85,7 @@ def test_forms_that_mean_the_same(same: dict[str, Any]) -> None:
         ({"validation_data": (X, Y), "validation_freq": 0}, "expected validation_freq of at least 1"),
         ({"validation_data": (X, Y), "validation_freq": ["2"]}, r"expected validation_freq\[0\] of at least 1"),
         ({"x": X.tolist(), "y": Y.tolist()}, r"a list of lists of numbers.*numpy.array\(x\) makes it examples"),
+        ({"x": torch.utils.data.DataLoader(LOADER.dataset, 32, drop_last=True), "y": None}, "gives no batch"),
         ({"x": [], "y": None}, "expected batches to train on, and there was none in epoch 1"),
         ({"x": [(X, Y)], "y": None, "validation_data": []}, "expected batches to evaluate, and there was none"),
         ({"y": Y[:9]}, "equally many examples, got 16 and 9"),
