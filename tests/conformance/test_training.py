@@ -147,8 +147,8 @@ def test_clipped(column: Column, results: list[dict[str, Any]]) -> None:
 
 UNEVEN_SUM = cannot(
     PS_SYNC,
-    "A worker of parameter servers sends one gradient an update, weighted by all the examples in it: with uneven "
-    "slices that is the mean over all examples of the batches, not the mean of the batches' means.",
+    "A worker of parameter servers sends one gradient an update, which has one weight: where its shares of the batches "
+    "in it differ, no weight makes that the mean of one process, and the update is refused.",
 )
 
 
