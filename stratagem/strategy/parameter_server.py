@@ -248,18 +248,14 @@ class ParameterServerStrategy(Strategy):
         newest = self._leases[-1]
         held = {lease.unit: lease.num_examples for lease in self._leases}
         num_examples = sum(held.get(unit, 0) for unit in self._tracker.open_units)
-        if self._weight is None and len({self._share(lease) for lease in self._leases if lease.unit in units}) > 1:
+        leases = [lease for lease in self._leases if lease.unit in units]
+        if self._weight is None and len({self._units[one.unit.dataset - 1].share(one) for one in leases}) > 1:
             raise ConfigurationError(
-                "at staleness 0 an update has one weight for each worker, and this worker's parts of the batches of "
-                "this one are not the same share of each (the last batch is smaller, say): make an update of each "
-                "batch, or give the DataLoader drop_last=True and a batch_size that the number of workers divides"
+                "at staleness 0 an update has one weight, and this worker's parts of its batches are not the same "
+                "share of each (the last batch is smaller, say): make an update of each, or give drop_last=True"
             )
         weight = float(num_examples) if self._weight is None else self._weight
         return StepSlice(newest.step, newest.slices, weight)
-
-    def _share(self, lease: Lease) -> float:
-        """Staleness 0: the part of its global batch that a lease is."""
-        return lease.num_examples / self._units[lease.unit.dataset - 1].num_examples(lease.step_units)
 
     def _begin(self, lease: Lease | None, batch: Any) -> None:
         if self.staleness > 0 or not self._tracker.has_waiting:

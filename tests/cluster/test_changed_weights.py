@@ -35,7 +35,7 @@ def test_what_would_be_lost_is_refused(cluster: Start) -> None:
     [
         ("weighed twice", "set_weight(2) after a backward with 1: an update has one weight on parameter servers"),
         ("weighed in two batches", "set_weight(2) after a backward with 1"),
-        ("uneven batches", "are not the same share of each (the last batch is smaller, say)"),
+        ("uneven batches", "share of each (the last batch is smaller, say)"),
         pytest.param("prepared twice", "weight is prepared, or compiled, with an", marks=pytest.mark.thorough),
     ],
 )

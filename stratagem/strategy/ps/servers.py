@@ -152,11 +152,11 @@ class Servers:
     @contextlib.contextmanager
     def listened(self, listener: UnitListener) -> Iterator[None]:
         """Inside, ``listener`` hears of the units that are trained on."""
-        self.listeners = [listener]
+        before, self.listeners = self.listeners, [listener]
         try:
             yield
         finally:
-            self.listeners = []
+            self.listeners = before  # a callback of fit may fit another model
 
     def lease_evaluation(
         self, loader: DataLoader[Any], num_batches: int | None = None

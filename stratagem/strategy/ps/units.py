@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from stratagem.cluster.units import Lease, Plan, Topic, Unit
@@ -122,9 +122,9 @@ class LeasedUnits:
             except StaleStoreError:  # no unit is leased before a ps has its initial values again
                 self._attach()
 
-    def num_examples(self, units: Iterable[int]) -> int:
-        """Examples in these units of an epoch."""
-        return sum(stop - start for start, stop in map(self._plan.bounds, units))
+    def share(self, lease: Lease) -> float:
+        """Staleness 0: the part of its global batch that a lease is."""
+        return lease.num_examples / sum(stop - start for start, stop in map(self._plan.bounds, lease.step_units))
 
     def holds(self, lease: Lease) -> bool:
         return self._client.holds(lease.unit)

@@ -83,6 +83,17 @@ def test_too_much_to_travel_says_what_to_do() -> None:
         counts.collect()
 
 
+def test_a_fit_within_a_fit_gives_the_outer_one_its_units_back() -> None:
+    """They went uncounted from then on: its losses were those of this worker alone."""
+    servers: Any = Servers.__new__(Servers)
+    servers.listeners = []
+    with servers.listened("outer"):
+        with servers.listened("inner"):
+            assert servers.listeners == ["inner"]
+        assert servers.listeners == ["outer"]
+    assert servers.listeners == []
+
+
 @dataclasses.dataclass
 class Planned:
     plan: Plan
