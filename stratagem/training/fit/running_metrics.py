@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from stratagem.data.nested import CopiedAsDict
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import States, states_of_all
 from stratagem.training.metrics import Metric
@@ -108,6 +109,8 @@ class RunningMetrics:
         found = {"loss": total / weight if weight else float("nan")}
         for name, metric in self._counts[0].metrics.items():
             own = [_of(part, f"{name}/") for part in parts]
+            if not all(own):
+                raise ConfigurationError(f"another worker does not count {name!r}: compile every worker's model alike")
             found.update((name + suffix, value) for suffix, value in metric.compute(own).items())
         return found
 

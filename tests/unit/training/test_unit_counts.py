@@ -83,6 +83,13 @@ def test_too_much_to_travel_says_what_to_do() -> None:
         counts.collect()
 
 
+def test_workers_that_count_other_metrics_are_told() -> None:
+    running, without = new_running_metrics(), RunningMetrics(DefaultStrategy(), [{}])
+    running.add_states(without.states())
+    with pytest.raises(ConfigurationError, match="another worker does not count 'accuracy'"):
+        running.result()
+
+
 def test_a_fit_within_a_fit_gives_the_outer_one_its_units_back() -> None:
     """They went uncounted from then on: its losses were those of this worker alone."""
     servers: Any = Servers.__new__(Servers)
