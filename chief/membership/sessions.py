@@ -313,8 +313,6 @@ class Sessions(Roster):
         workers = [s for s in self._workers if not ((self.min_workers and s.state is SessionState.LOST) or s.joining)]
         if workers and all(s.state is SessionState.DONE for s in workers):
             return self.stop(0, "every worker has finished")
-        if self.min_workers and self.ready and not workers:  # newcomers would wait for ever to be taken in
-            return self.stop(1, f"no worker of the ring is left that has its state{self._first_failure_words}")
         return []
 
     def stop(self, exit_code: int, reason: str) -> list[Action]:
@@ -344,7 +342,7 @@ class Sessions(Roster):
         if not (self.ready and self.min_workers) or self._goes_on:
             return []
         too_few = f"fewer than --min-workers {self.min_workers} are left; start the job again"
-        return self._end_of_work() or self.stop(1, too_few)
+        return self._end_of_work() or self.stop(1, too_few + self._first_failure_words)
 
     def _fence(self, session: Session) -> list[Action]:
         """Only workers change what a ps holds, so only workers are fenced."""

@@ -133,4 +133,4 @@ def test_a_ring_that_loses_too_many_at_once_ends_and_says_so(cluster: Start, tmp
     """Those that were started again had waited for ever for others to take them in."""
     done = train(cluster, tmp_path / "news", kill("worker:1", 5), kill("worker:2", 5), workers=3, restarts=3)
     assert done.code == 1 and len(done.faults) == 2
-    assert "no worker of the ring is left that has its state" in done.stderr
+    assert "fewer than --min-workers 2 are left; start the job again" in done.stderr

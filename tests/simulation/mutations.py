@@ -9,6 +9,7 @@ from typing import Any
 
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.chief.checkpointing import commit_hold, saving
+from stratagem.chief.counting.metric_states import MetricStates
 from stratagem.chief.job import ChiefJob
 from stratagem.chief.journal import history
 from stratagem.chief.leasing.lease_book import LeaseBook
@@ -185,6 +186,11 @@ def _half_a_batch() -> Iterator[_Change]:
     yield saving, "unfinished_units", lambda described, steps_per_unit: {}
 
 
+def _fit_counts_twice() -> Iterator[_Change]:
+    """The chief forgets what it has counted once an epoch is closed."""
+    yield MetricStates, "_in_logs", property(lambda self: {}, _nothing)
+
+
 def _ring_forgotten_examples() -> Iterator[_Change]:
     """What a lost worker had of a step does not come again."""
     yield HealingReader, "_look_for_losses", _nothing
@@ -237,6 +243,7 @@ def _ring_of_newcomers() -> Iterator[_Change]:
 
 
 MUTATIONS = {
+    "fit: counts twice": _fit_counts_twice,
     "ring: forgotten examples": _ring_forgotten_examples,
     "ring: mean of all": _ring_mean_of_all,
     "ring: result of its own": _ring_result_of_its_own,

@@ -15,13 +15,22 @@ from tests.simulation.schedule import KILLS_OF_COPIED, Fault, Schedule
 GRACE_S = 30.0
 """Seconds after which a supervisor kills what it has told to end."""
 FORMS = ("", "table", "fit", "ring")
-RING_EVERY = 5
-"""Of so many seeds one is of a ring, where no form is asked for."""
+
+
+def form_of(seed: int) -> str:
+    """Of the schedule of a seed, where no form is asked for: every fifth is a ring, every tenth calls ``fit``."""
+    return "ring" if seed % 5 == 0 else "fit" if seed % 10 == 7 else ""
 
 
 def plan(seed: int, form: str = "") -> Schedule:
-    """The schedule of a seed; "table": the job has one for sure, "ring": it is one of a ring that heals."""
-    if form == "ring" or (not form and seed % RING_EVERY == 0):
+    """The schedule of a seed.
+
+    Args:
+        form: "table": the job has one for sure; "fit": workers call ``Model.fit``; "ring": it is one of a ring that
+            heals; empty: as the seed says.
+    """
+    form = form or form_of(seed)
+    if form == "ring":
         return _plan_ring(seed)
     rng = random.Random(seed)
     staleness = rng.choice((math.inf, math.inf, 0.0, 0.0, 1.0, 3.0))

@@ -165,11 +165,14 @@ class RingMember:
                     self._take_in(())
             elif waiting and members.ranks[0] == me:
                 self._take_in([(one.task, one.incarnation) for one in waiting])
-            elif is_next and (goes_on or not waiting):
+            elif (
+                is_next
+                and (goes_on or not waiting)
                 # That somebody has come may be heard before that it waits.
-                if (group := self._next_generation(members, with_who_waits=not goes_on)) is not None:
-                    tasks = ", ".join(rank.task for rank in members.ranks)
-                    return self._told(f"with {tasks}", members, group, began), members.names
+                and (group := self._next_generation(members, with_who_waits=not goes_on)) is not None
+            ):
+                tasks = ", ".join(rank.task for rank in members.ranks)
+                return self._told(f"with {tasks}", members, group, began), members.names
             self._session.wait_membership(lambda now, known=membership: now is not known, 0.5)  # type: ignore[misc]
 
     def _told(self, how: str, members: Members, group: Group, began: float) -> Group:

@@ -459,6 +459,11 @@ def test_a_ring_with_too_few_ranks_left_is_given_up_at_once_whoever_has_come_bac
     sessions.stream_ended("worker:1", 2, 1.0)
     sessions.stream_ended("worker:2", 3, 1.0)
     assert sessions.stopping == StopJob(0, "every worker has finished"), "one has all of it"
+    sessions = ring()
+    for index in range(3):
+        sessions.goodbye(f"worker:{index}", index + 1, 1, "ZeroDivisionError", 1.0)
+    assert sessions.stopping is not None and sessions.stopping.exit_code == 1
+    assert sessions.stopping.reason.endswith("start the job again; first failure: worker:0: ZeroDivisionError")
 
 
 def test_generations_grow_over_losses_and_over_restarts_of_the_chief() -> None:
@@ -507,22 +512,6 @@ def test_a_ring_takes_a_newcomer_in_when_it_says_so_and_the_newcomer_waits() -> 
     sessions.goodbye("worker:1", 2, 0, "", 4.0)
     sessions.stream_ended("worker:2", 3, 4.0)
     assert sessions.goodbye("worker:0", 4, 0, "", 5.0)[-1] == StopJob(0, "every worker has finished")
-
-
-def test_a_ring_of_which_only_newcomers_are_left_is_over() -> None:
-    """There is nobody whose state they could take over."""
-    sessions = ring()
-    sessions.stream_ended("worker:1", 2, 1.0)
-    join(sessions, "worker:1", 4, 2.0)
-    sessions.stream_ended("worker:2", 3, 3.0)
-    assert sessions.stopping is None
-    stop = sessions.goodbye("worker:0", 1, 1, "too few are left", 4.0)[-1]
-    assert isinstance(stop, StopJob) and stop.exit_code == 1
-    assert stop.reason == "no worker of the ring is left that has its state; first failure: worker:0: too few are left"
-    sessions = ring()
-    for stream in (1, 2, 3):
-        sessions.stream_ended(f"worker:{stream - 1}", stream, 1.0)
-    assert isinstance(sessions.tick(1.0)[-1], StopJob)
 
 
 def test_a_chief_that_is_started_again_knows_who_was_taken_in() -> None:
