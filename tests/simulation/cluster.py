@@ -66,6 +66,10 @@ class Job:
     max_workers: int = 0
     is_mean: bool = False
     """A ring's gradients are means over the global batch, not sums."""
+    validates: bool = False
+    """A ring counts the examples of another dataset after each epoch, and those of each batch before its backward."""
+    leaves_every: int = 0
+    """A ring's pass is left with each step whose number is a multiple of this; 0: never."""
 
 
 COLLECT_EVERY = 8
@@ -142,7 +146,11 @@ class Cluster:
         elif kind == "ps":
             process.spawn(lambda: process.end(ps_main.run(self._ps_config(name))), "main")
         else:
-            train = rings.train if self.job.min_workers else fits.train if self.job.fits else script.train
+            is_ring = self.job.min_workers > 0
+            if self.job.fits:
+                train = rings.train_fit if is_ring else fits.train
+            else:
+                train = rings.train if is_ring else script.train
             process.spawn(lambda: process.end(script.run(self, process, train)), "main")
 
     def _start_chief(self, process: Process) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.model import Model
+from stratagem.training.optimizers import OptimizerFactory
 from tests.simulation.script import BASE, Counters
 from tests.simulation.world import Process
 
@@ -52,14 +53,19 @@ class Steps(Callback):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.value = 1.0
+        self.epoch = 0
+
+    @property
+    def value(self) -> float:
+        """What an example of this epoch adds."""
+        return float(BASE**self.epoch)
 
     def _wait(self) -> None:
         world = self._cluster.world
         world.block(self._cluster.job.step_s * world.random.random())
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.value = float(BASE**epoch)
+        self.epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._wait()
@@ -69,17 +75,19 @@ class Steps(Callback):
 
 
 def train(cluster: Cluster, process: Process) -> None:
-    """The script of a worker."""
-    job, steps = cluster.job, Steps(cluster)
+    """The script of a worker beside parameter servers."""
+    job = cluster.job
     strategy = process.globals["strategy"] = ParameterServerStrategy(staleness=job.staleness, device="cpu")
     with strategy.scope():
         net = process.globals["model"] = Counted(job.num_variables, job.num_examples, False)
         model = Model(net)
-    model.compile(
-        lambda parameters: torch.optim.SGD(parameters, float(job.batch_size)),
-        lambda outputs, _: -steps.value * outputs.sum(1).mean(),
-        {"number": NumExamples()},
-    )
+    fit(cluster, process, model, lambda parameters: torch.optim.SGD(parameters, float(job.batch_size)), Steps(cluster))
+
+
+def fit(cluster: Cluster, process: Process, model: Model, optimizer: OptimizerFactory, steps: Steps) -> None:
+    """Trains a :class:`Counted` module, and keeps the history."""
+    job = cluster.job
+    model.compile(optimizer, lambda outputs, _: -steps.value * outputs.sum(1).mean(), {"number": NumExamples()})
     examples = torch.arange(job.num_examples)
     few = torch.arange(NUM_EVALUATED)
     history = model.fit(

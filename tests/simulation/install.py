@@ -143,6 +143,7 @@ def installed() -> Iterator[None]:
         put(roles, name, lambda resolver: _cluster().join_as(resolver))
     put(ring_member, "free_store_address", lambda host: "")  # of NCCL
     put(backward, "_queue_callback", rings.at_end_of_backward)
+    put(torch.autograd, "backward", rings.backward)
     for name in ("stratagem.ps.__main__", "stratagem.worker.runtime"):
         put(sys.modules[name], "serve", lambda *a, **k: _cluster().serve(*a, **k))
     put(sys.modules["stratagem.chief.__main__"], "serve_aio", lambda *a, **k: _cluster().serve_aio(*a, **k))

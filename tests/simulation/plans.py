@@ -96,10 +96,14 @@ def _plan_ring(seed: int) -> Schedule:
         min_workers=rng.choice((1, 1, 2)),
         max_workers=num_workers + rng.choice((0, 0, 2)),
         is_mean=rng.random() < 0.5,
+        validates=random.Random(-8 * seed - 1).random() < 0.5,
+        leaves_every=random.Random(-9 * seed - 1).choice((0, 0, 0, 3, 5)),
         checkpoints=False,
     )
     conditions = Conditions(delay_s=rng.choice((0.0005, 0.002, 0.01)), slow=rng.choice((0.0, 0.0, 0.02)))
     faults = [_ring_fault(rng, job) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    if random.Random(-10 * seed - 1).random() < 0.25:
+        job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
     faults.sort(key=lambda fault: fault.at_s)
     slow_disk_s = rng.choice((0.0, 0.0, 0.05))
     return Schedule(seed, job, conditions, 0.0, slow_disk_s, tuple(faults))

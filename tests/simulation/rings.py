@@ -14,7 +14,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from stratagem.strategy.replicas.context import get_replica_context
+from stratagem.training.model import Model
 from stratagem.worker.ring.healing import Healing
+from tests.simulation import fits
 from tests.simulation.script import BASE, Counters
 from tests.simulation.threads import here
 from tests.simulation.world import Process, World
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 
+NUM_VALIDATED = 10
 STANDSTILL_S = 30.0
 """Seconds in which some worker makes a step, whatever goes wrong: longer than two faults in a row last."""
 
@@ -55,6 +59,8 @@ class Rings:
         self._made: dict[int, dict[Process, Made]] = {}
         """By step and worker. What one made that was lost with it, or that the chief took for lost, counts nowhere."""
         self._newest_at = world.now
+        self._validated: dict[int, dict[Process, float]] = {}
+        """By epoch and worker: examples that it counted."""
         self.doomed: set[str] = set()
         """Workers that die in the moment in which the next backward is through for a first worker, and no other."""
         self._num_done = 0
@@ -110,8 +116,24 @@ class Rings:
             for example in range(job.num_examples)
             if counted[epoch, example] != 1
         ]
+        if job.leaves_every:
+            wrong = [each for each in wrong if each[2]]
         if wrong or weights is None or weights.any():
             world.fail(f"(epoch, example, how often it counted): {wrong}; the first weights: {weights}")
+        self._check_validations()
+
+    def _check_validations(self) -> None:
+        """Who finishes has counted what the others have: all examples, but for those of a worker that was lost then."""
+        is_whole = all(process.exit_code == 0 for process in self.world.processes if process.name != "chief:0")
+        for epoch, counts in self._validated.items():
+            found = {count for process, count in counts.items() if process.exit_code == 0}
+            if len(found) > 1 or any(count > NUM_VALIDATED or (is_whole and count < NUM_VALIDATED) for count in found):
+                self.world.fail(f"epoch {epoch}: {found} of {NUM_VALIDATED} examples were counted in a validation")
+
+    def validated(self, epoch: int, num_examples: float) -> None:
+        """A worker has gone through the other dataset."""
+        assert self.world.process is not None
+        self._validated.setdefault(epoch, {})[self.world.process] = num_examples
 
 
 def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
@@ -127,40 +149,91 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield Healing, "_done", on_done
 
 
+_backward = torch.autograd.backward
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """In the place of the autograd engine's: it calls back outside of the engine, whose state is that of one thread."""
     vars(here().thread).setdefault("ends", []).append(callback)
 
 
+def backward(*arguments: Any, **named: Any) -> None:
+    """In the place of ``torch.autograd.backward``."""
+    _backward(*arguments, **named)
+    for end in vars(here().thread).pop("ends", ()):
+        end()
+
+
+def _told(optimizer: torch.optim.Optimizer, rings: Rings, strategy: Any, epoch: Callable[[], int]) -> Any:
+    """An optimizer whose steps are looked at."""
+    parameters = optimizer.param_groups[0]["params"]
+    before: list[torch.Tensor] = []
+
+    def weights() -> torch.Tensor:
+        return torch.stack([each.detach().clone() for each in parameters])
+
+    optimizer.register_step_pre_hook(lambda *_: before.append(weights()))
+    optimizer.register_step_post_hook(
+        lambda *_: rings.made(strategy.communicator.step, Made(epoch(), before.pop(), weights()))
+    )
+    return optimizer
+
+
+def train_fit(cluster: Cluster, process: Process) -> None:
+    """The script of a worker of a ring that calls ``fit``."""
+    job, steps = cluster.job, fits.Steps(cluster)
+    rings: Rings = cluster.world.rings  # type: ignore[attr-defined]
+    strategy = process.globals["strategy"] = MultiWorkerMirroredStrategy(devices="cpu")
+    with strategy.scope():
+        net = process.globals["model"] = fits.Counted(job.num_variables, job.num_examples, False).double()
+        model = Model(net)
+    fits.fit(
+        cluster,
+        process,
+        model,
+        lambda parameters: _told(torch.optim.SGD(parameters, 1.0), rings, strategy, lambda: steps.epoch),
+        steps,
+    )
+
+
 def train(cluster: Cluster, process: Process) -> None:
     """The script of a worker of a ring."""
-    job, world, thread = cluster.job, cluster.world, here().thread
+    job, world = cluster.job, cluster.world
     rings: Rings = world.rings  # type: ignore[attr-defined]
     strategy = process.globals["strategy"] = MultiWorkerMirroredStrategy(devices="cpu")
     with strategy.scope():
         model: Any = Counters(job.num_variables, job.num_examples, False).double()
     process.globals["model"] = model
-    optimizer: Any = torch.optim.SGD(model.parameters(), 1.0)
+    now = [0]
+    optimizer = _told(torch.optim.SGD(model.parameters(), 1.0), rings, strategy, lambda: now[0])
     strategy.prepare(model, optimizer, gradients="mean" if job.is_mean else "sum")
     data = TensorDataset(torch.arange(job.num_examples))
     batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
     parameters = list(model.counts)
 
-    def weights() -> torch.Tensor:
-        return torch.stack([each.detach().clone() for each in parameters])
+    few = TensorDataset(torch.arange(NUM_VALIDATED))
+    validation = strategy.distribute_dataset(DataLoader(few, batch_size=4)) if job.validates else ()
+
+    def count(batch: list[torch.Tensor]) -> torch.Tensor:
+        world.block(job.step_s * world.random.random())
+        return torch.tensor(float(len(batch[0])))
 
     def step(batch: list[torch.Tensor], epoch: int) -> None:
+        now[0] = epoch
         optimizer.zero_grad()
+        if job.validates:
+            get_replica_context().all_reduce("sum", torch.tensor(len(batch[0])))
         share = BASE**epoch / (max(1, len(batch[0])) if job.is_mean else 1)
         gradient = torch.zeros(job.num_examples, dtype=torch.float64).index_fill_(0, batch[0], -share)
         torch.autograd.backward(parameters, [gradient] * len(parameters))
-        for end in vars(thread).pop("ends", ()):
-            end()
-        before = weights()
         optimizer.step()
-        rings.made(strategy.communicator.step, Made(epoch, before, weights()))
 
     for epoch in range(batches.epoch, job.epochs):
         for batch in batches:
             world.block(job.step_s * world.random.random())
             strategy.run(step, args=(batch, epoch))
+            if job.leaves_every and strategy.communicator.step % job.leaves_every == 0:
+                break
+        if job.validates:
+            counts = [strategy.reduce("sum", strategy.run(count, args=(batch,))) for batch in validation]
+            rings.validated(epoch, float(sum(counts)))

@@ -41,7 +41,8 @@ class MeetingRoom(Generic[T]):
         self._closed = False
 
     def meet(self, generation: int, meeting: int, size: int, rank: int, what: T, timeout_s: float) -> list[T] | None:
-        """What every rank said, in rank order; None when somebody is missing after ``timeout_s`` seconds.
+        """What every rank said, in rank order; None when somebody is missing after ``timeout_s`` seconds, or as soon as
+        a newer generation meets.
 
         Raises:
             PeerUnavailableError: a newer generation meets already, or the room is closed.
@@ -59,7 +60,9 @@ class MeetingRoom(Generic[T]):
             if len(said) < size:
                 said[rank] = what
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(said) == size or self._closed, timeout_s)
+            self._changed.wait_for(
+                lambda: len(said) == size or generation < self._generation or self._closed, timeout_s
+            )
             return [said[other] for other in range(size)] if len(said) == size else None
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import ConfigurationError, PeerUnavailableError
 from stratagem.worker.ring.members import members_of
 from stratagem.worker.ring.ring_service import MeetingRoom
+from tests.unit.ps.driver import poll
 
 
 def test_everybody_hears_what_everybody_said() -> None:
@@ -42,6 +43,17 @@ def test_an_older_generation_is_sent_away_and_leaves_nothing() -> None:
     with pytest.raises(PeerUnavailableError, match="generation 1 is over"):
         room.meet(1, 1, 2, 1, "old", 0.0)
     assert room.meet(2, 1, 2, 0, "new too", 0.0) == ["new too", "new"]
+
+
+def test_who_waits_in_an_older_generation_hears_of_the_newer_one_at_once() -> None:
+    room: MeetingRoom[str] = MeetingRoom()
+    said: list[list[str] | None] = []
+    old = threading.Thread(target=lambda: said.append(room.meet(1, 1, 2, 0, "old", 600.0)))
+    old.start()
+    poll(lambda: bool(room._said))
+    room.meet(2, 1, 2, 0, "new", 0.0)
+    old.join()
+    assert said == [None]
 
 
 def test_closing_sends_everybody_home() -> None:
