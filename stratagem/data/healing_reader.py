@@ -48,6 +48,8 @@ class HealingReader:
 
     def read(self, epoch: int, number: int, seed: int, copies: DeviceCopies) -> Iterator[Parts]:
         """The steps of an epoch from ``number`` on; each is read when it is asked for, or a little ahead."""
+        if not number:  # what comes again belongs to a pass that the script has left
+            self.left, self._dealt = [], collections.deque()
         members: tuple[str, ...] = ()
         parts: Iterator[Parts] = iter(())
         while True:

@@ -100,7 +100,11 @@ def _plan_ring(seed: int) -> Schedule:
         leaves_every=random.Random(-9 * seed - 1).choice((0, 0, 0, 3, 5)),
         checkpoints=False,
     )
-    conditions = Conditions(delay_s=rng.choice((0.0005, 0.002, 0.01)), slow=rng.choice((0.0, 0.0, 0.02)))
+    conditions = Conditions(
+        delay_s=rng.choice((0.0005, 0.002, 0.01)),
+        slow=rng.choice((0.0, 0.0, 0.02)),
+        duplicate=random.Random(-11 * seed - 1).choice((0.0, 0.0, 0.05)),
+    )
     faults = [_ring_fault(rng, job) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)

@@ -87,6 +87,23 @@ def test_a_pass_that_trains_nothing_is_not_made_again(dies_at: int, caplog: pyte
         assert "are left out" in caplog.text
 
 
+@pytest.mark.parametrize("dies_at", range(3, 12))
+def test_a_pass_that_is_left_takes_with_it_what_would_have_come_again(dies_at: int) -> None:
+    def work(communicator: Communicator) -> list[int]:
+        dataset, last = dataset_of(communicator), []
+        for epoch in range(NUM_EPOCHS):
+            for number, (batch,) in enumerate(dataset):
+                mine = communicator.atomic(lambda batch=batch: communicator.all_gather(batch), is_training=True)  # type: ignore[misc]
+                last += torch.cat(mine).tolist() if epoch else []
+                if not epoch and number == 2:
+                    break
+        communicator.barrier()
+        return last
+
+    for seen in run_mortal(3, work, rank1=Fate(dies_at)):
+        assert sorted(seen) == list(range(NUM_EXAMPLES))
+
+
 def test_what_comes_again_is_a_part_of_the_position() -> None:
     def work(communicator: Communicator) -> tuple[list[str], list[list[int]], list[list[int]]]:
         positions: list[str] = []
