@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -141,10 +142,10 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
 
     async def pin_again(self) -> None:
         """A ps came back: what runs now is of the weights that there are now."""
-        async with self._pinning:
-            if len(self._ps_pool.servers) < self._ps_pool.num_ps:
-                return  # the last to come back is followed by another call
-            for name, evaluation in self.evaluations.items():
-                if evaluation.is_pinned:
-                    self._note(name, evaluation, await self._versions())
+        # Where another one is away, or dies just now, this is called once more when that is back.
+        with contextlib.suppress(PeerUnavailableError):
+            async with self._pinning:
+                for name, evaluation in self.evaluations.items():
+                    if evaluation.is_pinned:
+                        self._note(name, evaluation, await self._versions())
         self._changed.notify()

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from stratagem.cluster.units import MAX_STATE_BYTES, Unit
 from stratagem.errors import ConfigurationError, LimitError, PeerUnavailableError, ProtocolError
 from stratagem.rpc.generated import chief_pb2
@@ -120,6 +122,19 @@ async def test_a_ps_that_comes_back_is_held_before_anybody_uses_it() -> None:
             await until(lambda: again.token)
             assert (await evaluate(workers[0])).end
             await until(lambda: not again.token)
+
+
+async def test_a_ps_that_dies_while_another_comes_back_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def describe() -> dict[Any, Any]:
+        return {}  # as when the last answer has just been given up
+
+    async with cluster() as (running, workers, _):
+        await evaluate(workers[0], attempt=0)
+        with monkeypatch.context() as away:
+            away.setattr(running.job.ps_pool, "describe", describe)
+            await running.job.evaluation.pin_again()
+        await running.job.evaluation.pin_again()
+        assert (await evaluate(workers[0], [state(0, b"zero")], want=1)).attempt == 1
 
 
 async def test_what_cannot_be_is_refused() -> None:
