@@ -104,7 +104,7 @@ def check_histories(cluster: Cluster, may_lack: bool) -> None:
     """Each example counts once in the history of every epoch, on every worker that has come to its end.
 
     Args:
-        may_lack: what was counted last may be lost, with the machine of the chief.
+        may_lack: what was counted last may be lost, with the chief and a worker that it does not hear of again.
     """
     expected = {"number": cluster.job.num_examples, "val_number": NUM_EVALUATED}
     for process in cluster.world.processes:

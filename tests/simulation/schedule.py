@@ -217,7 +217,7 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
             rings.ended()
         else:
             checks.ended()
-            fits.check_histories(cluster, any(fault.kind == "crash" for fault in schedule.faults))
+            fits.check_histories(cluster, any(fault.task == "chief:0" for fault in schedule.faults))
             _check_ends(schedule, cluster)
             _check_copies(schedule, cluster)
         failure = world.failures[0] if world.failures else ""
