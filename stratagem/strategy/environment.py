@@ -9,6 +9,8 @@ import torch
 
 from stratagem.arguments import checked
 from stratagem.cluster.choice import choose_strategy
+from stratagem.cluster.config import WorkerConfig
+from stratagem.cluster.sources import environment_layer
 from stratagem.cluster.tf_config import placement_from_environment
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
@@ -34,8 +36,10 @@ def strategy_from_environment(
             GPUs, else one CPU.
 
     Raises:
-        ConfigurationError: no such strategy or device, or the cluster does not fit the strategy.
+        ConfigurationError: no such strategy or device, the cluster does not fit the strategy, or a variable of the
+            environment that nobody knows.
     """
+    environment_layer(WorkerConfig, os.environ)  # without a cluster nobody else would read it
     placement = placement_from_environment(os.environ)
     cluster = placement.cluster if placement is not None else None
     num_workers, num_ps = (cluster.num_workers, cluster.num_ps) if cluster is not None else (1, 0)

@@ -175,3 +175,9 @@ def test_parameters_that_placing_has_replaced_are_noticed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ConfigurationError, match=r"group 0 of SGD has a tensor of \[1, 2\] that no prepared model has"):
         sg.OneDeviceStrategy("cpu").prepare(model, optimizer)
+
+
+def test_a_variable_that_nobody_knows_is_refused_without_a_cluster_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRATAGEM_DEVICE", "cpu:0,cpu:1")
+    with pytest.raises(ConfigurationError, match="did you mean 'STRATAGEM_DEVICES'"):
+        sg.strategy_from_environment()
