@@ -92,3 +92,14 @@ def test_a_lead_that_starts_again_does_not_take_the_job_back(cluster: Start, tmp
     assert "fault-0" in done.faults
     assert done.code == 0, done.stderr
     check_counts(out, 11)
+
+
+def test_a_worker_that_starts_again_finds_checkpoints_where_the_others_had_none(cluster: Start, tmp_path: Path) -> None:
+    # It waited for the others to restore, too.
+    out, kept = tmp_path / "out.pt", tmp_path / "kept"
+    faults = [{"task": "worker:1", "step": 15, "action": "kill"}]
+    script = ("--examples", 40, "--epochs", 60, "--pause-s", 0.02, "--keep", kept, "--out", out)
+    done = cluster(2, 2, "count_examples.py", *script, faults=faults).finish()
+    assert "fault-0" in done.faults
+    assert done.code == 0, done.stderr
+    check_counts(out, 60)

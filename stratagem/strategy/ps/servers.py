@@ -231,7 +231,7 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized if tensor.numel()}
 
-    def load_once(self, load: Callable[[], object]) -> None:
+    def load_once(self, load: Callable[[], object] | None) -> None:
         """Calls ``load`` on every worker; on the lead what it loads goes to the ps. Every worker has to call this.
 
         Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later
@@ -240,7 +240,8 @@ class Servers:
         Workers leave by what they agreed on, never by what one of them sees: that may be new to one and old to another.
 
         Args:
-            load: gives objects the states that were read, or changes weights in place.
+            load: gives objects the states that were read, or changes weights in place. None: there is nothing to load,
+                which a worker that starts again later, and may find something by then, has to know.
 
         Raises:
             ClusterTimeoutError: the lead does not load, and nobody takes its place.
@@ -252,9 +253,10 @@ class Servers:
         for attempt in itertools.count(1):
             is_done = self.chief.logs(group, 0) is not None
             if not is_done and self._runtime.is_lead():
-                with self._runtime.assigning(True):
-                    load()
-                    self._groups.push()
+                if load is not None:
+                    with self._runtime.assigning(True):
+                        load()
+                        self._groups.push()
                 self.chief.record_logs(group, 0, {})
                 is_done = has_loaded = True
             if self.chief.agree(group, attempt, int(is_done)):
@@ -266,6 +268,7 @@ class Servers:
                 )
             time.sleep(RETRY_S)
         if not has_loaded:
-            with self._runtime.assigning(False):
-                load()
+            if load is not None:
+                with self._runtime.assigning(False):
+                    load()
             self._groups.pull_anew()

@@ -219,6 +219,8 @@ class Checkpoint:
 
         place = self._members.from_first(look)
         if not place:
+            if self._servers is not None:
+                self._servers.load_once(None)
             return None
 
         def read() -> dict[str, EncodedState]:

@@ -62,7 +62,8 @@ class CheckpointManager:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
         """
         path: str = self.checkpoint._members.from_first(lambda: str(newest_undamaged(self.directory, self._name) or ""))
-        return self.checkpoint.restore(path).path if path else None
+        restored = self.checkpoint.restore(path or None)
+        return None if restored is None else restored.path
 
     def _prune(self, newest: pathlib.Path) -> None:
         if self._max_to_keep is None:

@@ -70,6 +70,9 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--table", action="store_true", help="count in a table")
     parser.add_argument("--restore", type=Path, help="go on from the newest checkpoint in there")
+    parser.add_argument(
+        "--keep", type=Path, help="go on from the newest checkpoint in there, and save after each epoch"
+    )
     parser.add_argument("--save", type=Path, help="save a checkpoint of step 7 at the end")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -90,6 +93,11 @@ def main() -> None:
     dataset = strategy.distribute_dataset(data)
     if options.restore:
         sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer).restore(options.restore)
+    manager = None
+    if options.keep:
+        kept = sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer, data=dataset)
+        manager = sg.CheckpointManager(kept, options.keep)
+        manager.restore_or_initialize()
 
     def train_step(batch: list[torch.Tensor], is_last: bool) -> None:
         model(batch[0]).backward()
@@ -110,6 +118,8 @@ def main() -> None:
                 time.sleep(options.pause_s)
             strategy.run(train_step, args=(batch, (number + 1) % options.accumulate == 0))
             step += 1
+        if manager is not None:
+            manager.save()
     if options.save:
         sg.Checkpoint(strategy=strategy, model=model, optimizer=optimizer).save(options.save, step=7)
     if options.out and strategy.is_lead:
