@@ -74,7 +74,8 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
     """In an evaluator: each newest checkpoint of the job, until the job is over and the last one has been given.
 
     A checkpoint that is older than one already given is left out: a slow evaluator sees the newest. So is one that is
-    damaged (the log says so), and one that the chief removed while it was read, because newer ones are there.
+    damaged (the log says so), and one that the chief removed while it was read, because newer ones are there. Where
+    there was none at all, the log says where they were looked for.
 
     Raises:
         ConfigurationError: this process is no evaluator, or does not know the chief or the checkpoint directory.
@@ -101,3 +102,7 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
                 break
     if not isinstance(reason, JobStoppedError) or reason.exit_code:
         raise reason
+    if given < 0:
+        logger.warning(
+            "no checkpoint was in %s: start the job with --checkpoint-dir where its script saves", job.checkpoint_dir
+        )

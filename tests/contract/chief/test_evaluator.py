@@ -63,3 +63,18 @@ def test_a_checkpoint_removed_or_damaged_while_it_is_read_is_left_out(
     assert given == [1, 4, 5] and late.count("step-00000003") == 1
     said = [text for text in caplog.messages if "Left out a checkpoint" in text]
     assert len(said) == 1 and "step-00000003 is damaged" in said[0], said
+
+
+def test_a_job_that_saved_elsewhere_is_told_where_its_evaluator_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with chief(num_workers=1, num_ps=0) as running:
+            monkeypatch.setenv("STRATAGEM_CHIEF", running.address)
+            monkeypatch.setenv("STRATAGEM_CHECKPOINT_DIR", str(tmp_path))
+            running.job.stop(0, "all done")
+            assert await asyncio.to_thread(lambda: list(module.new_checkpoints())) == []
+
+    monkeypatch.setattr(module, "configure_logging", lambda *_: None)  # the log of this process stays as it is
+    run(scenario)
+    assert any(f"no checkpoint was in {tmp_path}" in text for text in caplog.messages), caplog.messages
