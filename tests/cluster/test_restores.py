@@ -19,6 +19,7 @@ def restore(start: Start, folder: Path, staleness: str, restores: int, *argument
     done = job.finish()
     assert done.code == 0, done.stderr
     assert f"restored {restores} times" in done.stdout
+    assert "what is restored has 0: the others are undone" in done.stderr
 
 
 def test_workers_linger_in_turn_after_each_agreement(cluster: Start, tmp_path: Path) -> None:

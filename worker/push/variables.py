@@ -120,6 +120,8 @@ class RemoteVariables:
         self.targets = WeightTargets(layout, tensors)
         self.have: dict[int, dict[int, wire.Version]] = {}
         """Versions of the copies here: of each ps, by group."""
+        self.num_updates = 0
+        """That the copies here have, of a job before this one too."""
         self.is_given = False
         """A ps has asked this process for its values."""
         self.copies = TrainedCopies(self.named if optimizer else [])
@@ -218,4 +220,5 @@ class RemoteVariables:
             lambda kind, group, offset, num: targets.place(ps, group, offset, num) if kind == WEIGHTS else None,
         )
         self.have[client.index] |= wire.versions_of(reply)
+        self.num_updates = max((version.num_updates for version in reply.versions), default=self.num_updates)
         return reply

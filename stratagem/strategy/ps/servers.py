@@ -231,7 +231,7 @@ class Servers:
         """
         return {place_of(tensor): name for name, tensor in self._groups.optimized if tensor.numel()}
 
-    def load_once(self, load: Callable[[], object] | None) -> None:
+    def load_once(self, load: Callable[[], object] | None, num_updates: int | None = None) -> None:
         """Calls ``load`` on every worker; on the lead what it loads goes to the ps. Every worker has to call this.
 
         Nobody comes back before the ps have it, so that no update is overwritten. A worker that starts again later
@@ -242,6 +242,7 @@ class Servers:
         Args:
             load: gives objects the states that were read, or changes weights in place. None: there is nothing to load,
                 which a worker that starts again later, and may find something by then, has to know.
+            num_updates: of parameter servers, in what is loaded; None: there were none, or nobody knows.
 
         Raises:
             ClusterTimeoutError: the lead does not load, and nobody takes its place.
@@ -254,6 +255,13 @@ class Servers:
             is_done = self.chief.logs(group, 0) is not None
             if not is_done and self._runtime.is_lead():
                 if load is not None:
+                    if num_updates is not None and self._groups.num_updates > num_updates:
+                        logger.warning(
+                            "the parameter servers have %d updates, what is restored has %d: the others are undone, "
+                            "and examples that the chief has counted do not come again",
+                            self._groups.num_updates,
+                            num_updates,
+                        )
                     with self._runtime.assigning(True):
                         load()
                         self._groups.push()

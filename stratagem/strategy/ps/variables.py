@@ -63,6 +63,11 @@ class VariableGroups:
         self._num_models = 0
         self._next_group = 0
 
+    @property
+    def num_updates(self) -> int:
+        """Updates that the copies here have, also those that a job before this one made."""
+        return max((variables.num_updates for variables in self._all), default=0)
+
     def create(
         self,
         models: Sequence[torch.nn.Module],

@@ -240,7 +240,9 @@ class Checkpoint:
         if self._servers is None:
             put_back(own, values)
         else:
-            self._servers.load_once(partial(put_back, own, values))
+            manifest = Manifest.read(pathlib.Path(place["path"])) if found["saved"].has_servers else None
+            num_updates = None if manifest is None else manifest.step
+            self._servers.load_once(partial(put_back, own, values), num_updates)
         self._objects |= own
         if place["random"]:
             generators = kind_and_state(states[RANDOM])[1]
