@@ -187,7 +187,12 @@ def _put_one(objects: dict[str, Any], name: str, kind: str, saved: str, state: A
             )
     else:
         try:
+            settings = [set(group) for group in objects[name].param_groups] if kind == OPTIMIZER else []
             objects[name].load_state_dict(state)
+            # Torch takes the state of any optimizer, fills in settings newer than that, and fails in the next step.
+            for before, group in zip(settings, objects[name].param_groups if settings else (), strict=True):
+                if lacking := sorted(before - set(group)):
+                    raise ValueError(f"it says nothing of {', '.join(lacking)}")
         except (RuntimeError, ValueError, KeyError) as error:  # as torch says that a state does not fit
             if isinstance(error, StratagemError):
                 raise

@@ -199,3 +199,11 @@ def test_a_script_saves_at_its_end(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "step")], capture_output=True, text=True)
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
     assert latest_checkpoint(tmp_path) is not None
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    saved = Checkpoint(model=model, optimizer=torch.optim.Adam(model.parameters())).save(tmp_path / "adam")
+    of_sgd = Checkpoint(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(CheckpointError, match=r"of another optimizer than optimizer.* nothing of dampening, momentum"):
+        of_sgd.restore(saved)
