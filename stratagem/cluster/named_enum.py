@@ -20,8 +20,8 @@ class NamedEnum(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> NamedEnum:
-        for member in cls:
-            if isinstance(value, str) and value.lower() in (member.name.lower(), member.value):
+        for name, member in cls.__members__.items():  # aliases too
+            if isinstance(value, str) and value.lower() in (name.lower(), member.value):
                 return member
         choices = ", ".join(member.name for member in cls)
         raise ConfigurationError(f"expected {cls.__name__} of {choices} (the member or its name), got {value!r}")

@@ -29,7 +29,7 @@ class Embedding(TableLayer, nn.Embedding):
         padding_idx: a row that is zero at first and gets no gradient.
         max_norm: as in torch; not on parameter servers.
         norm_type: of ``max_norm``.
-        scale_grad_by_freq: as in torch: divides the gradient of a row by how often the batch has it.
+        scale_grad_by_freq: as in torch: divides a row's gradient by how often the replica's part of a batch has it.
         sparse: True: its gradients are.
         _weight: values of all rows, as ``from_pretrained`` gives them; parameter servers get them from the lead, a part
             at a time, in ``prepare``.

@@ -152,6 +152,12 @@ class RemoteRows(nn.Module):
     def weight(self, value: Any) -> None:
         self.remote_table.handle.refuse("replacing")
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Called for ``layer.weight = …`` too, which would share another layer's table, or bring rows."""
+        if name == "weight" and param is not self.remote_table.handle:
+            self.remote_table.handle.refuse("replacing (to share a table, call one layer twice)")
+        super().register_parameter(name, param)
+
     def _begin_with(
         self, distribution: Distribution, first: float, second: float, generator: torch.Generator | None
     ) -> None:
@@ -169,8 +175,11 @@ class RemoteRows(nn.Module):
 
         Raises:
             IndexError: an id that the table does not have.
+            ConfigurationError: ids of another dtype, or a weight put in the table's place (``functional_call``).
         """
         table = self.remote_table
+        if self._parameters["weight"] is not table.handle:
+            table.handle.refuse("replacing")
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
             came = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise ConfigurationError(f"expected a tensor of ids, int32 or int64, got {came}")

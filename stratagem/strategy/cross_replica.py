@@ -70,8 +70,8 @@ class CrossReplica:
     def _over_replicas(self, op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if op is ReduceOp.MEAN:
             parts = [part if is_inexact(part) else part.to(torch.get_default_dtype()) for part in parts]
-        elif op is ReduceOp.SUM:  # of booleans their number, as torch.sum; a sum of booleans would be one
-            parts = [part.to(torch.int64) if part.dtype is torch.bool else part for part in parts]
+        elif op is ReduceOp.SUM:
+            parts = [addend(part) for part in parts]
         total = self._local(ReduceOp.SUM if op is ReduceOp.MEAN else op, parts)
         if self._workers is not None:
             total = self._workers.all_reduce(total, op)
@@ -138,6 +138,11 @@ def as_tensor(value: Any) -> torch.Tensor:
             f"expected tensors and numbers of replicas, got {type(value).__name__}: strategy.local_results gives "
             "anything as it is"
         ) from None
+
+
+def addend(part: torch.Tensor) -> torch.Tensor:
+    """What is added: of booleans their number, as ``torch.sum``; a sum of booleans would be one."""
+    return part.to(torch.int64) if part.dtype is torch.bool else part
 
 
 def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicator | None) -> tuple[torch.Tensor, int]:

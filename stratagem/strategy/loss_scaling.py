@@ -31,15 +31,18 @@ def compute_average_loss(
 
     Args:
         per_example_loss: one for each example, any shape.
-        sample_weight: multiplies them; same shape, or one that broadcasts to it.
+        sample_weight: multiplies them, as in TensorFlow: one for each example, or of a shape that broadcasts to theirs.
         global_batch_size: examples of all replicas; None: this replica's times the replicas in sync, which is right
             where all have the same number.
 
     Returns:
         a scalar.
+
+    Raises:
+        ConfigurationError: weights of another shape, or no global batch size to divide by.
     """
     if sample_weight is not None:
-        per_example_loss = per_example_loss * sample_weight
+        per_example_loss = per_example_loss * _by_example(sample_weight, per_example_loss.shape)
     if global_batch_size is None:
         if not per_example_loss.dim():
             raise ConfigurationError("compute_average_loss expects a loss for each example, got a number")
@@ -99,6 +102,19 @@ def share_loss(optimizer: torch.optim.Optimizer, communicator: Communicator, wei
         return (args, {"closure": shared}) if kwargs else ((*args[:-1], shared), kwargs)
 
     optimizer.register_step_pre_hook(before)
+
+
+def _by_example(weight: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Weights along the first axes of losses, where torch would take the last: [n] beside [n, k], [n, 1] beside [n]."""
+    if weight.dim() == len(shape) + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    aligned = weight.reshape(*weight.shape, *[1] * (len(shape) - weight.dim()))
+    try:
+        return aligned.expand(shape)
+    except RuntimeError:
+        raise ConfigurationError(
+            f"expected a sample_weight for each of the losses, of shape {list(shape)}, got {list(weight.shape)}"
+        ) from None
 
 
 def _watched(loss: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,6 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
         if not isinstance(getattr(layer, "remote_table", None), RemoteTable):
             raise ConfigurationError(
                 f"gradients of an nn.Embedding travel dense to parameter servers: give {name} sparse=False, or make "
-                "it an sg.nn.Embedding (or EmbeddingBag) inside `with strategy.scope():`, whose rows live on the "
-                "parameter servers"
+                "it an sg.nn.Embedding (or EmbeddingBag), not of a class derived from it, inside `with "
+                "strategy.scope():`, whose rows live on the parameter servers"
             )

@@ -156,7 +156,7 @@ class LeasedUnits:
         if self._plan.staleness == 0 and self._tracker.num_idle:
             raise ConfigurationError(
                 "at staleness 0 the other workers wait for every batch: call optimizer.step() before taking the next "
-                "one (or backward() alone, to accumulate)"
+                "one (or backward() alone, to accumulate); to evaluate, iterate over the DataLoader itself, on the lead"
             )
         self._on_begin(None, None)
         self._clock += 1

@@ -19,7 +19,7 @@ from stratagem.data.nested import map_values, outline, refilled, values_in
 from stratagem.data.values import PerReplica, part_of_replica
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
-from stratagem.strategy.cross_replica import as_tensor, concatenated
+from stratagem.strategy.cross_replica import addend, as_tensor, concatenated
 from stratagem.strategy.current import current_strategy, has_current_strategy
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, is_inexact
 from stratagem.strategy.replicas.replica_threads import ReplicaThreads
@@ -130,7 +130,8 @@ class ReplicaContext:
             ConfigurationError: values that cannot be reduced, or of different shapes.
             CollectiveError: another replica is somewhere else, or has failed.
         """
-        op, value = ReduceOp(op), map_values(value, as_tensor)
+        op = ReduceOp(op)
+        value = map_values(value, lambda leaf: addend(as_tensor(leaf)) if op is ReduceOp.SUM else as_tensor(leaf))
         if self._is_alone:
             return value
         what = f"all_reduce {op.value} of {outline(value)}"

@@ -37,6 +37,8 @@ class VariableSynchronization(NamedEnum):
 
     ON_WRITE = "on_write"
     """All replicas have the same value at all times; what they assign is aggregated first."""
+    AUTO = ON_WRITE
+    """TensorFlow's default, which every strategy here takes for ON_WRITE."""
     ON_READ = "on_read"
     """Each replica has a value of its own; reading outside of replicas aggregates. For metrics and statistics."""
 

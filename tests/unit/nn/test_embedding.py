@@ -126,6 +126,16 @@ def test_what_a_remote_table_cannot_do_says_what_can_be_done(remote: Strategy) -
         layer.load_state_dict({})
 
 
+def test_a_weight_in_the_place_of_the_table_is_refused(remote: Strategy) -> None:
+    layer, bags = sg.nn.Embedding(20, 4), sg.nn.EmbeddingBag(20, 4)
+    for other in (bags.weight, nn.Parameter(torch.ones(20, 4))):
+        with pytest.raises(ConfigurationError, match=r"replacing .*to share a table, call one layer twice.*from_pre"):
+            layer.weight = other
+    assert next(layer.parameters()) is layer.weight
+    with pytest.raises(ConfigurationError, match=r"replacing of the weight of a table"):
+        torch.func.functional_call(layer, {"weight": torch.ones(20, 4)}, torch.tensor([1]))
+
+
 def test_a_class_of_ones_own_stays_here(remote: Strategy) -> None:
     class Own(sg.nn.Embedding):
         pass

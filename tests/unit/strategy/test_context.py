@@ -242,6 +242,13 @@ def test_what_cannot_be_reduced_is_refused(two: Several) -> None:
     assert [value.item() for value in two.each(lambda c: c.all_reduce(ReduceOp.SUM, 3))] == [6, 6]
 
 
+@layouts
+def test_the_sum_of_booleans_is_their_number(num_workers: int, num_local: int) -> None:
+    results = on_layout(num_workers, num_local, lambda context: context.all_reduce(ReduceOp.SUM, torch.tensor(True)))
+    assert [result.item() for result in results] == [num_workers * max(num_local, 1)] * len(results)
+    assert all(result.dtype is torch.int64 for result in results)
+
+
 # -- all_gather -----------------------------------------------------------------------------------------------------
 
 

@@ -86,3 +86,25 @@ def test_cross_device_ops_may_be_a_class(given: Any) -> None:
 def test_what_is_no_cross_device_ops_is_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"expected cross_device_ops like sg\.ReductionToOneDevice"):
         sg.MirroredStrategy(["cpu:0", "cpu:1"], given)
+
+
+def test_the_synchronization_that_is_the_default() -> None:
+    for given in (sg.VariableSynchronization.AUTO, "auto"):
+        assert sg.Variable(1.0, synchronization=given).synchronization is sg.VariableSynchronization.ON_WRITE
+
+
+@pytest.mark.parametrize(
+    ("losses", "weight"),
+    [((3,), (3, 1)), ((3, 1), (3,)), ((3, 3), (3,)), ((3, 2), (3,)), ((3, 2), (3, 1)), ((3,), (3,)), ((3,), ())],
+)
+def test_sample_weights_go_by_example(losses: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    each = torch.arange(1.0, torch.Size(losses).numel() + 1).reshape(losses)
+    weights = torch.tensor([1.0, 0.0, 4.0]).reshape(weight) if weight else torch.tensor(2.0)
+    by_example = weights.reshape(-1).expand(3) * each.reshape(3, -1).sum(1)
+    assert sg.compute_average_loss(each, weights, 3).item() == pytest.approx(by_example.sum().item() / 3)
+
+
+@pytest.mark.parametrize("weight", [(2,), (4, 3), (1, 4), (4, 1, 1)])
+def test_sample_weights_of_another_shape_are_refused(weight: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"sample_weight for each of the losses, of shape \[4\], got"):
+        sg.compute_average_loss(torch.ones(4), torch.ones(weight), 4)
