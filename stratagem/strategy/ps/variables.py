@@ -83,9 +83,11 @@ class VariableGroups:
         """
         self._refuse_trained(optimizers)
         names = self._names(models)
-        every = {id(table.handle): table for model in models for table in tables_of(model)}
+        there = {id(table.handle) for table in self._tables}  # of an earlier call: they keep their rows
+        tables_here = {id(table.handle): table for model in models for table in tables_of(model)}
+        every = {identity: table for identity, table in tables_here.items() if identity not in there}
         trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
-        taken: set[int] = set()
+        taken = set(there)
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
@@ -126,7 +128,13 @@ class VariableGroups:
     def _refuse_trained(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Of a second ``prepare``, which would train a variable of another name in the same memory."""
         known = {id(tensor): name for name, tensor in self.optimized}
+        tables = {id(table.handle) for table in self._tables}
         for parameter in [one for each in optimizers for group in each.param_groups for one in group["params"]]:
+            if id(parameter) in tables:
+                raise ConfigurationError(
+                    f"table {known[id(parameter)]} is prepared already, and its parameter servers keep what changes "
+                    "its rows, or that nothing does: give the layer and its optimizer to one strategy.prepare"
+                )
             if id(parameter) in known:
                 raise ConfigurationError(
                     f"{known[id(parameter)]} is prepared, or compiled, with an optimizer already, and its parameter "

@@ -625,6 +625,24 @@ def test_what_tables_cannot_do_is_refused_at_prepare(start: Callable[..., Job]) 
         job.prepare(linear, torch.optim.SparseAdam(linear.parameters(), 0.1))
 
 
+def test_a_table_that_is_prepared_again_in_another_model_keeps_its_rows(start: Callable[..., Job]) -> None:
+    """It began anew, and what its optimizer sent went to rows that nobody read."""
+    job = start("tcp")
+    with Remote().scope():
+        table = sg.nn.Embedding(ROWS, WIDTH, init=sg.nn.Constant(1.0))
+    job.prepare(table, torch.optim.SGD(table.parameters(), 0.25))
+    for again in (nn.Sequential(table, nn.Linear(WIDTH, 1)), table):
+        table(torch.tensor([1])).sum().backward()
+        job.step()
+        job.pushes[0].optimizer.zero_grad()
+        before = table.whole_weight()
+        job.prepare(again)
+        assert torch.equal(table.whole_weight(), before)
+    assert table.whole_weight()[1:3].tolist() == [[0.5] * WIDTH, [1.0] * WIDTH]
+    with pytest.raises(ConfigurationError, match=r"table weight is prepared already.* to one strategy\.prepare"):
+        job.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
+
+
 def test_another_shape_of_the_same_table_is_refused(start: Callable[..., Job]) -> None:
     job = start("tcp", num_ps=1)
     with Remote().scope():

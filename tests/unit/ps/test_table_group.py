@@ -16,6 +16,7 @@ from stratagem.errors import (
     UnsupportedOptimizerError,
     VariableError,
 )
+from stratagem.ps import row_values
 from stratagem.ps.locked_group import LockedGroup
 from stratagem.ps.merge import facts_of
 from stratagem.ps.row_values import BLOCK_ROWS, fill_rows
@@ -99,6 +100,19 @@ def test_initial_values_do_not_depend_on_the_cut(distribution: Any) -> None:
         fill_rows(parts[1], cut, initial)
         assert torch.equal(torch.cat(parts), whole)
     assert not whole[BLOCK_ROWS + 1].any() and whole[BLOCK_ROWS].all()
+
+
+def test_a_short_table_draws_no_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def block(*args: Any) -> torch.Tensor:
+        drawn.append(len(made := draw(*args)))
+        return made
+
+    draw = row_values._block
+    monkeypatch.setattr(row_values, "_block", block)
+    fill_rows(torch.empty(3, 2), BLOCK_ROWS, InitialRows("normal", 0.0, 1.0, seed=9))
+    assert drawn == [3]
 
 
 def test_initial_values_are_of_their_distribution() -> None:
