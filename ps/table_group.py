@@ -115,6 +115,7 @@ class TableGroup(ShardGroup):
         if self._rule is None:
             raise VariableError(f"group {self.spec.group} has no optimizer; assign its values instead")
         self._set_hyper_parameters(hyper_parameters)
+        check_for_rows(self.spec.optimizer, self._hyper[self.spec.shards[0].param_group])
         self._checked = unpack(self.spec, parts)
 
     def apply(self, parts: Parts, present: Sequence[bool], scale: float = 1.0) -> None:
@@ -133,11 +134,6 @@ class TableGroup(ShardGroup):
             self._update(blocks, scale)
         self.counter += 1
         self.num_updates += 1
-
-    def _effective(self, came: Mapping[str, Any]) -> dict[str, Any]:
-        hyper = super()._effective(came)
-        check_for_rows(self.spec.optimizer, hyper)
-        return hyper
 
     def _update(self, blocks: Sequence[Block], scale: float) -> None:
         assert self._rule is not None

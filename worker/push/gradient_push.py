@@ -378,7 +378,7 @@ def _hyper_values(optimizer: torch.optim.Optimizer, group: dict[str, Any], sent:
     """The arguments of the optimizer as they stand in one param_group."""
     values: dict[str, Any] = {}
     for name in sent:
-        value = group[name]
+        value = optimizer.defaults[name] if name == "initial_accumulator_value" else group[name]  # as torch's Adagrad
         if isinstance(value, torch.Tensor):
             value = value.item()
         elif isinstance(value, tuple | list):

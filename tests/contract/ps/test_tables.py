@@ -643,6 +643,30 @@ def test_a_table_that_is_prepared_again_in_another_model_keeps_its_rows(start: C
         job.prepare(table, torch.optim.SGD(table.parameters(), 0.1))
 
 
+def test_param_groups_are_each_their_own_and_the_first_accumulator_the_constructors(start: Callable[..., Job]) -> None:
+    def trained(strategy: Strategy, job: Job | None = None) -> list[torch.Tensor]:
+        with strategy.scope():
+            table, head = sg.nn.Embedding(ROWS, WIDTH, seed=1), nn.Linear(WIDTH, 1, bias=False)
+            nn.init.constant_(head.weight, 0.5)
+        model = nn.Sequential(table, head)
+        groups = [
+            {"params": [table.weight], "initial_accumulator_value": 7.0},
+            {"params": [head.weight], "weight_decay": 0.1, "initial_accumulator_value": 7.0},
+        ]
+        optimizer = torch.optim.Adagrad(groups, 0.1, initial_accumulator_value=0.5)
+        if job is not None:
+            job.prepare(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 4])).square().sum().backward()
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                job.step() if job is not None else optimizer.step()
+        return [table.whole_weight(), head.weight.detach()]
+
+    for found, expected in zip(trained(Remote(), start("tcp")), trained(DefaultStrategy()), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_another_shape_of_the_same_table_is_refused(start: Callable[..., Job]) -> None:
     job = start("tcp", num_ps=1)
     with Remote().scope():

@@ -184,6 +184,8 @@ def test_refuses_momentum_and_weight_decay(name: str, hyper: dict[str, Any]) -> 
     with pytest.raises(ConfigurationError, match="refuses"):
         update(group, [], [True], [{"lr": -1.0}])
     assert group.num_updates == 0
+    update(group, [], [True], [{"lr": 0.1}, {"lr": 0.1, **hyper}])  # of the dense parameters of the same optimizer
+    assert group.num_updates == 1
 
 
 def test_refuses_specs_that_are_no_table() -> None:
