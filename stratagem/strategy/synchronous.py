@@ -254,6 +254,11 @@ class SynchronousStrategy(SynchronousInput):
         here = self._local.which()
         if here is not None and here != replica:
             raise foreign("called backward() on a loss", here, replica)
+        if here is None and not self.prepared.is_running:  # threads of autograd are nobody's either
+            raise ConfigurationError(
+                f"backward() outside of strategy.run waits for {len(self.local_devices)} replicas, of which only one "
+                "is here: put the step in a function and call strategy.run(train_step, args=(batch,))"
+            )
         refuse_divided(preparation)
         if self._newcomers is not None and self._newcomers.is_new:
             raise ConfigurationError(

@@ -53,6 +53,24 @@ def test_a_hook_that_would_find_no_gradient_is_refused() -> None:
     strategy.close()
 
 
+def test_a_backward_outside_of_run_is_refused() -> None:
+    """It waited for the other replicas for ever. The next run is as if it had not been."""
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"backward\(\) outside of strategy\.run waits for 2 replicas"):
+            step()
+        strategy.run(step)
+    strategy.close()
+
+
 def test_batches_of_a_dataset_are_counted_once() -> None:
     strategy = sg.OneDeviceStrategy()
     model = torch.nn.Linear(2, 1)
