@@ -222,7 +222,9 @@ def train(cluster: Cluster, process: Process) -> None:
         now[0] = epoch
         optimizer.zero_grad()
         if job.validates:
-            get_replica_context().all_reduce("sum", torch.tensor(len(batch[0])))
+            context = get_replica_context()
+            assert context is not None
+            context.all_reduce("sum", torch.tensor(len(batch[0])))
         share = BASE**epoch / (max(1, len(batch[0])) if job.is_mean else 1)
         gradient = torch.zeros(job.num_examples, dtype=torch.float64).index_fill_(0, batch[0], -share)
         torch.autograd.backward(parameters, [gradient] * len(parameters))
