@@ -47,6 +47,8 @@ EXIT_CONFIGURATION = 2
 EXIT_TERMINATED = 143
 
 
+SIGNAL_S = 1.0
+"""Seconds after which a signal is heeded at the latest."""
 LEAVE_S = 20.0
 """For the checkpoint of a ps that is told to end: less than a supervisor waits before it kills."""
 
@@ -190,8 +192,10 @@ def _end_of(session: SessionClient, leaving: threading.Event, index: int) -> Str
     Raises:
         _Terminated: the signal is why, and not the job, which may be over; or it is the second one.
     """
+    stopped: StratagemError | None = None
     try:
-        stopped = session.wait_stopped(None)
+        while stopped is None:  # a signal that another thread is given wakes nobody: Python looks when this one runs
+            stopped = session.wait_stopped(SIGNAL_S)
     except _Terminated:
         logger.info("Told to end: it waits until what it holds is saved, at most %.0f s; again: at once", LEAVE_S)
         leaving.set()
