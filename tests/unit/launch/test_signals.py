@@ -14,6 +14,7 @@ from stratagem.launch.signals import signal_pipe
 AT_THE_END = """
 import atexit, os, signal, sys
 from stratagem.cli.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
 sys.argv = ["stratagem", "version"]
 main()
