@@ -223,7 +223,7 @@ class Sessions(Roster):
         actions = self._lose(session, now, why)
         if exit_code in HOPELESS and not was_added:
             actions += self.stop(exit_code, f"{task} failed and a restart would not help: {message or why}")
-        return [*actions, *self._end_of_work()]
+        return actions
 
     def finished(self, incarnation: Incarnation) -> list[Action]:
         """The script of a worker has ended well, though the worker is lost; none, if it is not: nobody starts it again.

@@ -56,5 +56,10 @@ class Membership:
         member = self.member(process[0])
         return member is not None and member.live and member.incarnation == process[1]
 
+    @property
+    def waiting(self) -> list[Member]:
+        """Newcomers that wait to be taken into a ring."""
+        return [member for member in self.members if member.live and member.waits]
+
     def member(self, task: str) -> Member | None:
         return next((member for member in self.members if member.task == task), None)

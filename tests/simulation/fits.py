@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 
 from stratagem.strategy.parameter_server import ParameterServerStrategy
 from stratagem.training.callbacks.base import Callback
 from stratagem.training.model import Model
 from stratagem.training.optimizers import OptimizerFactory
+from tests.cluster.scripts.fit_counted import NumExamples
 from tests.simulation.script import BASE, Counters
 from tests.simulation.world import Process
 
@@ -30,22 +30,6 @@ class Counted(Counters):
 
     def forward(self, examples: torch.Tensor) -> torch.Tensor:
         return torch.stack([each[examples] for each in self.counts], dim=1)
-
-
-class NumExamples(torchmetrics.Metric):
-    """How many examples were counted."""
-
-    number: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.number += len(targets)
-
-    def compute(self) -> torch.Tensor:
-        return self.number
 
 
 class Steps(Callback):

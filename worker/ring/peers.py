@@ -88,7 +88,7 @@ class Peers:
             self._session.raise_if_stopped()
             membership = self._session.membership
             is_over = membership.generation > self.members.generation and membership.min_workers
-            is_over |= self._with_who_waits and any(one.live and one.waits for one in membership.members)
+            is_over |= self._with_who_waits and bool(membership.waiting)
             if is_over or self.members.lost(membership):  # the next generation will be of others
                 raise MembersChangedError
             try:

@@ -156,7 +156,7 @@ class RingMember:
             membership = self._session.membership
             members = members_of(membership)
             me = membership.member(self._session.task)
-            waiting = [one for one in membership.members if one.live and one.waits]
+            waiting = membership.waiting
             is_next = before is None or members.generation > before.generation
             # After a loss the others may be in a collective: they go on without who waits, until the step after that.
             goes_on = before is None or bool(before.lost(membership))
@@ -334,7 +334,7 @@ class RingMember:
 
     def _membership_changed(self, membership: Membership) -> None:
         if (communicator := self.ring_service.communicator) is not None and communicator.healing is not None:
-            communicator.healing.sees_newcomer = any(one.live and one.waits for one in membership.members)
+            communicator.healing.sees_newcomer = bool(membership.waiting)
         # Who is gone while this rank leaves has passed the last barrier already; if not, its lanes tell.
         if self.ring_service.diagnosis is not None and not self._is_leaving:
             self.ring_service.diagnosis.membership_changed(membership)
