@@ -62,6 +62,18 @@ class LostMembers(NamedTuple):
     """The newest step of which they had a share."""
 
 
+class _Told(NamedTuple):
+    """What a rank tells the others of a new group."""
+
+    num_done: int
+    """Atomic collectives that it has completed."""
+    step: int
+    counted_step: int
+    """The newest that has counted."""
+    is_new: int
+    takes_in: int
+
+
 class Ranks(Protocol):
     """What :class:`Healing` needs of a communicator."""
 
@@ -263,29 +275,30 @@ class Healing:
 
     def _compare(self, ranks: Ranks, members: tuple[str, ...], own_step: int) -> tuple[int, bool, Kept | None]:
         mine = torch.tensor([self._num_done, own_step, self.counted_steps[-1], self.is_new, self._takes_in])
-        every = [tuple(map(int, each)) for each in ranks.all_gather(mine)]
-        told = [each[:3] for each in every if not each[3]]
+        every = [_Told(*map(int, each)) for each in ranks.all_gather(mine)]
+        told = [each for each in every if not each.is_new]
         if not told:
             raise CollectiveError("no worker is left that has the state of the training; start the job again")
-        newest, step, counted = max(told)
-        if newest - min(told)[0] > 1:
+        ahead, fewest = max(told), min(each.num_done for each in told)
+        newest, step = ahead.num_done, ahead.step
+        if newest - fewest > 1:
             raise CollectiveError(
-                f"the ring cannot heal: its ranks have completed {[each[0] for each in told]} collectives, and more "
-                "than one apart they cannot be brought together; start the job again from a checkpoint"
+                f"the ring cannot heal: its ranks have completed {[each.num_done for each in told]} collectives, and "
+                "more than one apart they cannot be brought together; start the job again from a checkpoint"
             )
         is_behind, kept = self._num_done < newest and not self.is_new, None
-        if min(told)[0] < newest:
-            kept = self._take_over(ranks, next(rank for rank, each in enumerate(every) if each[:4] == (*max(told), 0)))
+        if fewest < newest:
+            kept = self._take_over(ranks, every.index(ahead))
         if self.is_new:
             self._num_done, own_step = newest, step
-            self.counted_steps.append(counted)
+            self.counted_steps.append(ahead.counted_step)
         elif lost := frozenset(self.members) - frozenset(members):
-            self.losses.append(LostMembers(lost, counted, step))
+            self.losses.append(LostMembers(lost, ahead.counted_step, step))
         self.placements = [each for each in self.placements if each.first_step <= step]
         self.placements.append(Placement(step + 1, members))
         self.members = members
-        self._has_met = any(each[4] for each in every if not each[3])
-        self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each[3])
+        self._has_met = any(each.takes_in for each in told)
+        self.newcomers = frozenset(name for name, each in zip(members, every, strict=True) if each.is_new)
         return own_step, is_behind, kept if is_behind else None
 
     def _take_over(self, ranks: Ranks, donor: int) -> Kept | None:
