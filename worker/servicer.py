@@ -40,7 +40,10 @@ class WorkerServicer:
         yield from ()
 
     def Abort(self, request: worker_pb2.AbortRequest, context: grpc.ServicerContext) -> worker_pb2.AbortReply:
-        self._ring_service.abort(incarnation_from_proto(request.sender), request.generation, request.reason)
+        meeting = request.generation, request.round
+        self._ring_service.abort(
+            incarnation_from_proto(request.sender), meeting, request.reason, request.is_out_of_step
+        )
         return worker_pb2.AbortReply()
 
     def GetPosition(

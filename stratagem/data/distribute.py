@@ -66,7 +66,8 @@ def distribute(
             reader = StreamReader(ItemBatches(batched, batches), batch_split, common or "")
         else:
             reader = IndexReader(batched, batches, batch_split, common or "")
-            plan = _plan(batched, placement.num_replicas) if not alone else None
+            # Where the number of workers may change, a unit is a whole batch: the plan is the same for all of them.
+            plan = _plan(batched, placement.num_replicas if placement.healing is None else 1) if not alone else None
     healing_reader: HealingReader | None = None
     if (healing := placement.healing) is not None:
         if plan is None or not isinstance(reader, IndexReader):

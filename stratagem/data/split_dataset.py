@@ -82,7 +82,8 @@ class SplitDataset:
         if steps is None or is_open or (self._skips_empty and plan is None):
             raise TypeError("this distributed dataset does not know how many steps an epoch has")
         if self._skips_empty and plan is not None:
-            return sum(len(plan.units_of(step)) == plan.num_slices for step in range(steps))
+            shared = dataclasses.replace(plan, num_slices=self._placement.num_replicas)
+            return sum(len(shared.units_of(step)) == shared.num_slices for step in range(steps))
         return steps
 
     def __iter__(self) -> Generator[Any]:
@@ -140,14 +141,12 @@ class SplitDataset:
         Args:
             is_open: whether they are steps of this dataset.
         """
-        state = self.state_dict() | {"num_slices": 0 if self._plan is None else self._plan.num_slices}
+        state = self.state_dict()
         is_left = self._pass is not None and not is_open  # by the script: the next pass is another one
         return state | ({"epoch": self._epoch + 1, "step": 0} if is_left else {}) | {"is_open": is_open}
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Stands where those of the others stand, whose ``hand_over`` it is; in the middle of a pass, if they are."""
-        if self._plan is not None:
-            self._plan = dataclasses.replace(self._plan, num_slices=int(state["num_slices"]))
         self.load_state_dict(state)
         self._joins_pass = bool(state["is_open"])
 

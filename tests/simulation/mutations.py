@@ -28,7 +28,9 @@ from stratagem.ps.sync_steps import SyncSteps
 from stratagem.ps.units import UnitLedger
 from stratagem.strategy import newcomers
 from stratagem.worker.reduction.backward_status import BackwardStatus
+from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.healing import Healing
+from stratagem.worker.ring.ring_member import RingMember
 
 _Change = tuple[Any, str, Any]
 
@@ -242,6 +244,16 @@ def _ring_of_newcomers() -> Iterator[_Change]:
     yield Sessions, "_end_of_ring", lambda self: []
 
 
+def _ring_first_meeting_again() -> Iterator[_Change]:
+    """Ranks whose connection broke count their meetings from the first one on."""
+    yield RingMember, "_held", property(lambda self: (0, 0), _nothing)
+
+
+def _ring_without_a_second_meeting() -> Iterator[_Change]:
+    """A connection that breaks ends the ring as a rank does that stands still."""
+    yield FailureDiagnosis, "is_out_of_step", property(lambda self: bool(self._reason), _nothing)
+
+
 MUTATIONS = {
     "fit: counts twice": _fit_counts_twice,
     "ring: forgotten examples": _ring_forgotten_examples,
@@ -252,6 +264,8 @@ MUTATIONS = {
     "ring: met once more": _ring_met_once_more,
     "ring: empty newcomer": _ring_empty_newcomer,
     "ring: only newcomers": _ring_of_newcomers,
+    "ring: first meeting again": _ring_first_meeting_again,
+    "ring: no second meeting": _ring_without_a_second_meeting,
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
     "forgetful ledger": _forgetful_ledger,

@@ -82,13 +82,14 @@ def plan(seed: int, form: str = "") -> Schedule:
 
 
 def _plan_ring(seed: int) -> Schedule:
-    """Workers die, stand still, are cut off from the chief, and further ones come; the chief is gone for a while."""
+    """Workers die, stand still, are cut off from the chief and from each other, further ones come; the chief is gone
+    for a while."""
     rng = random.Random(seed)
     num_workers = rng.choice((2, 3, 3, 4))
     job = Job(
         num_workers=num_workers,
         num_ps=0,
-        num_variables=rng.choice((1, 2)),
+        num_variables=rng.choice((1, 2)) * random.Random(-14 * seed - 1).choice((1, 1, 3)),
         num_examples=rng.choice((8, 12, 18, 25)),
         batch_size=rng.choice((2, 3, 4, 6)),
         epochs=rng.choice((1, 2, 3)),
@@ -104,8 +105,13 @@ def _plan_ring(seed: int) -> Schedule:
         delay_s=rng.choice((0.0005, 0.002, 0.01)),
         slow=rng.choice((0.0, 0.0, 0.02)),
         duplicate=random.Random(-11 * seed - 1).choice((0.0, 0.0, 0.05)),
+        reset=random.Random(-13 * seed - 1).choice((0.0, 0.0, 0.0, 0.002, 0.004)),
     )
     faults = [_ring_fault(rng, job) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
+    if (between := random.Random(-12 * seed - 1)).random() < 0.5:
+        faults = faults if between.random() < 0.7 else []
+        for _ in range(between.choice((1, 2, 3))):
+            faults += _faults_between(between, job)
     if random.Random(-10 * seed - 1).random() < 0.25:
         job = dataclasses.replace(job, fits=True, is_mean=True, leaves_every=0)
     faults.sort(key=lambda fault: fault.at_s)
@@ -130,6 +136,18 @@ def _ring_fault(rng: random.Random, job: Job) -> Fault:
     one, other = rng.sample(("chief:0", worker), 2)
     for_s = rng.choice((0.3, 2.0, 5.0, 12.0)) * rng.random() if kind != "reset" else 0.0
     return Fault(at_s, kind, one, other, for_s)
+
+
+def _faults_between(rng: random.Random, job: Job) -> Iterator[Fault]:
+    """Two workers of a ring lose their connections, some times in a row; or they are cut off from each other."""
+    one, other = rng.sample([f"worker:{index}" for index in range(job.num_workers)], 2)
+    kind, at_s = rng.choice(("reset", "reset", "reset", "cut", "cut one way")), 0.3 + 3 * rng.random()
+    if kind != "reset":
+        yield Fault(at_s, kind, one, other, rng.choice((0.3, 2.0, 5.0)) * rng.random())
+        return
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        yield Fault(at_s, kind, one, other)
+        at_s += 0.2 * rng.random()
 
 
 def _changes(rng: random.Random, job: Job) -> Iterator[Fault]:

@@ -23,7 +23,7 @@ from tests.simulation.threads import here
 from tests.simulation.world import Process, World
 
 if TYPE_CHECKING:
-    from tests.simulation.cluster import Cluster
+    from tests.simulation.cluster import Cluster, Job
 
 
 NUM_VALIDATED = 10
@@ -51,11 +51,13 @@ class Rings:
     Args:
         world: where.
         cluster: the job.
+        is_harmless: nothing happens to anybody but that connections are reset, now and then.
     """
 
-    def __init__(self, world: World, cluster: Cluster) -> None:
+    def __init__(self, world: World, cluster: Cluster, is_harmless: bool) -> None:
         self.world = world
         self.cluster = cluster
+        self._is_harmless = is_harmless
         self._made: dict[int, dict[Process, Made]] = {}
         """By step and worker. What one made that was lost with it, or that the chief took for lost, counts nowhere."""
         self._newest_at = world.now
@@ -77,7 +79,8 @@ class Rings:
         """A worker has made a step: it is the sum, or the mean, of the examples that counted."""
         change = made.after - made.before
         value = BASE**made.epoch / (len(made.examples) if self.cluster.job.is_mean else 1)
-        if not torch.allclose(change[:, made.examples], torch.tensor(value, dtype=torch.float64)):
+        every = torch.tensor([value * scale for scale in _scales(self.cluster.job)], dtype=torch.float64)
+        if not torch.allclose(change[:, made.examples], every[:, None]):
             self.world.fail(f"step {step} of {self.world.process} is {change.tolist()}, not {value} for each example")
         if (stood_s := self.world.now - self._newest_at) > STANDSTILL_S:
             self.world.fail(f"no step was made for {stood_s:.0f} s")
@@ -97,6 +100,8 @@ class Rings:
             if "fewer than --min-workers" not in reason and "no worker is left that has the state" not in reason:
                 world.fail(f"the job ended with {cluster.finished}: {reason}")
             return
+        if self._is_harmless and any(process.exit_code for process in world.processes):
+            world.fail("a connection that was reset has ended a process")
         weights, counted = None, collections.Counter[tuple[int, int]]()
         for step in sorted(self._made, reverse=True):
             whole = [made for process, made in self._made[step].items() if process.exit_code == 0]
@@ -196,6 +201,11 @@ def train_fit(cluster: Cluster, process: Process) -> None:
     )
 
 
+def _scales(job: Job) -> list[float]:
+    """By variable: how much an example counts in it. They differ, so that no checksum takes one for another."""
+    return [1.0 if job.fits else 1.0 + index for index in range(job.num_variables)]
+
+
 def train(cluster: Cluster, process: Process) -> None:
     """The script of a worker of a ring."""
     job, world = cluster.job, cluster.world
@@ -227,7 +237,7 @@ def train(cluster: Cluster, process: Process) -> None:
             context.all_reduce("sum", torch.tensor(len(batch[0])))
         share = BASE**epoch / (max(1, len(batch[0])) if job.is_mean else 1)
         gradient = torch.zeros(job.num_examples, dtype=torch.float64).index_fill_(0, batch[0], -share)
-        torch.autograd.backward(parameters, [gradient] * len(parameters))
+        torch.autograd.backward(parameters, [gradient * scale for scale in _scales(job)])
         optimizer.step()
 
     for epoch in range(batches.epoch, job.epochs):

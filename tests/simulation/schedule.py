@@ -207,7 +207,8 @@ def run(schedule: Schedule, before: Callable[[Cluster], Any] = lambda cluster: N
     cluster.disk.slow = schedule.slow_disk_s
     checks = world.checks = Invariants(world, cluster)  # type: ignore[attr-defined]
     world.copies = Copies(checks)  # type: ignore[attr-defined]
-    rings = world.rings = Rings(world, cluster)  # type: ignore[attr-defined]
+    is_harmless = all(fault.kind == "reset" for fault in schedule.faults) and not schedule.conditions.reset
+    rings = world.rings = Rings(world, cluster, is_harmless)  # type: ignore[attr-defined]
     _Faults(cluster).arrange(schedule.faults)
     before(cluster)
     failure = ""

@@ -296,9 +296,10 @@ class GradientReducer(BackwardReducer["_Backward"]):
     def _submit_status(self, backward: _Backward, failed: bool = False) -> tuple[BackwardStatus, torch.Tensor]:
         group = backward.group if self._early else 0
         asked = self._request.requested
-        looked = (0, 0) if self._same_bits is None else self._same_bits.look()
+        if self._same_bits is not None and backward.looked is None:
+            backward.looked = self._same_bits.look()
         healing = self._communicator.healing
-        told = (failed, asked, healing is not None and healing.sees_newcomer, *looked)
+        told = (failed, asked, healing is not None and healing.sees_newcomer, *(backward.looked or (0, 0)))
         status = BackwardStatus(self._present(), backward.weights, group, self._num_groups, self._num_reduced, *told)
         mine = status.encode(self._communicator.rank, self._communicator.size)
         total = torch.empty_like(mine)
@@ -328,6 +329,8 @@ class _Backward(Backward):
     launched: list[PlacedBucket] = dataclasses.field(default_factory=list)
     generation: int = 0
     """Of the communicator, when the buckets were reduced."""
+    looked: tuple[int, int] | None = None
+    """What :meth:`SameBits.look` said in it: once, however often ranks make it again."""
     status: BackwardStatus | None = None
     total: torch.Tensor | None = None
     """Of all ranks' tails."""

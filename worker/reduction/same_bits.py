@@ -56,7 +56,7 @@ class SameBits:
     def look(self) -> tuple[int, int]:
         """Checksums of the settings and of the next window of the weights; 0: nothing is said this time.
 
-        Every rank has to call it as often.
+        Every rank has to call it once in each backward.
         """
         self._num_looks += 1
         values = [_settings(optimizer, group) for optimizer in self._optimizers() for group in optimizer.param_groups]

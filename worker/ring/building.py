@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from stratagem.cluster.communication import CommunicationOptions
-from stratagem.errors import ConfigurationError, FencedError, JobStoppedError, StratagemError
+from stratagem.errors import (
+    CollectiveError,
+    ConfigurationError,
+    FencedError,
+    JobStoppedError,
+    PeerUnavailableError,
+    StratagemError,
+)
 from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES
 from stratagem.worker.ring.group import Group, Tag
 from stratagem.worker.ring.host_group import HostGroup
@@ -25,11 +33,12 @@ PROBE = Tag(0, 0)
 
 
 class LaneFailedError(Exception):
-    """A kind of lane that cannot be had."""
+    """A kind of lane that cannot be had, or (``connection_broke``) could not this time."""
 
-    def __init__(self, lane: str, reason: Exception) -> None:
+    def __init__(self, lane: str, reason: Exception, connection_broke: bool) -> None:
         super().__init__(str(reason))
         self.lane = lane
+        self.connection_broke = connection_broke
 
 
 def build(
@@ -67,14 +76,14 @@ def build(
         made.append(group)
         return group
 
-    with _trying(plan.ring or "shm", made):
+    with _trying(plan.ring or "shm", made, opener.deadline):
         flat = ring(ranks, "ring") if plan.ring is not None else None
         if flat is not None and plan.flat:
             flat.barrier(PROBE)
             return flat
         host_ranks = plan.host_of(rank)
         leaders = ring(plan.leaders, "hosts") if plan.ring is not None and rank == host_ranks[0] else None
-    with _trying("shm", made):
+    with _trying("shm", made, opener.deadline):
         links = opener.links(host_ranks, f"links, {purpose}")
         host = HostGroup(host_ranks.index(rank), len(host_ranks), links, timeout_s=timeout_s)
         made.append(host)
@@ -85,7 +94,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _trying(lane: str, made: Sequence[Group]) -> Iterator[None]:
+def _trying(lane: str, made: Sequence[Group], deadline: float) -> Iterator[None]:
     """Around the attempt at a lane: whatever goes wrong, others may do."""
     try:
         yield
@@ -94,7 +103,8 @@ def _trying(lane: str, made: Sequence[Group]) -> Iterator[None]:
             group.close("the ring did not form")
         if isinstance(error, FencedError | JobStoppedError):
             raise
-        raise LaneFailedError(lane, error) from None
+        broke = isinstance(error, CollectiveError | PeerUnavailableError) and time.monotonic() < deadline
+        raise LaneFailedError(lane, error, broke) from None
 
 
 def better(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from stratagem.cluster.membership import Membership
 from stratagem.errors import CollectiveError, PeerUnavailableError
 from stratagem.worker.ring.communicator import Position
+from stratagem.worker.ring.group import OutOfStepError
 from stratagem.worker.ring.members import MembershipSource
 from stratagem.worker.ring.peers import Peers
 
@@ -37,6 +38,10 @@ class FailureDiagnosis:
     """
 
     def __init__(self, session: MembershipSource, peers: Peers, close_group: Callable[[str], None]) -> None:
+        self.meeting = peers.meeting
+        """The newest one when the group was made."""
+        self.is_out_of_step = False
+        """Whether a rank stands still or is in another collective, as this rank or another one has seen."""
         self._session = session
         self._peers = peers
         self._close_group = close_group
@@ -48,11 +53,6 @@ class FailureDiagnosis:
         self.waits: list[tuple[int | None, str]] = []
         """What is waited for outside of the collectives, the oldest first: a rank (None: any), and what of it."""
         self._lost_rank = ""
-
-    @property
-    def generation(self) -> int:
-        """Whose collectives these are."""
-        return self._peers.members.generation
 
     def reason(self, timeout_s: float = 0.0) -> str:
         """Why the collectives are broken, empty while they work. Waits a while when that is just being found out."""
@@ -84,17 +84,36 @@ class FailureDiagnosis:
         """This rank ends. When that is because another one is gone, the others hear of it before they see this one's
         lanes close, and take it for the one to blame."""
         if self._lost_rank and not self._reason:
-            self._peers.abort(f"{reason}: {self._lost_rank}", TELL_S)
+            self._peers.abort(f"{reason}: {self._lost_rank}", False, TELL_S)
 
-    def told(self, reason: str) -> None:
+    def told(self, reason: str, is_out_of_step: bool = False) -> None:
         """Somebody else found out."""
         with self._changed:
+            if is_out_of_step and not self.is_out_of_step:
+                self._reason, self.is_out_of_step = reason, True
             self._reason = self._reason or reason
             self._changed.notify_all()
         self._close_group(reason)
 
+    def hears(self, timeout_s: float) -> bool:
+        """Waits until another rank says why the collectives are broken, or the chief that the members are others."""
+        members = self._peers.members
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._reason) or members.are_others(self._session.membership), timeout_s
+            )
+
+    def all_answer(self, error: CollectiveError) -> bool:
+        """Whether everybody behind an error of the group says where he stands: then it is only a connection that
+        broke."""
+        self.suspect = error.rank
+        self._find_cause(error)
+        return not self._lost_rank
+
     def membership_changed(self, membership: Membership) -> None:
         """The chief says who lives; called at every change."""
+        with self._changed:
+            self._changed.notify_all()
         lost = self._peers.members.lost(membership)
         if lost and self._peers.rank not in lost:
             self.told(self.lost(lost))
@@ -106,14 +125,16 @@ class FailureDiagnosis:
             self.suspect = error.rank
         cause = self._find_cause(error)
         with self._changed:
-            first = not self._reason
+            is_new = isinstance(error, OutOfStepError) and not self.is_out_of_step
+            self.is_out_of_step |= is_new
+            first = is_new or not self._reason
             if first:
                 self._reason = f"{cause} [{self._session.task} was at {position}]"
             self._explaining = False
             self._changed.notify_all()
         if first:
             # Until they have heard of it: one that only saw our lanes close would blame this rank, which may end now.
-            self._peers.abort(self._reason, TELL_S)
+            self._peers.abort(self._reason, self.is_out_of_step, TELL_S)
         return CollectiveError(f"aborted at {position}: {cause if first else self._reason}", error.rank)
 
     def _find_cause(self, error: CollectiveError) -> str:

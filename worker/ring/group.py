@@ -27,6 +27,10 @@ REDUCE: Mapping[ReduceOp, Callable[..., torch.Tensor]] = {
 """What makes one tensor of two. Of float16 and bfloat16 torch computes it in float32 and rounds once."""
 
 
+class OutOfStepError(CollectiveError):
+    """A rank stands still, or is in another collective: over other connections it would be so again."""
+
+
 class Tag(NamedTuple):
     """Which collective a message belongs to (docs/protocol.md 19). Ranks that are not at the same tag must not mix."""
 

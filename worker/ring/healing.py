@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 KEPT_BYTES = 64 << 10
 """The largest result that every rank keeps, in case another did not get it."""
+MOST_AGAIN = 5
+"""How often in a row the same ranks make the same collectives again, after a connection broke."""
 NUM_COUNTED = 1024
 """Steps of which a rank knows whether they have counted: a batch is asked about before so many more are given out."""
 
@@ -129,6 +131,8 @@ class Healing:
         """Whether all ranks know, since the same backward, that somebody waits."""
         self._heal = heal
         self._num_done = 0
+        self._num_again = 0
+        """Groups of the same ranks since then."""
         self._kept: Kept | None = None
         self._is_training = False
         self._takes_in = False
@@ -246,7 +250,7 @@ class Healing:
                 results.clear()
 
     def _done(self, ranks: Ranks, kept: Kept | None) -> None:
-        self._num_done, self._kept = self._num_done + 1, kept
+        self._num_done, self._num_again, self._kept = self._num_done + 1, 0, kept
         if self._is_training and ranks.step != self.counted_steps[-1]:
             self.counted_steps.append(ranks.step)
 
@@ -260,7 +264,10 @@ class Healing:
 
     def _go_on(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
         while True:
+            if error is not None and self._num_again == MOST_AGAIN:
+                raise CollectiveError(f"{error}; that was the {MOST_AGAIN}th time in a row", error.rank)
             group, members = self._heal(error)
+            self._num_again = self._num_again + 1 if members == self.members else 0
             ranks.renew(group)
             step, ranks.step = ranks.step, 0  # they may be a step apart
             try:

@@ -26,7 +26,7 @@ from stratagem.errors import CollectiveError, SegmentError
 from stratagem.rpc.forks import close_in_children
 from stratagem.rpc.segment import Segment, receive_descriptor
 from stratagem.rpc.spin import Spin
-from stratagem.worker.ring.group import Tag
+from stratagem.worker.ring.group import OutOfStepError, Tag
 from stratagem.worker.ring.host_cells import IS_ORDERED, Cells
 
 _SIGNAL = struct.Struct("=QIIQQQ")
@@ -61,7 +61,7 @@ class Signals:
         self._links = dict(sorted(links.items()))
         self._descriptors = {peer: link.fileno() for peer, link in self._links.items()}
         self.timeout_s = min(timeout_s, LONGEST_WAIT_S)
-        self._failure: tuple[str, int | None] | None = None
+        self._failure: tuple[type[CollectiveError], str, int | None] | None = None
         self._failing = threading.Lock()
         self._turn = threading.RLock()
         self._tag = Tag(0, 0)
@@ -304,6 +304,7 @@ class Signals:
                 f"{self.rank} at collective {own_ordinal} (fingerprint {own_fingerprint:08x}, round {own_place}): all "
                 "ranks have to make the same calls in the same order",
                 peer,
+                OutOfStepError,
             )
         return first, second, third
 
@@ -348,7 +349,8 @@ class Signals:
     def _error(self) -> CollectiveError:
         """A fresh error each time: a kept one would hold the frames of its traceback, and with them shared memory."""
         assert self._failure is not None
-        return CollectiveError(*self._failure)
+        kind, message, rank = self._failure
+        return kind(message, rank)
 
     def _lost(self, peer: int, error: Exception | None, record: bytes = b"") -> CollectiveError:
         """The error for a socket that gave no signal, but perhaps a ``record`` of something else."""
@@ -359,6 +361,7 @@ class Signals:
                 f"rank {peer} stood still beyond the timeout of {self.timeout_s:g} s while rank {self.rank} waited for "
                 f"it in collective {self._tag.ordinal}",
                 peer,
+                OutOfStepError,
             )
         try:  # what it said before it shut the socket
             while len(record := record or self._links[peer].recv(_SIZE, socket.MSG_DONTWAIT)) == _SIZE:
@@ -378,16 +381,22 @@ class Signals:
             data = b""
         return self._failed(data.decode(errors="replace"), peer if culprit == _NOBODY else culprit)
 
-    def _failed(self, message: str, rank: int | None) -> CollectiveError:
-        self._fail(message, rank)
+    def _failed(self, message: str, rank: int | None, kind: type[CollectiveError] = CollectiveError) -> CollectiveError:
+        self._fail(message, rank, kind=kind)
         return self._error()
 
-    def _fail(self, message: str, rank: int | None, own_message: str | None = None) -> None:
+    def _fail(
+        self,
+        message: str,
+        rank: int | None,
+        own_message: str | None = None,
+        kind: type[CollectiveError] = CollectiveError,
+    ) -> None:
         """The first failure counts: remembers it, tells every peer, shuts every socket."""
         with self._failing:
             if self._failure is not None:
                 return
-            self._failure = (own_message or message, rank)
+            self._failure = kind, own_message or message, rank
         text = message.encode()[:_MAX_TEXT_BYTES]
         culprit = _NOBODY if rank is None else rank
         abort = _SIGNAL.pack(_ABORT, culprit, len(text), 0, 0, 0) + text

@@ -30,6 +30,8 @@ class RankInfo:
     """host:port for a torch.distributed store; rank 0 only."""
     chunk_bytes: int = 0
     """What the ring has chosen by trying it out; 0: nothing, or this is a newcomer."""
+    connection_broke: bool = False
+    """Whether the lane failed because its connection broke: the next one may hold."""
 
 
 @dataclasses.dataclass(frozen=True)

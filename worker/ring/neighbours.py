@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from stratagem.errors import CollectiveError, StratagemError
 from stratagem.rpc.codec import FrameKind
 from stratagem.rpc.lane import ReceivingLane, SendingLane
-from stratagem.worker.ring.group import Breakable, Tag
+from stratagem.worker.ring.group import Breakable, OutOfStepError, Tag
 
 
 class Neighbours(Breakable):
@@ -54,10 +55,11 @@ class Neighbours(Breakable):
         """
         assert self._left_lane is not None
         self.awaits = self.left
+        deadline = time.monotonic() + self.timeout_s
         try:
-            frame = self._left_lane.receive(0, time.monotonic() + self.timeout_s, into)
+            frame = self._left_lane.receive(0, deadline, into)
         except StratagemError as error:
-            raise self._blame(self.left, tag, error) from None
+            raise self._blame(self.left, tag, error, deadline) from None
         finally:
             self.awaits = None
         tensor = frame.tensor
@@ -73,7 +75,7 @@ class Neighbours(Breakable):
             expected = _told(tag.ordinal, tag.fingerprint, offset, into)
             got = _told(frame.transfer, frame.group, frame.offset, tensor)
             raise self.break_off(
-                CollectiveError(
+                OutOfStepError(
                     f"expected from rank {self.left} {expected}, got {got}: the ranks are not in the same collective",
                     self.left,
                 )
@@ -91,10 +93,11 @@ class Neighbours(Breakable):
         if self._right_lane is None:
             return
         self.awaits = self.right
+        deadline = time.monotonic() + self.timeout_s
         try:
-            self._right_lane.flush(time.monotonic() + self.timeout_s)
+            self._right_lane.flush(deadline)
         except StratagemError as error:
-            raise self._blame(self.right, tag, error) from None
+            raise self._blame(self.right, tag, error, deadline) from None
         finally:
             self.awaits = None
 
@@ -103,8 +106,9 @@ class Neighbours(Breakable):
             if lane is not None:
                 lane.close(str(error))
 
-    def _blame(self, rank: int, tag: Tag, error: StratagemError) -> CollectiveError:
-        return self.break_off(CollectiveError(f"collective {tag.ordinal} failed at rank {rank}: {error}", rank))
+    def _blame(self, rank: int, tag: Tag, error: StratagemError, deadline: float = math.inf) -> CollectiveError:
+        kind = CollectiveError if time.monotonic() < deadline else OutOfStepError
+        return self.break_off(kind(f"collective {tag.ordinal} failed at rank {rank}: {error}", rank))
 
 
 def _told(ordinal: int, fingerprint: int, offset: int, tensor: torch.Tensor) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from stratagem.errors import PeerUnavailableError
 from stratagem.rpc.grpc_lane import EXCHANGE_METHOD, GrpcLane
 from stratagem.rpc.lane import ReceivingLane, SendingLane
 from stratagem.rpc.lane_meter import BytesMeter
@@ -16,6 +19,11 @@ from stratagem.rpc.tcp_lane import TcpReceiver, TcpSender
 from stratagem.worker.ring.lane_plan import PairLane, RingLane
 from stratagem.worker.ring.peers import Peers
 from stratagem.worker.ring.ring_service import PeerKey, RingService
+
+T = TypeVar("T")
+
+LOOK_S = 0.25
+"""How often a rank that waits for a lane looks whether another one has given up."""
 
 
 class Opener:
@@ -32,7 +40,7 @@ class Opener:
         self._ring_service = ring_service
         self._peers = peers
         self._meter = meter
-        self._deadline = deadline
+        self.deadline = deadline
 
     def links(self, ranks: Sequence[int], purpose: str) -> dict[int, socket.socket]:
         """A Unix socket to every other one of ``ranks``, by its place among them.
@@ -45,10 +53,10 @@ class Opener:
             for place, rank in enumerate(ranks):
                 if rank > self._peers.rank:
                     ticket = self._peers.open_lane(rank, "shm", purpose)
-                    opened[place] = self._peers.connect_lane(rank, ticket, self._deadline)
+                    opened[place] = self._peers.connect_lane(rank, ticket, self.deadline)
             for place, rank in enumerate(ranks):
                 if rank < self._peers.rank:
-                    opened[place] = self._ring_service.listener.wait(self._peer_key(rank, purpose), self._deadline)
+                    opened[place] = self._arrived(self._ring_service.listener.wait, self._peer_key(rank, purpose))
         except BaseException:
             for sock in opened.values():
                 sock.close()
@@ -94,7 +102,7 @@ class Opener:
         if lane == "grpc":
             shown = (("stratagem-token-bin", ticket.token),)
             return GrpcLane(self._peers.connect(rank), EXCHANGE_METHOD, shown, peer.task, self._meter)
-        sock = self._peers.connect_lane(rank, ticket, self._deadline)
+        sock = self._peers.connect_lane(rank, ticket, self.deadline)
         if lane == "tcp":
             return TcpSender(sock, peer.task, self._meter)
         return ShmSender(sock, peer.task, self._meter, lambda: self._ring_service.max_inbox_bytes)
@@ -107,11 +115,20 @@ class Opener:
         """
         peer_key = self._peer_key(rank, purpose)
         if lane == "grpc":
-            return self._ring_service.wait_grpc(peer_key, self._deadline)
-        sock = self._ring_service.listener.wait(peer_key, self._deadline)
+            return self._arrived(self._ring_service.wait_grpc, peer_key)
+        sock = self._arrived(self._ring_service.listener.wait, peer_key)
         if sock.family == socket.AF_UNIX:
             return ShmReceiver(sock, peer_key[0], self._meter)
         return TcpReceiver(sock, peer_key[0], self._meter, self._ring_service.max_inbox_bytes, spins=True)
+
+    def _arrived(self, wait: Callable[[PeerKey, float], T], peer_key: PeerKey) -> T:
+        """What a peer opens; it is not waited for once a rank has given up opening."""
+        while True:
+            try:
+                return wait(peer_key, min(self.deadline, time.monotonic() + LOOK_S))
+            except PeerUnavailableError:
+                if time.monotonic() >= self.deadline or self._ring_service.given_up >= self._peers.meeting:
+                    raise
 
     def _peer_key(self, rank: int, purpose: str) -> PeerKey:
         peer = self._peers.members.ranks[rank]

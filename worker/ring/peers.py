@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from stratagem.cluster.membership import Membership
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc import channels
 from stratagem.rpc.errors import error_from_rpc
@@ -34,14 +35,18 @@ class Peers:
     Args:
         session: this worker's identity, and what the chief says.
         members: the generation.
-        with_who_waits: it is over as soon as somebody waits to be taken in: the next one is to have that too.
+        num_meetings: meetings of this generation that this rank has been to, the same number on every rank.
+        is_over: whether there is no use in meeting any more, for another reason than that the members are others.
     """
 
-    def __init__(self, session: MembershipSource, members: Members, with_who_waits: bool = False) -> None:
+    def __init__(
+        self, session: MembershipSource, members: Members, num_meetings: int, is_over: Callable[[Membership], bool]
+    ) -> None:
         self.members = members
         self.rank = members.rank_of(session.task)
+        self.num_meetings = num_meetings
         self._session = session
-        self._with_who_waits = with_who_waits
+        self._is_over = is_over
         self._guard = threading.Lock()
         self._channels: dict[int, grpc.Channel] = {}
 
@@ -49,6 +54,11 @@ class Peers:
     def sender(self) -> common_pb2.Sender:
         """This worker."""
         return common_pb2.Sender(task=self._session.task, incarnation=self._session.incarnation)
+
+    @property
+    def meeting(self) -> tuple[int, int]:
+        """The newest one: generation, and number in it."""
+        return self.members.generation, self.num_meetings
 
     def stub(self, rank: int) -> worker_pb2_grpc.WorkerStub:
         """The service of a rank, over a control connection."""
@@ -71,25 +81,25 @@ class Peers:
         peer = self.members.ranks[rank]
         return connect_lane(ticket, peer.host, deadline, peer.task, self._session.security)
 
-    def meet(self, meeting: int, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
+    def meet(self, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
         """Meets every rank; returns what they said, in rank order.
 
         Raises:
-            MembersChangedError: a worker was replaced meanwhile.
+            MembersChangedError: a worker was replaced meanwhile, or the meeting is over.
             ClusterTimeoutError: somebody did not come before ``deadline`` (``time.monotonic()`` seconds).
         """
+        self.num_meetings += 1
         request = worker_pb2.MeetRequest(
             sender=self.sender,
             generation=self.members.generation,
-            round=meeting,
+            round=self.num_meetings,
             description=to_message(worker_pb2.Description, info),
         )
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
-            is_over = membership.generation > self.members.generation and membership.min_workers
-            is_over |= self._with_who_waits and bool(membership.waiting)
-            if is_over or self.members.lost(membership):  # the next generation will be of others
+            is_old = membership.generation > self.members.generation and membership.min_workers
+            if is_old or self.members.lost(membership) or self._is_over(membership):
                 raise MembersChangedError
             try:
                 reply = self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S)
@@ -127,9 +137,15 @@ class Peers:
         reply = self._call(rank, self.stub(rank).GetPosition, worker_pb2.GetPositionRequest(), timeout_s)
         return from_message(RankPosition, reply, waiting_on=reply.waiting_on if reply.has_rank else None)
 
-    def abort(self, reason: str, timeout_s: float) -> None:
+    def abort(self, reason: str, is_out_of_step: bool, timeout_s: float) -> None:
         """Tells every other rank that the collectives are broken; whoever does not answer is not waited for longer."""
-        request = worker_pb2.AbortRequest(sender=self.sender, generation=self.members.generation, reason=reason)
+        request = worker_pb2.AbortRequest(
+            sender=self.sender,
+            generation=self.members.generation,
+            round=self.num_meetings,
+            reason=reason,
+            is_out_of_step=is_out_of_step,
+        )
         others = [rank for rank in range(len(self.members.ranks)) if rank != self.rank]
         calls: list[Any] = [self.stub(rank).Abort.future(request, timeout=timeout_s) for rank in others]
         for call in calls:

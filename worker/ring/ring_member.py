@@ -12,6 +12,7 @@ import torch
 from stratagem.cluster.communication import CommunicationImplementation, CommunicationOptions
 from stratagem.cluster.membership import Membership
 from stratagem.errors import (
+    ClusterTimeoutError,
     CollectiveError,
     ConfigurationError,
     JobStoppedError,
@@ -23,7 +24,7 @@ from stratagem.worker.ring.building import DEFAULT_TIMEOUT_S, LaneFailedError, b
 from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
-from stratagem.worker.ring.group import Group
+from stratagem.worker.ring.group import Group, OutOfStepError
 from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.host_group import HostGroup
 from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
@@ -39,10 +40,24 @@ logger = logging.getLogger(__name__)
 
 OPEN_S = 15.0
 """Seconds that opening the lanes of one plan may take."""
+GIVE_UP_S = 1.0
+"""Seconds to wait until the other ranks have heard that a lane could not be opened."""
+MOST_TRIES = 3
+"""How often the same lanes are opened, where a connection breaks meanwhile."""
+NOTICE_S = 0.3
+"""Seconds in which the chief has mostly heard of a worker that was killed."""
 HEAR_S = 5.0
 """Seconds in which a ring that heals waits for the chief to say who was lost, before it looks for another reason."""
 HEAL_S = 5.0
 """Seconds to wait until there are enough workers for the next generation: a rank may just be taking some in."""
+
+
+def _never(_: Membership) -> bool:
+    return False
+
+
+def _somebody_waits(now: Membership) -> bool:
+    return bool(now.waiting)
 
 
 class RingMember:
@@ -73,6 +88,8 @@ class RingMember:
         self._chunk_bytes = 0
         """What the ring has found best for its lanes."""
         self._is_leaving = False
+        self._held = (0, 0)
+        """The newest generation, and how many meetings of it this worker has been to."""
         session.on_membership(self._membership_changed)
 
     def form(self, options: CommunicationOptions, device: torch.device, timeout_s: float) -> Communicator:
@@ -105,24 +122,33 @@ class RingMember:
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
-    def _meet(self, members: Members, deadline: float, with_who_waits: bool = False) -> tuple[Group, LanePlan] | None:
+    def _meet(
+        self, members: Members, deadline: float, is_over: Callable[[Membership], bool] = _never
+    ) -> tuple[Group, LanePlan] | None:
         """The group of a generation; None: it is over before it was formed."""
-        self._peers = Peers(self._session, members, with_who_waits)
+        generation, num_meetings = self._held
+        num_meetings = num_meetings if generation == members.generation else 0
+        self._peers = Peers(self._session, members, num_meetings, is_over)
         try:
             return self._form(self._peers, deadline)
         except MembersChangedError:
             self._peers.close()
             return None
+        finally:
+            self._held = members.generation, self._peers.num_meetings
 
     def _heal(self, error: CollectiveError | None) -> tuple[Group, tuple[str, ...]]:
-        """Forms the next generation, of those who are left; without an error, between two steps, of all and newcomers.
+        """Forms the next generation, of those who are left; the same one again, if it was only a connection that broke;
+        without an error, between two steps, of all and newcomers.
 
         Raises:
-            CollectiveError: nobody was lost: then ``error``; somebody has finished; or too few are left.
+            CollectiveError: nobody was lost, and a rank is out of step: then ``error``; somebody has finished; or too
+                few are left.
         """
         if error is None:
             return self._grow()
-        assert self._peers is not None
+        diagnosis = self.ring_service.diagnosis
+        assert self._peers is not None and diagnosis is not None
         began, before = time.monotonic(), self._peers.members
         while True:
             self._session.raise_if_stopped()
@@ -135,8 +161,17 @@ class RingMember:
             if (gone or has_grown) and len(members.ranks) >= membership.min_workers:
                 if (formed := self._next_generation(members)) is not None:
                     return self._told(f"without {gone or 'nobody'}", members, formed, began), members.names
-            elif not gone and passed_s > HEAR_S:
-                raise error
+            elif not gone and diagnosis.is_out_of_step:
+                raise CollectiveError(diagnosis.reason(), error.rank)
+            elif not gone:
+                try:
+                    formed = self._next_generation(members, lambda _: diagnosis.is_out_of_step)
+                except ClusterTimeoutError as late:
+                    raise CollectiveError(f"{error}; {late}", error.rank) from None
+                if formed is not None:
+                    return self._told("after a connection broke", members, formed, began), members.names
+                if passed_s > self._timeout_s:
+                    raise error
             elif passed_s > HEAL_S:
                 raise CollectiveError(
                     f"{error}; {len(members.ranks)} workers are left, and a ring goes on with at least "
@@ -169,7 +204,7 @@ class RingMember:
                 is_next
                 and (goes_on or not waiting)
                 # That somebody has come may be heard before that it waits.
-                and (group := self._next_generation(members, with_who_waits=not goes_on)) is not None
+                and (group := self._next_generation(members, _never if goes_on else _somebody_waits)) is not None
             ):
                 tasks = ", ".join(rank.task for rank in members.ranks)
                 return self._told(f"with {tasks}", members, group, began), members.names
@@ -180,25 +215,24 @@ class RingMember:
         logger.warning(words, how, group.rank, group.size, members.generation, time.monotonic() - began)
         return group
 
-    def _next_generation(self, members: Members, with_who_waits: bool = False) -> Group | None:
+    def _next_generation(self, members: Members, is_over: Callable[[Membership], bool] = _never) -> Group | None:
         """The group of a generation, watched; None: it is over already, or the chief will say so.
 
         Where nobody is lost the one before stays until all have come: they may be in the middle of a collective.
         """
         before = self._peers
-        is_over = before is not None and bool(before.members.lost(self._session.membership))
-        if before is not None and is_over:
+        is_lost = before is not None and bool(before.members.lost(self._session.membership))
+        if before is not None and is_lost:
             before.close()
         try:
             # As long as in a collective: one that is left may be in the middle of a long step.
-            timeout_s = self._options.timeout_seconds or DEFAULT_TIMEOUT_S
-            group, _ = self._meet(members, time.monotonic() + timeout_s, with_who_waits) or (None, None)
+            group, _ = self._meet(members, time.monotonic() + self._timeout_s, is_over) or (None, None)
         except PeerUnavailableError as failure:
             logger.warning("generation %d of the ring did not form: %s", members.generation, failure)
             group = None
         if group is not None:
             self._watch(group)
-        if group is None and not is_over:
+        if group is None and not is_lost:
             self._peers = before
         elif before is not None:
             before.close()
@@ -210,12 +244,14 @@ class RingMember:
         assert diagnosis is not None and self._peers is not None
         members = self._peers.members
         heals = self._session.membership.min_workers and not self._is_leaving
-        if heals and self._session.wait_membership(members.are_others, HEAR_S):
-            if not (lost := members.lost(self._session.membership)):
-                return error
-            diagnosis.told(words := diagnosis.lost(lost))
-            return CollectiveError(f"broken off at {position}: {words}", error.rank)
-        return diagnosis.explain(error, position)
+        if heals and not isinstance(error, OutOfStepError):
+            _ = diagnosis.hears(NOTICE_S) or diagnosis.all_answer(error) or diagnosis.hears(HEAR_S)
+        if not heals or not members.are_others(self._session.membership):
+            return diagnosis.explain(error, position)
+        if not (lost := members.lost(self._session.membership)):
+            return error
+        diagnosis.told(words := diagnosis.lost(lost))
+        return CollectiveError(f"broken off at {position}: {words}", error.rank)
 
     def waiting(self) -> tuple[str, float] | None:
         """The worker that a collective waits for at this moment, in words, and since how many seconds it goes on."""
@@ -256,6 +292,11 @@ class RingMember:
         if self._peers is not None:
             self._peers.close()
 
+    @property
+    def _timeout_s(self) -> float:
+        """Seconds that a peer may stand still in a collective."""
+        return self._options.timeout_seconds or DEFAULT_TIMEOUT_S
+
     def _form(self, peers: Peers, deadline: float) -> tuple[Group, LanePlan]:
         options, device = self._options, self._device
         me = RankInfo(
@@ -266,23 +307,26 @@ class RingMember:
             store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
             chunk_bytes=self._chunk_bytes,
         )
-        said = peers.meet(1, me, deadline)
+        said = peers.meet(me, deadline)
         check_agreement(said)
         self._chunk_bytes = max(one.chunk_bytes for one in said)
         options = dataclasses.replace(options, chunk_bytes=options.chunk_bytes or self._chunk_bytes)
         failures: dict[str, str] = {}
-        meeting = 1
+        num_tries = 0
         while True:
             plan = plan_lanes(said, options, failures)
-            meeting += 1
             opener = Opener(self.ring_service, peers, self._meter, time.monotonic() + OPEN_S)
-            group, failed = None, {}
+            group, told, num_tries = None, RankInfo(me.task), num_tries + 1
             try:
-                group = build(plan, peers, opener, options, device, said[0].store_address, f"round {meeting}")
+                group = build(
+                    plan, peers, opener, options, device, said[0].store_address, f"round {peers.num_meetings}"
+                )
             except LaneFailedError as error:
-                failed = {error.lane: str(error)}
+                if self.ring_service.given_up < peers.meeting:  # who waits for a lane of this rank need not
+                    peers.abort(str(error), False, GIVE_UP_S)
+                told = RankInfo(me.task, failures={error.lane: str(error)}, connection_broke=error.connection_broke)
             try:
-                replies = peers.meet(meeting, RankInfo(me.task, failures=failed), deadline)
+                replies = peers.meet(told, deadline)
             except BaseException:
                 if group is not None:
                     group.close("the ring did not form")
@@ -294,9 +338,11 @@ class RingMember:
                 break
             if group is not None:
                 group.close("another rank could not open its lanes")
+            if any(one.connection_broke for one in replies) and num_tries < MOST_TRIES:
+                continue
             if not new.keys() - failures.keys():
                 raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
-            failures |= new
+            failures, num_tries = failures | new, 0
         self._meter.chose("ring", group.name, plan.reason, better(plan, options, said, failures))
         return group, plan
 
@@ -320,7 +366,7 @@ class RingMember:
     def _start_alone(self, name: str) -> Communicator:
         """The communicator of a newcomer, which meets the others when its script comes to its first batch."""
         healing = Healing(name, (name,), self._heal, is_new=True)
-        group = HostGroup(0, 1, {}, timeout_s=self._options.timeout_seconds or DEFAULT_TIMEOUT_S)
+        group = HostGroup(0, 1, {}, timeout_s=self._timeout_s)
         communicator = Communicator(group, self._explain, healing)
         self.ring_service.communicator = communicator
         logger.info("%s is a newcomer to a ring that trains: it joins at its first batch", self._session.task)

@@ -99,6 +99,9 @@ class RingService:
         self._max_lanes_per_peer = max_lanes_per_peer
         self.communicator: Communicator | None = None
         self.diagnosis: FailureDiagnosis | None = None
+        self.given_up = (0, 0)
+        """The newest meeting (generation and number) of whose lanes some rank could not open all, or has seen one
+        break."""
         self._membership = membership
         self._meter = meter
         self._room: MeetingRoom[RankInfo] = MeetingRoom()
@@ -133,9 +136,11 @@ class RingService:
         self._check(caller)
         peer_key = (caller.task, caller.number, generation, purpose)
         if kind == "grpc":
-            token = secrets.token_bytes(32)
             with self._changed:
-                self._tokens = {known: other for known, other in self._tokens.items() if other != peer_key}
+                for token, other in self._tokens.items():  # asked for once more: the reply was lost
+                    if other == peer_key:
+                        return LaneTicket(token)
+                token = secrets.token_bytes(32)
                 num_lanes = sum(other[0] == peer_key[0] for other in self._tokens.values())
                 if num_lanes >= self._max_lanes_per_peer:
                     raise LimitError(
@@ -180,11 +185,17 @@ class RingService:
                 raise PeerUnavailableError(f"{peer_key[0]} opened no lane in time")
             return self._lanes.pop(peer_key)
 
-    def abort(self, caller: Incarnation, generation: int, reason: str) -> None:
-        """A rank of this generation found out that the collectives are broken."""
+    def abort(self, caller: Incarnation, meeting: tuple[int, int], reason: str, is_out_of_step: bool) -> None:
+        """A rank found out that the collectives of a group are broken.
+
+        Args:
+            meeting: generation and number of that in which the group was made.
+            is_out_of_step: see :class:`stratagem.worker.ring.group.OutOfStepError`.
+        """
         self._check(caller)
-        if self.diagnosis is not None and generation == self.diagnosis.generation:
-            self.diagnosis.told(reason)
+        self.given_up = max(self.given_up, meeting)
+        if self.diagnosis is not None and meeting == self.diagnosis.meeting:
+            self.diagnosis.told(reason, is_out_of_step)
 
     def position(self) -> RankPosition:
         """Where this worker stands."""

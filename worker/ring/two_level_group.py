@@ -115,7 +115,7 @@ class TwoLevelGroup(Breakable):
         except CollectiveError as error:
             rank = None if error.rank is None else ranks[error.rank]
             where = "" if len(ranks) == self.size else f" (counted from 0 among the ranks {', '.join(map(str, ranks))})"
-            raise self.break_off(CollectiveError(f"{error}{where}", rank)) from None
+            raise self.break_off(type(error)(f"{error}{where}", rank)) from None
 
     def _end(self, error: CollectiveError) -> None:
         for group in (self.flat, self.ring, self.host):

@@ -72,6 +72,7 @@ class Description(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    CONNECTION_BROKE_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "worker:1". Ranks are the workers in the order of their indices."""
     place: _builtins.str
@@ -82,6 +83,8 @@ class Description(_message.Message):
     """host:port for a torch.distributed store; rank 0 only, and only when NCCL may be chosen."""
     chunk_bytes: _builtins.int
     """Bytes in a chunk that the ring has chosen for its lanes; 0: none, or it is a newcomer and takes over what the others say."""
+    connection_broke: _builtins.bool
+    """Whether what failed since the round before was a connection that broke: the same lanes may be opened once more."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Choices that have to be the same everywhere, as name and value."""
@@ -100,10 +103,11 @@ class Description(_message.Message):
         failures: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         store_address: _builtins.str = ...,
         chunk_bytes: _builtins.int = ...,
+        connection_broke: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "cuda", b"cuda", "failures", b"failures", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "cuda", b"cuda", "failures", b"failures", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -170,10 +174,16 @@ class AbortRequest(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    IS_OUT_OF_STEP_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation that is broken."""
     reason: _builtins.str
     """Who is to blame and why, in words for the person at the terminal."""
+    round: _builtins.int
+    """The newest meeting of the generation when the broken lanes were opened."""
+    is_out_of_step: _builtins.bool
+    """Whether a rank stands still or is in another collective: then the ranks do not meet again."""
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     def __init__(
@@ -182,10 +192,12 @@ class AbortRequest(_message.Message):
         sender: _common_pb2.Sender | None = ...,
         generation: _builtins.int = ...,
         reason: _builtins.str = ...,
+        round: _builtins.int = ...,
+        is_out_of_step: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "reason", b"reason", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "is_out_of_step", b"is_out_of_step", "reason", b"reason", "round", b"round", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from typing import Any
 
 import pytest
 import torch
 
 from stratagem.cluster.communication import CommunicationOptions
 from stratagem.cluster.config import ServerConfig
+from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.membership import Member, Membership
 from stratagem.errors import CollectiveError, StratagemError
 from stratagem.measuring.flight import FLIGHT
 from stratagem.rpc.lane_meter import BytesMeter
 from stratagem.rpc.security import OPEN, Security
 from stratagem.rpc.server import add_servicer, serve
+from stratagem.rpc.tcp_lane import TcpSender
 from stratagem.worker.ring import ring_member
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.ring_member import RingMember
@@ -156,9 +161,7 @@ def test_who_was_quicker_to_leave_is_not_missed(caplog: pytest.LogCaptureFixture
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_too_few_are_an_error_and_so_is_what_nobody_was_lost_by(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_few_are_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(ring_member, "HEAR_S", 0.3)
     monkeypatch.setattr(ring_member, "HEAL_S", 0.5)
     with ring_of(2, "tcp") as (chief, ring):
@@ -167,7 +170,83 @@ def test_too_few_are_an_error_and_so_is_what_nobody_was_lost_by(
         with pytest.raises(CollectiveError, match="1 workers are left, and a ring goes on with at least 2"):
             sums(ring[1:])
     assert caplog.text.count("the last collectives and commits here") == 1
+
+
+def cut_off(communicator: Communicator) -> None:
+    """Breaks the connection of a rank to the next one, as a reset on its way does."""
+    lane: Any = communicator.group._right_lane  # type: ignore[attr-defined]
+    if isinstance(lane, TcpSender):
+        lane._sock.shutdown(socket.SHUT_RDWR)
+    else:
+        lane._call.cancel()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+def test_a_connection_that_breaks_between_two_that_live_is_made_again(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ring_of(3, transport) as (_, ring):
+        assert sums(ring) == [7.0] * 3
+        for index in range(3):  # in between
+            cut_off(ring[index])
+            assert sums(ring, 1 << 16) == [7.0] * 3
+        with futures.ThreadPoolExecutor(2) as pool:  # while two wait for the third one
+            waiting = pool.submit(lambda: [sums(ring[:2]), sums(ring[:2])])
+            poll(lambda: all("all_reduce" in one.position.what for one in ring[:2]))
+            cut_off(ring[0])
+            assert [sums(ring[2:]), sums(ring[2:])] == [[7.0], [7.0]]
+            assert waiting.result(60) == [[7.0] * 2, [7.0] * 2]
+        assert [one.generation for one in ring] == [4] * 3
+        assert all(one.healing is not None and not one.healing.losses for one in ring)
+    assert "the ring goes on after a connection broke: rank 0 of 3, generation 1" in caplog.text
+    assert "last collectives" not in caplog.text
+
+
+def test_ranks_in_other_collectives_do_not_try_again_over_other_connections() -> None:
+    with ring_of(3, "tcp") as (_, ring), futures.ThreadPoolExecutor(3) as pool:
+        began = time.monotonic()
+        wrong = [pool.submit(one.all_reduce, torch.ones(3 + (one.rank == 1))) for one in ring]
+        for each in wrong:
+            with pytest.raises(CollectiveError, match="the ranks are not in the same collective"):
+                each.result(60)
+        assert time.monotonic() - began < ring_member.HEAR_S
+        assert [one.generation for one in ring] == [0] * 3
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_nobody_meets_again_for_a_rank_that_stands_still(transport: str) -> None:
+    with ring_of(3, transport) as (_, ring), futures.ThreadPoolExecutor(2) as pool:
+        for one in ring:
+            one.group.timeout_s = 0.5
+        for each in [pool.submit(one.all_reduce, torch.ones(3)) for one in ring[:2]]:
+            with pytest.raises(CollectiveError, match=r"worker:2 is at .* and does not take part"):
+                each.result(60)
+        assert [one.generation for one in ring] == [0] * 3
+
+
+def test_connections_that_break_again_and_again_are_an_error() -> None:
     with ring_of(2, "tcp") as (_, ring):
-        ring[0].group.close("a defect")
-        with pytest.raises(CollectiveError, match="aborted at step 0, collective 1"):
-            sums(ring[1:])
+
+        def break_off() -> None:
+            cut_off(ring[0])
+            ring[0].collective("nothing", lambda tag: ring[0].group.barrier(tag))
+
+        with futures.ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(ring[0].atomic, break_off), pool.submit(ring[1].barrier)]
+            for each in ends:
+                with pytest.raises(CollectiveError, match="that was the 5th time in a row"):
+                    each.result(60)
+        assert [one.generation for one in ring] == [5, 5]
+
+
+def test_what_is_said_of_the_group_before_does_not_break_the_one_after() -> None:
+    with ring_of(2, "tcp") as (chief, ring):
+        cut_off(ring[0])
+        assert sums(ring) == [3.0] * 2
+        service = chief.members[1].ring_service
+        assert service.diagnosis is not None
+        generation, number = service.diagnosis.meeting
+        service.abort(Incarnation("worker:0", 1), (generation, number - 2), "of before", False)
+        assert sums(ring) == [3.0] * 2 and [one.generation for one in ring] == [1, 1]
+        service.abort(Incarnation("worker:0", 1), (generation, number), "of now", False)
+        assert sums(ring) == [3.0] * 2 and [one.generation for one in ring] == [2, 2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stratagem.worker.reduction.gradient_weight import Weight
+from stratagem.worker.reduction.same_bits import MAX_PIECES, SameBits
 from stratagem.worker.ring.communicator import Communicator
 from tests.unit.reduction.reducing import (
     assert_bit_identical,
@@ -46,7 +47,9 @@ def work(communicator: Communicator) -> list[Gradients]:
     """Two backwards, and one after the step in which the ring has healed."""
     rank, found = communicator.rank, []
     model = build()
-    with reducing(model, communicator, weight_of(rank), keep_sources=True):
+    parameters = list(model.parameters())
+    same_bits = SameBits(parameters, ["weight"] * len(parameters), f"worker:{rank}")
+    with reducing(model, communicator, weight_of(rank), keep_sources=True, same_bits=same_bits):
         for seed in range(2):
             communicator.step += 1
             for parameter in model.parameters():
@@ -75,3 +78,15 @@ def test_the_gradient_is_of_the_examples_that_are_left(dies_at: int, late: bool)
                 kinds.append(kind)
     assert len(kinds) == 2, f"a gradient of neither: {kinds}"
     assert kinds == sorted(kinds)
+
+
+@pytest.mark.parametrize("misses_at", range(1, NUM_COLLECTIVES + 2))
+@pytest.mark.parametrize("breaks_again", [0, 1, 2, 3])
+def test_what_breaks_without_a_loss_is_made_again_with_all(misses_at: int, breaks_again: int) -> None:
+    """Each rank looks at its weights once in a backward, however often that is made: here at some after the other."""
+    assert len(list(build().parameters())) > MAX_PIECES
+    again = Fate(misses_at=misses_at + breaks_again) if breaks_again else Fate()
+    results = run_mortal(3, work, rank1=Fate(misses_at=misses_at), rank2=again)
+    assert_bit_identical([result[0] + result[1] for result in results])
+    for seed, found in enumerate(results[0]):
+        assert_same(found, alone(WITH, seed))
