@@ -118,8 +118,12 @@ class FailureDiagnosis:
         if lost and self._peers.rank not in lost:
             self.told(self.lost(lost))
 
-    def explain(self, error: CollectiveError, position: Position) -> CollectiveError:
-        """Finds out what is behind an error of the group, tells every rank, and returns the error to raise."""
+    def explain(self, error: CollectiveError, position: Position, passes_on: bool = False) -> CollectiveError:
+        """Finds out what is behind an error of the group, tells every rank, and returns the error to raise.
+
+        Args:
+            passes_on: tells every rank what another one found out, too: that may be cut off from some.
+        """
         with self._changed:
             self._explaining = True
             self.suspect = error.rank
@@ -132,7 +136,7 @@ class FailureDiagnosis:
                 self._reason = f"{cause} [{self._session.task} was at {position}]"
             self._explaining = False
             self._changed.notify_all()
-        if first:
+        if first or passes_on:
             # Until they have heard of it: one that only saw our lanes close would blame this rank, which may end now.
             self._peers.abort(self._reason, self.is_out_of_step, TELL_S)
         return CollectiveError(f"aborted at {position}: {cause if first else self._reason}", error.rank)

@@ -243,11 +243,11 @@ class RingMember:
         diagnosis = self.ring_service.diagnosis
         assert diagnosis is not None and self._peers is not None
         members = self._peers.members
-        heals = self._session.membership.min_workers and not self._is_leaving
+        heals = bool(self._session.membership.min_workers) and not self._is_leaving
         if heals and not isinstance(error, OutOfStepError):
             _ = diagnosis.hears(NOTICE_S) or diagnosis.all_answer(error) or diagnosis.hears(HEAR_S)
         if not heals or not members.are_others(self._session.membership):
-            return diagnosis.explain(error, position)
+            return diagnosis.explain(error, position, heals)
         if not (lost := members.lost(self._session.membership)):
             return error
         diagnosis.told(words := diagnosis.lost(lost))
