@@ -68,8 +68,12 @@ class SplitDataset:
     @property
     def epoch(self) -> int:
         """The epoch of the position: passes completed, or left. A newcomer to a ring joins the others here."""
-        self._listener.arrive()
+        self.arrive()
         return self._epoch
+
+    def arrive(self) -> None:
+        """A newcomer to a ring joins the others, in the middle of their pass if they are in one."""
+        self._listener.arrive()
 
     def __len__(self) -> int:
         """Steps in an epoch.
@@ -87,7 +91,7 @@ class SplitDataset:
         return steps
 
     def __iter__(self) -> Generator[Any]:
-        self._listener.arrive()
+        self.arrive()
         this_pass = object()
         if self._pass is not None:  # the script left the pass before this one
             self._epoch, self._step = self._epoch + 1, 0

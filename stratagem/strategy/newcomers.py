@@ -102,12 +102,13 @@ class Newcomers:
             self._take(ordinal, given)
 
     def _state(self, ordinal: int, streams: Sequence[str]) -> dict[str, Any]:
-        states = random_states()
+        states, loop = random_states(), self._healing.loop
         return {
             "ordinal": ordinal,
             "kinds": [type(item).__name__ for item in self._objects()],
             "objects": [_state_of(item) for item in self._objects()],
             "datasets": {str(number): each.hand_over(number == ordinal) for number, each in self.datasets.items()},
+            "loop": None if loop is None else loop.hand_over(),
             "counts": (self._shares.num_told, self._meter.steps),
             "streams": {name: state for name, state in states.items() if _stream(name) in streams},
         }
@@ -125,6 +126,10 @@ class Newcomers:
                 f"expected that this worker prepares what the others have: {', '.join(given['kinds'])}; got "
                 f"{', '.join(kinds)}"
             )
+        loop = self._healing.loop
+        if (loop is None) != (given["loop"] is None):
+            ours, theirs = ("is", "are not") if loop is not None else ("is not", "are")
+            raise ConfigurationError(f"this worker {ours} inside of fit, and the others {theirs}: run the same script")
         for number, (item, state) in enumerate(zip(objects, given["objects"], strict=True)):
             try:
                 _put(item, state)
@@ -135,6 +140,8 @@ class Newcomers:
         for name, place in given["datasets"].items():
             if (dataset := self.datasets.get(int(name))) is not None:
                 dataset.take_over(place)
+        if loop is not None:
+            loop.take_over(given["loop"])
         set_random_states(random_states() | given["streams"])
         self._shares.num_told, self._meter.steps = given["counts"]
 

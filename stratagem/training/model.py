@@ -256,10 +256,11 @@ class Model(SingleBatches):
             self._position = FitPosition(dataset, running, [*first, history], initial_epoch)
             validate = None
             if validation is not None:
-                validate = at_epochs(validation_freq, self._evaluation(validation, called, validation_steps))
+                evaluation = self._evaluation(validation, called, validation_steps)
+                validate, self._position.validation = at_epochs(validation_freq, evaluation), evaluation.in_step
             self.history = history
             passes = Passes(self._sampled(dataset), steps_per_epoch)
-            agreement = self._agreement()
+            agreement = self._agreement(dataset, self._position)
             training = fit_loop.Training(self, steps, running, self._position, called, passes, validate, agreement)
             with ended_by_nan(callbacks, self.has_servers):
                 training.run(epochs)
@@ -371,10 +372,11 @@ class Model(SingleBatches):
         steps, new_running = self._steps(self.compiled), self._new_running_metrics
         return Evaluation(steps, new_running, source, self._device, callbacks, num_steps, self._sampled)
 
-    def _agreement(self) -> FitAgreement:
+    def _agreement(self, dataset: Any, position: FitPosition) -> FitAgreement:
         if self.strategy.servers is not None:
             return FitOnServers(self.strategy.servers, self._new_running_metrics())
-        return FitAgreement() if self.strategy.communicator is None else InStep(self.strategy.communicator)
+        workers = self.strategy.communicator
+        return FitAgreement() if workers is None else InStep(workers, dataset, position)
 
     def _new_running_metrics(self) -> RunningMetrics:
         sets = [self.compiled.metrics_on(device) for device in devices_of(self.strategy, self._device)]

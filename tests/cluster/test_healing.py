@@ -128,6 +128,25 @@ def test_one_of_four_is_killed_and_comes_back(cluster: Start, tmp_path: Path, tr
     assert [change[:2] for change in old[0]["changes"]] == [[4, 3], [3, 4]]
 
 
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.thorough)])
+def test_fit_takes_a_worker_in_again_in_the_middle_of_an_epoch(cluster: Start, tmp_path: Path, transport: str) -> None:
+    out = tmp_path / "news"
+    flags = ["--strategy", "ring", "--min-workers", "2", "--max-restarts", "1", "--transport", transport]
+    arguments = ["--out", out, "--meet", 9]
+    done = cluster(3, 0, "train_fit_healing.py", *arguments, flags=flags, faults=[kill("worker:0", 3)]).finish()
+    assert done.code == 0, done.stderr
+    assert done.summary["workers_lost"] == [] and done.summary["restarts"] == 1
+    back, *old = news_of(out, [0, 1, 2])
+    assert old[0] == old[1]
+    steps = [list(step) for epoch in range(6) for step in itertools.product([epoch], range(6))]
+    assert [step for step in old[0]["steps"] if step[1] < 6] == steps  # and what came again, in one further step
+    assert back["steps"] == old[0]["steps"][-len(back["steps"]) :] and back["steps"][0] == [1, 3]
+    for name in ("history", "weights"):
+        assert back[name] == old[0][name], name
+    assert back["rates"] == old[0]["rates"][1:] and len(set(back["rates"])) > 1
+    assert len(back["history"]["val_loss"]) == 6
+
+
 @pytest.mark.thorough
 def test_a_ring_that_loses_too_many_at_once_ends_and_says_so(cluster: Start, tmp_path: Path) -> None:
     """Those that were started again had waited for ever for others to take them in."""

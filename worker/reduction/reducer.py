@@ -107,7 +107,6 @@ class GradientReducer(BackwardReducer["_Backward"]):
             for index, parameter in enumerate(unique)
         ]
         self._layout: GradientLayout | None = None
-        self._generation = communicator.generation
         self._lay_out()
 
     # -- what a strategy calls --------------------------------------------------------------------------------
@@ -126,19 +125,24 @@ class GradientReducer(BackwardReducer["_Backward"]):
         A backward does that too, but not one that reaches none of the parameters known so far. Collective if there is
         a change.
         """
-        if self._is_stale():
+        if self._is_for_others():  # a newcomer has no past
+            self._num_reduced = 0
+            self._follow = [set() for _ in self._follow]
+            if self._same_bits is not None:
+                self._same_bits.begin_anew()
+            self._lay_out()
+        elif self._is_stale():
             self._lay_out()
 
     # -- memory ------------------------------------------------------------------------------------------------
 
+    def _is_for_others(self) -> bool:
+        """Whether a group was formed anew, whose memory this is not. All ranks find it in the same step, whenever each
+        has come to that group: by the first step that the group has shared out."""
+        healing, step = self._communicator.healing, self._communicator.step
+        return healing is not None and healing.placement(step).first_step > self._laid_out_at
+
     def _is_stale(self) -> bool:
-        healing = self._communicator.healing
-        if (
-            healing is not None
-            and self._generation != self._communicator.generation  # its memory is no more the group's
-            and self._communicator.step >= healing.placements[-1].first_step  # on all ranks in the same step
-        ):
-            return True
         return any(
             slot.parameter.requires_grad if not slot.handles else isinstance(slot, DenseSlot) and not slot.fits
             for slot in self._slots
@@ -147,11 +151,7 @@ class GradientReducer(BackwardReducer["_Backward"]):
     def _lay_out(self) -> None:
         """Gives every parameter that needs gradients its hooks and its place. Collective."""
         self._drain()
-        if self._generation != self._communicator.generation:  # a newcomer has no past
-            self._generation, self._num_reduced = self._communicator.generation, 0
-            self._follow = [set() for _ in self._follow]
-            if self._same_bits is not None:
-                self._same_bits.begin_anew()
+        self._laid_out_at = self._communicator.step
         if self._layout is not None:
             self._layout.close()
         if self._compression is not None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import collections
 import logging
 import threading
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -76,6 +76,16 @@ class _Told(NamedTuple):
     takes_in: int
 
 
+class Loop(Protocol):
+    """What goes round the data for a script, and keeps books of its own."""
+
+    def hand_over(self) -> dict[str, Any]:
+        """What a newcomer needs to go on with the others, between two steps."""
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Stands where the others stand, whose :meth:`hand_over` it is."""
+
+
 class Ranks(Protocol):
     """What :class:`Healing` needs of a communicator."""
 
@@ -123,6 +133,8 @@ class Healing:
         """The newest steps whose examples have had their effect; see ``is_training`` of :meth:`run`."""
         self.is_new = is_new
         """Whether this rank has yet to be given the state of the training."""
+        self.loop: Loop | None = None
+        """Of this rank; None: the script goes round itself."""
         self.newcomers: frozenset[str] = frozenset()
         """Members of the group who have."""
         self.sees_newcomer = False
@@ -160,7 +172,7 @@ class Healing:
         if self.is_new:
             raise ConfigurationError(
                 f"this worker came to a ring that trains, and {what} cannot be joined in the middle; the others go on "
-                "without it. A loop over strategy.distribute_dataset that begins with data.epoch can be joined"
+                "without it. fit can be joined, and a loop over strategy.distribute_dataset that begins with data.epoch"
             )
 
     @property

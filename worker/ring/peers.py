@@ -88,21 +88,22 @@ class Peers:
             MembersChangedError: a worker was replaced meanwhile, or the meeting is over.
             ClusterTimeoutError: somebody did not come before ``deadline`` (``time.monotonic()`` seconds).
         """
-        self.num_meetings += 1
         request = worker_pb2.MeetRequest(
             sender=self.sender,
             generation=self.members.generation,
-            round=self.num_meetings,
+            round=self.num_meetings + 1,
             description=to_message(worker_pb2.Description, info),
         )
         while True:
             self._session.raise_if_stopped()
             membership = self._session.membership
             is_old = membership.generation > self.members.generation and membership.min_workers
-            if is_old or self.members.lost(membership) or self._is_over(membership):
+            is_other = self.members.lost(membership) or self.members.have_moved(membership)
+            if is_old or is_other or self._is_over(membership):
                 raise MembersChangedError
             try:
                 reply = self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S)
+                self.num_meetings += 1
                 return [from_message(RankInfo, one) for one in reply.descriptions]
             except PeerUnavailableError:
                 if time.monotonic() > deadline:

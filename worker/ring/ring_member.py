@@ -195,16 +195,18 @@ class RingMember:
             is_next = before is None or members.generation > before.generation
             # After a loss the others may be in a collective: they go on without who waits, until the step after that.
             goes_on = before is None or bool(before.lost(membership))
+            leads = members.ranks[0] == me
             if me is None or me.joining:
                 if me is not None and not me.waits:  # a chief that was started again has not heard it
                     self._take_in(())
-            elif waiting and members.ranks[0] == me:
+            elif waiting and leads:
                 self._take_in([(one.task, one.incarnation) for one in waiting])
             elif (
                 is_next
                 and (goes_on or not waiting)
-                # That somebody has come may be heard before that it waits.
-                and (group := self._next_generation(members, _never if goes_on else _somebody_waits)) is not None
+                # That somebody has come may be heard before that it waits; who leads is waited for to take it in.
+                and (group := self._next_generation(members, _somebody_waits if leads or not goes_on else _never))
+                is not None
             ):
                 tasks = ", ".join(rank.task for rank in members.ranks)
                 return self._told(f"with {tasks}", members, group, began), members.names

@@ -78,6 +78,9 @@ class EstimatorTraining:
             max_steps: updates of all trainings together, after which to stop. With neither: one pass over the input.
             listeners: hear of each checkpoint, on the workers that save it.
         """
+        workers = self.strategy.communicator
+        if workers is not None and workers.healing is not None:
+            workers.healing.refuse_newcomer("an Estimator's training")
         feed = open_feed(self.strategy, given, self._build)
         manager = self._prepare(feed.position)
         target = self._step + steps if steps is not None else max_steps

@@ -12,6 +12,7 @@ from stratagem.cluster.communication import ReduceOp
 from stratagem.cluster.units import Plan, Topic
 from stratagem.errors import ConfigurationError, StratagemError
 from stratagem.strategy.ps.servers import Servers
+from stratagem.training.fit.position import FitPosition
 from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.training.fit.unit_counts import UnitCounts
 from stratagem.worker.ring.communicator import Communicator
@@ -33,6 +34,9 @@ class FitAgreement:
         """
         return contextlib.nullcontext()
 
+    def arrive(self) -> None:
+        """The first epoch is about to begin."""
+
     def begin(self, epoch: int) -> dict[str, float] | None:
         """An epoch is about to begin. Its logs, if it is over for the others."""
         return None
@@ -53,14 +57,35 @@ class FitAgreement:
 
 
 class InStep(FitAgreement):
-    """Of workers that run in step."""
+    """Of workers that run in step.
+
+    Args:
+        dataset: what is trained on.
+        position: where this worker stands.
+    """
 
     is_alone = False
 
-    def __init__(self, workers: Communicator) -> None:
+    def __init__(self, workers: Communicator, dataset: Any, position: FitPosition) -> None:
         self._workers = workers
-        if workers.healing is not None:
-            workers.healing.refuse_newcomer("fit")
+        self._dataset = dataset
+        self._position = position
+
+    @contextlib.contextmanager
+    def listening(self, flush: Callable[[], None]) -> Iterator[None]:
+        healing = self._workers.healing
+        if healing is not None:
+            healing.loop = self._position
+        try:
+            yield
+        finally:
+            if healing is not None:
+                healing.loop = None
+
+    def arrive(self) -> None:
+        """A newcomer to a ring goes on where the others are."""
+        if self._workers.healing is not None and self._workers.healing.is_new:
+            self._dataset.arrive()
 
     def stops(self, epoch: int, wish: bool) -> bool:
         return bool(self._workers.all_reduce(torch.tensor(int(wish)), ReduceOp.MAX))

@@ -13,6 +13,7 @@ from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import can_be_planned
 from stratagem.data.placement import InputPlacement
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.ps.servers import EvaluatedUnits, Servers
@@ -60,6 +61,8 @@ class Evaluation:
             self._leased, self._num_steps = (units, counts), None
         else:
             dataset = for_evaluation(strategy, source, device)
+        self.in_step = dataset if isinstance(dataset, SplitDataset) else None
+        """What workers that run in step go through together; None: that is not how it is done."""
         self._dataset = sampled(dataset)
 
     def run(self, is_silent: bool = False) -> dict[str, float]:

@@ -45,6 +45,7 @@ class Training:
         logs: dict[str, float] = {}
         with self._agreement.listening(self._flush), self._passes:
             self._callbacks.call("on_train_begin")
+            self._agreement.arrive()
             try:
                 while self._position.epoch < epochs:
                     number = self._position.epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stratagem.data.split_dataset import SplitDataset
 from stratagem.strategy.metric_states import pack, unpack
 from stratagem.training.fit.running_metrics import RunningMetrics
 from stratagem.training.saving.object_states import Stateful
@@ -24,6 +25,8 @@ class FitPosition:
         self._dataset = dataset
         self._running = running
         self._callbacks = callbacks
+        self.validation: SplitDataset | None = None
+        """Data that workers who run in step evaluate after epochs."""
         self.epoch = epoch
         self.step = 0
         """Within the epoch: steps that are done."""
@@ -44,27 +47,46 @@ class FitPosition:
         """Plain values and tensors of bytes."""
         counted = self._running.states() if self.step else []
         return {
+            **self._place(),
+            "counted": [pack(states) for states in counted],
+            "data": self._dataset.state_dict() if self._is_placed else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where ``state`` was saved. The first callback of a class gets the state of the first, and so on."""
+        self._put(state)
+        self._running.add_states([unpack(part) for part in state["counted"]])
+        if self._is_placed and state["data"]:
+            self._dataset.load_state_dict(state["data"])
+
+    def hand_over(self) -> dict[str, Any]:
+        """What a newcomer to a ring needs besides model, optimizer and data; what was counted, the others have."""
+        validation = {} if self.validation is None else self.validation.hand_over(is_open=False)
+        return {**self._place(), "validation": validation}
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the others are, whose :meth:`hand_over` it is."""
+        self._put(state)
+        if self.validation is not None and state["validation"]:
+            self.validation.take_over(state["validation"])
+
+    def _place(self) -> dict[str, Any]:
+        return {
             "epoch": self.epoch,
             "step": self.step,
             "num_steps": self.num_steps,
             "is_trained": self.is_trained,
-            "counted": [pack(states) for states in counted],
-            "data": self._dataset.state_dict() if self._is_placed else {},
             "callbacks": [
                 {"kind": type(callback).__name__, "state": callback.state_dict()} for callback in self._callbacks
             ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where ``state`` was saved. The first callback of a class gets the state of the first, and so on."""
+    def _put(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.step, self.num_steps = int(state["epoch"]), int(state["step"]), int(state["num_steps"])
         self.is_trained = bool(state.get("is_trained"))
         self.is_resumed = True
         self._running.reset()
         self._running.num_steps = self.step
-        self._running.add_states([unpack(part) for part in state["counted"]])
-        if self._is_placed and state["data"]:
-            self._dataset.load_state_dict(state["data"])
         saved = list(state["callbacks"])
         for callback in self._callbacks:
             own = next((one for one in saved if one["kind"] == type(callback).__name__), None)

@@ -1,0 +1,70 @@
+"""Calls ``fit`` in a ring that may lose workers and take them in again, and writes down what each worker has of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import stratagem as sg
+from tests.cluster.scripts import faults
+
+EPOCHS = 6
+BATCH = 12
+
+
+class Watch(sg.callbacks.Callback):
+    """Makes faults happen before their steps, waits for a newcomer before one, and notes what was trained.
+
+    Args:
+        meet: number of the step, of those of the whole training.
+    """
+
+    def __init__(self, meet: int) -> None:
+        self.meet = meet
+        self.steps: list[tuple[int, int]] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        strategy = self.model.strategy
+        assert isinstance(strategy, sg.MultiWorkerMirroredStrategy)
+        faults.at_step(str(strategy.task), self.model.num_steps)
+        healing, deadline = strategy.communicator.healing, time.monotonic() + 60
+        while self.model.num_steps == self.meet and healing is not None and not healing.sees_newcomer:
+            assert time.monotonic() < deadline, "nobody came"
+            time.sleep(0.01)
+        self.steps.append((self.model.position.epoch, batch))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.rates.append(self.model.learning_rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--meet", type=int, required=True)
+    options = parser.parse_args()
+    torch.manual_seed(5)
+    x = torch.randn(63, 7)
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    strategy = sg.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = sg.Model(nn.Sequential(nn.Linear(7, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 3)))
+    model.compile(lambda parameters: torch.optim.Adam(parameters, 1e-2), "cross_entropy", ["accuracy"])
+    watch = Watch(options.meet)
+    plateau = sg.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0)
+    history = model.fit(
+        x, y, batch_size=BATCH, epochs=EPOCHS, validation_data=(x[:9], y[:9]), callbacks=[watch, plateau], verbose=0
+    )
+    sums = [float(value.double().sum()) for value in model.state_dict().values()]
+    news = {"history": history.history, "steps": watch.steps, "rates": watch.rates, "weights": sums}
+    Path(f"{options.out}.{strategy.task.index}").write_text(json.dumps(news))
+
+
+if __name__ == "__main__":
+    main()
