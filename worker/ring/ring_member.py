@@ -195,7 +195,7 @@ class RingMember:
             is_next = before is None or members.generation > before.generation
             # After a loss the others may be in a collective: they go on without who waits, until the step after that.
             goes_on = before is None or bool(before.lost(membership))
-            leads = members.ranks[0] == me
+            leads = members.ranks[:1] == (me,)
             if me is None or me.joining:
                 if me is not None and not me.waits:  # a chief that was started again has not heard it
                     self._take_in(())
