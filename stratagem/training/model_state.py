@@ -123,6 +123,13 @@ class ModelState:
         workers = self.strategy.communicator
         return 0 if self._running is None else self._running.num_examples * (1 if workers is None else workers.size)
 
+    def logs_of_all(self, own: Mapping[str, float]) -> Mapping[str, float]:
+        """Loss and metrics of the epoch so far: of all workers where they run in step, and then every worker has to
+        ask; else ``own``."""
+        if self.strategy.communicator is None or self._running is None:
+            return own
+        return self._running.result()
+
     @property
     def is_mid_update(self) -> bool:
         """Whether gradients of some steps of ``fit`` wait for those of further ones, to make one update with them."""

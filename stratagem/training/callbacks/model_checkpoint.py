@@ -77,7 +77,7 @@ class ModelCheckpoint(Callback):
     def _end_batch(self, batch: int, logs: LogsArgument = None) -> None:
         if self.model.num_steps % int(self._every) == 0:
             needs_logs = self._best_only or "{" in self._template.replace("{epoch", "")
-            self._consider((logs or {}) if needs_logs else {})
+            self._consider(self.model.logs_of_all(logs or {}) if needs_logs else {})
 
     def _consider(self, logs: Mapping[str, float]) -> None:
         if self._best_only:

@@ -65,6 +65,9 @@ def main() -> None:
     chosen: list[callbacks.Callback] = [callbacks.LearningRateScheduler(lambda epoch: 1e-2 * 0.5**epoch), Faults()]
     if options.checkpoints:
         chosen.append(callbacks.ModelCheckpoint(options.checkpoints / "ckpt_{epoch}"))
+    if options.checkpoints and strategy.communicator is not None:  # each worker has other losses of its batches
+        best = options.checkpoints / "best-{loss:.9f}"
+        chosen.append(callbacks.ModelCheckpoint(best, "loss", save_best_only=True, save_freq=2))
     if options.backup:
         chosen.append(callbacks.BackupAndRestore(options.backup, save_freq=2))
     if options.stop_on_one is not None:
