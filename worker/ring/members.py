@@ -85,11 +85,6 @@ class Members:
         alive = {(info.task, info.incarnation) for info in membership.members if info.live}
         return [place for place, rank in enumerate(self.ranks) if (rank.task, rank.incarnation) not in alive]
 
-    def have_moved(self, membership: Membership) -> bool:
-        """Whether the chief has by now another address of a rank: one that was started again may have none at first."""
-        known = {info.incarnation_name: info.address for info in membership.members}
-        return any(known.get(rank.incarnation_name, rank.address) != rank.address for rank in self.ranks)
-
     def are_others(self, membership: Membership) -> bool:
         """Whether the chief says by now that a rank is lost, or that there are further ones."""
         return bool(self.lost(membership) or set(members_of(membership).names) - set(self.names))

@@ -98,8 +98,7 @@ class Peers:
             self._session.raise_if_stopped()
             membership = self._session.membership
             is_old = membership.generation > self.members.generation and membership.min_workers
-            is_other = self.members.lost(membership) or self.members.have_moved(membership)
-            if is_old or is_other or self._is_over(membership):
+            if is_old or self.members.lost(membership) or self._is_over(membership):
                 raise MembersChangedError
             try:
                 reply = self._call(0, self.stub(0).Meet, request, 2 * PATIENCE_S)

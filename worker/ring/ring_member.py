@@ -222,6 +222,8 @@ class RingMember:
 
         Where nobody is lost the one before stays until all have come: they may be in the middle of a collective.
         """
+        if not all(rank.address for rank in members.ranks):  # a chief that was started again has not heard from all
+            return None
         before = self._peers
         is_lost = before is not None and bool(before.members.lost(self._session.membership))
         if before is not None and is_lost:
