@@ -90,3 +90,11 @@ def test_what_breaks_without_a_loss_is_made_again_with_all(misses_at: int, break
     assert_bit_identical([result[0] + result[1] for result in results])
     for seed, found in enumerate(results[0]):
         assert_same(found, alone(WITH, seed))
+
+
+@pytest.mark.parametrize("later", [5, 6, 7])
+@pytest.mark.parametrize("dies_at", range(3, 9))
+def test_a_second_break_in_the_next_step_finds_the_ranks_a_step_apart(dies_at: int, later: int) -> None:
+    """They lay the memory of their gradients out anew in the same step, of whichever group each has heard by then."""
+    results = run_mortal(3, work, rank0=Fate(misses_at=dies_at + later), rank1=Fate(dies_at))
+    assert_bit_identical([result[0] + result[1] for result in results])
