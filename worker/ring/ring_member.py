@@ -15,8 +15,8 @@ from stratagem.errors import (
     ClusterTimeoutError,
     CollectiveError,
     ConfigurationError,
-    JobStoppedError,
     PeerUnavailableError,
+    StratagemError,
 )
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
@@ -285,7 +285,7 @@ class RingMember:
             self._is_leaving = True
             try:
                 communicator.barrier()
-            except (CollectiveError, JobStoppedError) as error:
+            except StratagemError as error:
                 logger.warning("left the ring out of step: %s", error)
 
     def close(self, reason: str) -> None:
