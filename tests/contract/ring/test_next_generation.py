@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
 
 import pytest
 import torch
@@ -172,13 +171,14 @@ def test_too_few_are_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     assert caplog.text.count("the last collectives and commits here") == 1
 
 
-def cut_off(communicator: Communicator) -> None:
-    """Breaks the connection of a rank to the next one, as a reset on its way does."""
-    lane: Any = communicator.group._right_lane  # type: ignore[attr-defined]
+def cut_off(ring: Sequence[Communicator], rank: int) -> None:
+    """Breaks the connection of a rank to the next one, as a reset on its way does; both know it then."""
+    lane, other = ring[rank].group._right_lane, ring[(rank + 1) % len(ring)].group._left_lane  # type: ignore[attr-defined]
     if isinstance(lane, TcpSender):
         lane._sock.shutdown(socket.SHUT_RDWR)
     else:
         lane._call.cancel()
+        poll(lambda: lane._inbox.error is not None and other._inbox.error is not None)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])
@@ -188,12 +188,12 @@ def test_a_connection_that_breaks_between_two_that_live_is_made_again(
     with ring_of(3, transport) as (_, ring):
         assert sums(ring) == [7.0] * 3
         for index in range(3):  # in between
-            cut_off(ring[index])
+            cut_off(ring, index)
             assert sums(ring, 1 << 16) == [7.0] * 3
         with futures.ThreadPoolExecutor(2) as pool:  # while two wait for the third one
             waiting = pool.submit(lambda: [sums(ring[:2]), sums(ring[:2])])
             poll(lambda: all("all_reduce" in one.position.what for one in ring[:2]))
-            cut_off(ring[0])
+            cut_off(ring, 0)
             assert [sums(ring[2:]), sums(ring[2:])] == [[7.0], [7.0]]
             assert waiting.result(60) == [[7.0] * 2, [7.0] * 2]
         assert [one.generation for one in ring] == [4] * 3
@@ -228,7 +228,7 @@ def test_connections_that_break_again_and_again_are_an_error() -> None:
     with ring_of(2, "tcp") as (_, ring):
 
         def break_off() -> None:
-            cut_off(ring[0])
+            cut_off(ring, 0)
             ring[0].collective("nothing", lambda tag: ring[0].group.barrier(tag))
 
         with futures.ThreadPoolExecutor(2) as pool:
@@ -241,7 +241,7 @@ def test_connections_that_break_again_and_again_are_an_error() -> None:
 
 def test_what_is_said_of_the_group_before_does_not_break_the_one_after() -> None:
     with ring_of(2, "tcp") as (chief, ring):
-        cut_off(ring[0])
+        cut_off(ring, 0)
         assert sums(ring) == [3.0] * 2
         service = chief.members[1].ring_service
         assert service.diagnosis is not None
