@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 
 from stratagem.data.nested import map_values
+from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
 
 
@@ -57,6 +58,21 @@ def merged(metric: torchmetrics.Metric, parts: Sequence[States]) -> torchmetrics
 def num_updates(metric: torchmetrics.Metric) -> int:
     """How often a metric, or one inside it, was updated since it was reset."""
     return max(part._update_count for part in _parts(metric).values())
+
+
+def check_counts_all(metric: torchmetrics.Metric) -> None:
+    """Refuses a metric of the last few updates where all are counted, in whatever order they come.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    for part in _parts(metric).values():
+        if isinstance(part, torchmetrics.wrappers.Running):
+            raise ConfigurationError(
+                f"{type(part).__name__} is of the last {part.window} updates, and `fit`, `evaluate` and parameter "
+                f"servers count all batches, in no order: give {type(part.base_metric).__name__} itself, or update "
+                "yours in a loop without `prepare`, for the batches of this worker alone"
+            )
 
 
 def _parts(metric: torchmetrics.Metric) -> dict[str, torchmetrics.Metric]:

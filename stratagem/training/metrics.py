@@ -13,7 +13,7 @@ import torchmetrics
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.metric_states import States
-from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
+from stratagem.strategy.torchmetrics_states import check_counts_all, empty_copy, merged, num_updates, states_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,13 @@ class OfTorchmetrics:
 
     Args:
         metric: the user's; it is copied.
+
+    Raises:
+        ConfigurationError: it does not count all.
     """
 
     def __init__(self, metric: torchmetrics.Metric, device: torch.device) -> None:
+        check_counts_all(metric)
         self._metric = empty_copy(metric, device)
 
     def update(self, outputs: Any, targets: Any) -> None:
@@ -92,7 +96,7 @@ class OfTorchmetrics:
 
     def compute(self, parts: Sequence[States]) -> dict[str, float]:
         twin = merged(self._metric, parts)
-        if not twin._update_count:
+        if not num_updates(twin):
             return {"": float("nan")}
         value: Any = twin.compute()
         values = {f"_{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {"": value}

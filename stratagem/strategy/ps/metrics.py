@@ -18,7 +18,7 @@ from stratagem.errors import ConfigurationError
 from stratagem.strategy.base import Strategy
 from stratagem.strategy.metric_states import from_bytes, to_bytes
 from stratagem.strategy.prepared_metric import PreparedMetric
-from stratagem.strategy.torchmetrics_states import num_updates, states_of
+from stratagem.strategy.torchmetrics_states import check_counts_all, num_updates, states_of
 from stratagem.worker.chief_client import ChiefClient
 
 MAX_NUMBERS = 4096
@@ -36,6 +36,7 @@ class CountedMetric(PreparedMetric):
     """See :class:`~stratagem.strategy.ps.units.UnitListener`."""
 
     def __init__(self, metric: torchmetrics.Metric, strategy: Strategy, chief: ChiefClient) -> None:
+        check_counts_all(metric)
         super().__init__(metric, strategy)
         self._chief = chief
         self._group = chief.new_group("metric")

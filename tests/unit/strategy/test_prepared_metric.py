@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
-from stratagem.strategy.ps.metrics import MAX_NUMBERS, numbers_of, value_from
+from stratagem.strategy.ps.metrics import MAX_NUMBERS, CountedMetric, numbers_of, value_from
 
 
 @pytest.fixture
@@ -79,6 +79,12 @@ def test_collections_share_no_states(strategy: sg.MirroredStrategy) -> None:
     both.reset()
     with pytest.warns(UserWarning):
         assert both.compute() == {"val_MulticlassPrecision": 0.0, "val_MulticlassRecall": 0.0}
+
+
+def test_a_metric_of_the_last_updates_is_refused_where_units_have_no_order(strategy: sg.MirroredStrategy) -> None:
+    chief: Any = None  # not asked for anything
+    with pytest.raises(ConfigurationError, match="RunningSum is of the last 2 updates"):
+        CountedMetric(torchmetrics.RunningSum(2), strategy, chief)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,20 @@ def test_evaluate_counts_each_example_once_and_predict_keeps_the_order(
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
+def test_wrappers_of_torchmetrics_count_what_is_in_them(data: tuple[torch.Tensor, torch.Tensor], kind: str) -> None:
+    x, y = data
+    accuracy = torchmetrics.Accuracy("multiclass", num_classes=3, average="micro")
+    model = make_model(kind, metrics={"most": torchmetrics.MinMaxMetric(accuracy)})  # its update is not counted
+    logs = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    assert logs["most_raw"] == logs["most_max"] == pytest.approx(float(accuracy(make_net()(x), y)))
+
+
+def test_a_metric_of_the_last_updates_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"RunningMean is of the last 3 updates.*give MeanMetric itself"):
+        make_model(metrics={"mean": torchmetrics.RunningMean(3)})
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_weights_of_examples_and_classes_divide_by_their_sum(
     data: tuple[torch.Tensor, torch.Tensor], kind: str
 ) -> None:
