@@ -25,6 +25,7 @@ from stratagem.errors import ClusterSpecError, JobStoppedError, PeerUnavailableE
 from stratagem.launch.plan import LocalJob
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "submit.ipynb"
 CLUSTER_YAML = """
 cluster:
   chief: ["127.0.0.1:4000"]
@@ -115,6 +116,7 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["ps", "--cluster", "nowhere.yaml"], "cannot read the cluster file nowhere.yaml: No such file"),
         (["worker", "nowhere.py"], "there is no file nowhere.py"),
         (["run", "nowhere.py"], "there is no file nowhere.py"),
+        (["run", str(NOTEBOOK)], "submit.ipynb is a notebook: `stratagem submit submit.ipynb`"),
         (["run", "--ps", "1", "--strategy", "one", __file__], "the cluster has 1 ps"),
         (["run", "--workers", "2", "--strategy", "one", __file__], "the cluster has 2 workers"),
         (["run", "--ps", "1", "--strategy", "ring", __file__], "without parameter servers"),
