@@ -206,8 +206,7 @@ class ChiefJob(ChiefState):
             if self.sessions.work_is_done and not self.journal.history.ending:
                 await self.recovery.open_books()  # a chief that starts when all workers have gone looks what is there
                 await self.recovery.ps_return.lost_after_restarts(self.lease_book.positions())
-            await self._end.see_off(stop)
-            exit_code = stop.exit_code
+            exit_code = await self._end.see_off(stop)
         finally:
             if not self.finished.done():
                 self.finished.set_result(exit_code)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from stratagem.checkpoint.ended import write_end
+from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import StopJob
@@ -42,19 +43,21 @@ class JobEnd(ChiefPart):
             logger.warning("No checkpoint before the chief leaves: %s", error)
         await self._until(lambda: not self._sessions.leaving, deadline)  # ps of the same node, say
 
-    async def see_off(self, stop: StopJob) -> None:
-        """Takes the last checkpoint, tells all tasks, and waits until they have gone."""
+    async def see_off(self, stop: StopJob) -> int:
+        """Takes the last checkpoint, tells all tasks, and waits until they have gone; returns the chief's exit code:
+        that of the job, or 1 where the work is done and is not on the disk."""
         log = logger.info if stop.exit_code == 0 else logger.error
         log("The job ends with exit code %d: %s", stop.exit_code, stop.reason)
         # Scripts may end before every task of their cluster has started, and a ps may have died a moment ago: who comes
         # late is to hear of the end, and a ps that is back in time is part of the last checkpoint.
         sessions, is_good = self._sessions, stop.exit_code == 0
+        unsaved = self._journal.history.unsaved
         if not self._journal.history.ending:  # else an earlier incarnation of the chief has come that far
             if stop.exit_code in (0, 143):
-                await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
+                unsaved = await self._save_last(self._clock() + (self._config.worker_timeout_s if is_good else 0.0))
             self._say_end(stop, [task for task in sessions.required if task.startswith("ps:")] + sessions.unfinished)
         # A chief that dies before it has told all, and ended, goes on with that; else the next one begins another job.
-        self._journal.write("ending" if is_good else "stopped", reason=stop.reason)
+        self._journal.write("ending" if is_good else "stopped", reason=stop.reason, unsaved=unsaved)
         self._streams.broadcast(stop)
 
         deadline = self._clock() + (LATE_S if is_good else 0.0)
@@ -65,18 +68,30 @@ class JobEnd(ChiefPart):
 
         await self._until(all_gone, max(deadline, self._clock() + self._config.session_timeout_s))
         self._say_end(stop, sessions.absent_servers + sessions.unfinished)
+        if not (is_good and unsaved):
+            return stop.exit_code
+        journal = f" with another journal than that in {self._config.state_dir}" if self._config.state_dir else ""
+        newest = next(iter(checkpoints.newest(self._config.checkpoint_dir) or ["none"]))
+        logger.error(
+            "The work is done and not saved: no last checkpoint (%s); the newest is %s. A job that is started%s goes "
+            "on from that",
+            *(unsaved, newest, journal),
+        )
+        return 1
 
-    async def _save_last(self, deadline: float) -> None:
-        """Waits for a ps that is away as long as while the job ran: without it, what the others hold is not saved."""
+    async def _save_last(self, deadline: float) -> str:
+        """Waits for a ps that is away as long as while the job ran: without it, what the others hold is not saved.
+        Returns why it is not."""
         while True:
             await self._until(lambda: not self._sessions.absent_servers, deadline)
             try:
-                return await self._maintenance.save_last()
+                await self._maintenance.save_last()
+                return ""
             except StratagemError as error:
                 is_away = isinstance(error, PeerUnavailableError)  # a ps, or only the connection to it
                 if not (is_away or self._sessions.absent_servers) or self._clock() >= deadline:
-                    newest = self._journal.history.checkpoint or "none"
-                    return logger.error("No last checkpoint: %s; the newest is %s", error, newest)
+                    logger.error("No last checkpoint: %s", error)
+                    return str(error)
                 await asyncio.sleep(RETRY_S)
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> None:

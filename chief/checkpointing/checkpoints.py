@@ -7,6 +7,7 @@ A checkpoint is ``<directory>/step-00000100/``: per ps ``ps-<i>.safetensors`` (t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -102,7 +103,10 @@ def begin(directory: str) -> CheckpointDraft:
     """
     try:
         draft = CheckpointDraft(pathlib.Path(directory).absolute())
-        (draft.path / "nonce").write_text(draft.nonce)
+        with contextlib.ExitStack() as undone:
+            undone.enter_context(draft)
+            (draft.path / "nonce").write_text(draft.nonce)
+            undone.pop_all()
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{error}; give a directory that the chief and every ps can write") from None
     return draft

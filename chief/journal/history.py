@@ -16,7 +16,7 @@ _AS_THEY_ARE = (
     *("checkpoint", "restored", "updates_undone", "ending", "stopped"),
 )
 """Fields of the history that are JSON."""
-_AS_THEY_ARE_SINCE = ("earlier_incarnations", "put_back", "is_rerouted", "joining", "taken_in", "has_begun")
+_AS_THEY_ARE_SINCE = ("earlier_incarnations", "put_back", "is_rerouted", "joining", "taken_in", "has_begun", "unsaved")
 """Further ones, which a summary of an older journal lacks."""
 
 
@@ -76,6 +76,8 @@ class JobHistory:
     """Updates of newer checkpoints that were not whole: they are computed again."""
     ending: bool = False
     """The work is done and its last checkpoint written; tasks may not have heard of it yet."""
+    unsaved: str = ""
+    """Why that one could not be written."""
     stopped: str | None = None
     """Why the job is over."""
 
@@ -236,7 +238,7 @@ class JobHistory:
         self.restored, self.updates_undone = record["path"], self.updates_undone + record["undone"]
 
     def _on_ending(self, record: Mapping[str, Any]) -> None:
-        self.ending = True
+        self.ending, self.unsaved = True, record.get("unsaved", "")
 
     def _on_stopped(self, record: Mapping[str, Any]) -> None:
         self.stopped = record["reason"]

@@ -63,6 +63,40 @@ async def test_the_chief_waits_for_a_ps_that_died_a_moment_before_the_end(tmp_pa
         assert not list(tmp_path.glob("*ended*")), "everybody has heard of the end"
 
 
+class Full(FakePs):
+    """Has no room for another checkpoint."""
+
+    async def SaveShards(self, request: Any, context: Any) -> Any:
+        if self.step:
+            raise CheckpointError(f"ps:{self.index} cannot write its shards: no space left")
+        return await super().SaveShards(request, context)
+
+
+async def test_work_that_is_done_and_not_saved_is_not_done_well(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last checkpoint could not be written, and the job ended with exit code 0."""
+    folders = {"checkpoint_dir": str(tmp_path / "checkpoints"), "state_dir": str(tmp_path / "state")}
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(chief(num_workers=1, num_ps=1, **folders))
+        server = await stack.enter_async_context(ps(running.address, Full(0)))
+        worker = Task(running.address, "worker:0")
+        stack.push_async_callback(worker.die)
+        await worker.ready()
+        await until(lambda: running.job.journal.history.checkpoint)
+        server.apply(Unit(1, 0, 0))
+        worker.goodbye()
+        assert server.session is not None
+        assert (await until(functools.partial(server.session.ended, "stop"))).exit_code == 0, "it has done its part"
+        server.session.goodbye()
+        assert await running.exit_code() == 1
+        assert "not saved: no last checkpoint (ps:0 cannot write its shards: no space left" in caplog.text
+        assert f"the newest is {folders['checkpoint_dir']}/step-00000000" in caplog.text
+        await running.kill()
+        async with chief(num_workers=1, num_ps=1, **folders) as again:
+            assert await again.exit_code() == 1, "whoever starts it again learns the same"
+
+
 class Damaged(FakePs):
     """Finds its part of every checkpoint damaged."""
 
@@ -96,7 +130,7 @@ async def test_a_ps_to_which_nothing_could_be_given_back_is_in_no_last_checkpoin
             for session in (servers[0].session, reborn.session):
                 await until(functools.partial(session.ended, "stop"))
                 session.goodbye()
-            assert await running.exit_code() == 0
+            assert await running.exit_code() == 1
             assert "save" not in reborn.calls
     assert "No last checkpoint" in caplog.text
 
@@ -167,7 +201,7 @@ async def test_the_end_is_written_for_a_ps_that_stays_away(tmp_path: Path) -> No
         servers[0].session.goodbye()
         await until(lambda: not running.job.sessions.servers)
         await until_late(running, running.job.finished.done)
-        assert await running.exit_code() == 0
+        assert await running.exit_code() == 1, "what it held is in no checkpoint"
     assert [path.name for path in tmp_path.glob("*ended*")] == ["ended-ps-1"], "ps:0 has said goodbye"
     told = ended.take_end(str(tmp_path), "ps:1")
     assert told is not None and "every worker has finished" in str(told) and told.exit_code == 0

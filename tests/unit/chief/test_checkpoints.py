@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import math
 import os
@@ -88,6 +89,16 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="give a directory that the chief and every ps can write"):
         checkpoints.begin(str(tmp_path / "file" / "below"))
+
+
+def test_a_draft_that_cannot_be_begun_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoints.begin(str(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_automatic_ones_are_pruned_and_never_the_newest(tmp_path: Path) -> None:
