@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from stratagem.checkpoint.durable import hash_file
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
@@ -57,19 +57,21 @@ def newest(directory: pathlib.Path, name: str = "") -> pathlib.Path | None:
     return next(reversed(named(directory, name) if name else scan(directory)), None)
 
 
-def newest_undamaged(directory: pathlib.Path, name: str) -> pathlib.Path | None:
-    """The newest of :func:`named` whose checksums are right; damaged ones are named in the log.
+def newest_undamaged(
+    directory: pathlib.Path, name: str, fits: Callable[[pathlib.Path], bool] = lambda path: True
+) -> pathlib.Path | None:
+    """The newest of :func:`named` that ``fits`` and whose checksums are right; damaged ones are named in the log.
 
     Raises:
         CheckpointError: there are some, and every one is damaged.
     """
-    found = named(directory, name)
+    found = [path for path in named(directory, name) if fits(path)]
     for path in reversed(found):
         damage = find_damage(path)
         if not damage:
             return path
         if not path.exists():
-            return newest_undamaged(directory, name)  # a job that runs removed it, and has newer ones
+            return newest_undamaged(directory, name, fits)  # a job that runs removed it, and has newer ones
         logger.warning("Left out the checkpoint %s: %s", path, "; ".join(damage))
     if found:
         raise CheckpointError(f"every checkpoint in {directory} is damaged; see the log for the files")

@@ -99,6 +99,11 @@ def describe(path: pathlib.Path) -> SavedCheckpoint:
     return SavedCheckpoint(path, read_step(path) or 0, objects, has_servers, folder)
 
 
+def is_of_variables(path: pathlib.Path) -> bool:
+    """Whether a complete checkpoint holds what parameter servers wrote alone: the chief took it by itself."""
+    return has_server_state(path) and not (path / HOST).exists()
+
+
 def read_states(saved: SavedCheckpoint, names: list[str]) -> dict[str, EncodedState]:
     """The states of these objects, whole: nothing in them refers to parameter servers any more.
 

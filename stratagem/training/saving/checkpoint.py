@@ -20,7 +20,15 @@ from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
 from stratagem.checkpoint.manifest import Manifest
-from stratagem.checkpoint.reading import DESCRIPTION, FORMAT, describe, find, kind_and_state, read_states
+from stratagem.checkpoint.reading import (
+    DESCRIPTION,
+    FORMAT,
+    describe,
+    find,
+    is_of_variables,
+    kind_and_state,
+    read_states,
+)
 from stratagem.checkpoint.server_state import ServerState
 from stratagem.checkpoint.tensor_file import add_tensors
 from stratagem.checkpoint.tree import EncodedState, encode
@@ -31,7 +39,7 @@ from stratagem.strategy.current import current_strategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
 from stratagem.training.saving.members import CheckpointMembers
-from stratagem.training.saving.object_states import kind_of, put_back, states_of_variables, take
+from stratagem.training.saving.object_states import beyond_variables, kind_of, put_back, states_of_variables, take
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import timed_phase
 
@@ -249,6 +257,11 @@ class Checkpoint:
             if self._members.rank < len(generators):
                 set_all_random_states(generators[self._members.rank], self._strategy)
         return Restored(place["path"], place["step"])
+
+    def _fits(self, path: pathlib.Path) -> bool:
+        """Whether a checkpoint is not one of the chief's own, or these objects need no more than that."""
+        needed = {name: item for name, item in self._objects.items() if name not in self._added}
+        return not (is_of_variables(path) and beyond_variables(needed))
 
     def _save(
         self,

@@ -56,12 +56,16 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint that is not damaged and returns its path; None when there is no checkpoint.
 
-        Damaged ones are named in the log.
+        Damaged ones are named in the log. Those that the chief took by itself are left out where the objects need more
+        than they hold: its folder may be this one.
 
         Raises:
             CheckpointError: every checkpoint is damaged, or the newest good one does not fit the objects.
         """
-        path: str = self.checkpoint._members.from_first(lambda: str(newest_undamaged(self.directory, self._name) or ""))
+        fits = self.checkpoint._fits
+        path: str = self.checkpoint._members.from_first(
+            lambda: str(newest_undamaged(self.directory, self._name, fits) or "")
+        )
         restored = self.checkpoint.restore(path or None)
         return None if restored is None else restored.path
 

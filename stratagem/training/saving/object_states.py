@@ -122,22 +122,28 @@ def param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
+def beyond_variables(objects: Mapping[str, Any]) -> str:
+    """What a checkpoint lacks that holds variables alone, as the chief takes it by itself; empty: nothing."""
+    num_models = sum(isinstance(item, torch.nn.Module) for item in objects.values())
+    others = [n for n, item in objects.items() if not isinstance(item, torch.nn.Module | torch.optim.Optimizer)]
+    if others:
+        return f"no state of {', '.join(others)}"
+    return "" if num_models == 1 else f"no names of {num_models} models"
+
+
 def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[str, EncodedState]:
-    """States out of a checkpoint that holds variables alone, as the chief takes it by itself.
+    """States out of a checkpoint that holds variables alone.
 
     Raises:
         CheckpointError: an object needs more than that.
     """
-    models = {name: item for name, item in objects.items() if isinstance(item, torch.nn.Module)}
-    others = [n for n, item in objects.items() if not isinstance(item, torch.nn.Module | torch.optim.Optimizer)]
-    if others or len(models) != 1:
-        what = f"no state of {', '.join(others)}" if others else f"no names of {len(models)} models"
+    if what := beyond_variables(objects):
         raise CheckpointError(
             f"it holds the variables of the parameter servers alone, and {what}: the chief took it by itself, or the "
             "process that asked for it died while it wrote the rest. A Checkpoint of one model and its optimizers can "
             "restore it"
         )
-    ((_, model),) = models.items()
+    (model,) = (item for item in objects.values() if isinstance(item, torch.nn.Module))
     keys = {id(value): key for key, value in model.state_dict(keep_vars=True).items()}
     states = {}
     for name, item in objects.items():

@@ -19,6 +19,7 @@ from stratagem.ps.store import Store
 from stratagem.strategy.default import DefaultStrategy
 from stratagem.strategy.ps.servers import Servers
 from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
 from tests.unit.ps.driver import DirectWorker
 from tests.unit.ps.test_checkpoint import checkpoint as take_checkpoint
 from tests.unit.ps.test_checkpoint import unit
@@ -111,6 +112,19 @@ def test_what_the_chief_does_not_know_is_missed(by_chief: Path) -> None:
         Checkpoint(one=nn.Linear(4, ROWS), two=nn.Linear(4, ROWS)).restore(by_chief)
     with pytest.raises(CheckpointError, match=r"no variable 0\.weight"):
         Checkpoint(model=nn.Sequential(nn.Linear(4, ROWS))).restore(by_chief)
+
+
+def test_those_of_the_chief_are_left_out_where_more_is_needed(
+    by_chief: Path, served: tuple[Checkpoint, FakeServers]
+) -> None:
+    """A worker that was started again found the chief's newest in its own folder, and ended the job."""
+    assert CheckpointManager(Checkpoint(model=nn.Linear(4, ROWS)), by_chief.parent).restore_or_initialize() is not None
+    more: Any = Checkpoint(net=nn.Linear(4, ROWS), epoch=0)
+    manager = CheckpointManager(more, by_chief.parent)
+    assert manager.restore_or_initialize() is None, "there is none but the chief's"
+    own = served[0].save(by_chief.parent / "step", step=2)
+    assert latest_checkpoint(by_chief.parent) == str(by_chief)
+    assert manager.restore_or_initialize() == own and more.epoch == 2
 
 
 def test_harm_to_a_servers_part_is_named(by_chief: Path) -> None:
