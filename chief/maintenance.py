@@ -117,7 +117,8 @@ class Maintenance(ChiefPart):
         """
         if not self._config.checkpoint_dir or not self._journal.history.initialized:
             return
-        if self.newest is None or self.newest.lacks(await self._described()):
+        newest = self.newest or self._found()
+        if newest is None or newest.lacks(await self._described()):
             # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
             await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False)
 
@@ -171,11 +172,10 @@ class Maintenance(ChiefPart):
         async with self._first:
             if self._has_first:
                 return
-            found = checkpoints.newest(self._config.checkpoint_dir)
+            newest = self._found()
             try:
                 described = await self._described()
-                if found is not None:
-                    newest = CommittedCheckpoint(str(found[0]), found[1])
+                if newest is not None:
                     is_kept = not newest.manifest.automatic and newest.step == content_of(described)[0]
                     if is_kept or not newest.lacks(described):
                         return self.saved(newest)
@@ -186,6 +186,11 @@ class Maintenance(ChiefPart):
                 if str(error) != self._delay:
                     self._delay = str(error)
                     logger.info("The first checkpoint has to wait: %s", error)
+
+    def _found(self) -> CommittedCheckpoint | None:
+        """The newest that is there, of an earlier chief or job perhaps."""
+        found = checkpoints.newest(self._config.checkpoint_dir)
+        return None if found is None else CommittedCheckpoint(str(found[0]), found[1])
 
     async def _save(self) -> None:
         try:

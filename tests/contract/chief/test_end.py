@@ -18,6 +18,7 @@ import pytest
 
 from stratagem.checkpoint import ended
 from stratagem.chief.journal.journal import Journal
+from stratagem.chief.maintenance import Maintenance
 from stratagem.chief.membership.session import SessionState
 from stratagem.cluster.config import PsConfig
 from stratagem.cluster.units import Unit
@@ -95,6 +96,29 @@ async def test_work_that_is_done_and_not_saved_is_not_done_well(
         await running.kill()
         async with chief(num_workers=1, num_ps=1, **folders) as again:
             assert await again.exit_code() == 1, "whoever starts it again learns the same"
+
+
+async def test_a_job_that_finds_nothing_left_to_do_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With another number of ps it tried to replace what it had begun from, which it is said to leave alone."""
+
+    async def not_yet(self: Maintenance) -> None:
+        """The workers are done before the chief has come to its first checkpoint."""
+
+    sizes: dict[str, Any] = {"num_workers": 1, "checkpoint_dir": str(tmp_path)}
+    async with cluster(num_ps=1, **sizes) as (before, _, _):
+        await until(lambda: before.job.journal.history.checkpoint)
+    monkeypatch.setattr(Maintenance, "_save_first", not_yet)
+    async with cluster(num_ps=2, **sizes) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.initialized)
+        worker.goodbye()
+        for server in servers:
+            assert server.session is not None
+            await until(functools.partial(server.session.ended, "stop"))
+            server.session.goodbye()
+        assert await running.exit_code() == 0
+    assert "No last checkpoint" not in caplog.text
 
 
 class Damaged(FakePs):
