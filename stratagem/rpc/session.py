@@ -229,7 +229,8 @@ class SessionClient:
         Who has finished (exit code 0) waits longer for a chief that is away: it would take the task for lost and wait
         for it. A chief that has done so already hears it too.
         """
-        goodbye = chief_pb2.Goodbye(exit_code=exit_code, message=message, follows=follows)
+        said = message.encode(errors="backslashreplace").decode()  # it may name a file by bytes that are no UTF-8
+        goodbye = chief_pb2.Goodbye(exit_code=exit_code, message=said, follows=follows)
         self._goodbye = chief_pb2.SessionRequest(goodbye=goodbye)
         self._hurry.set()
         if self._thread.ident is not None:

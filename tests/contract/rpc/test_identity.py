@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import shutil
 import socket
@@ -45,6 +46,7 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
 
     def __init__(self) -> None:
         self.joined: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.send_away = threading.Event()
 
     def Session(self, request_iterator: Any, context: Any) -> Iterator[chief_pb2.SessionEvent]:
@@ -54,6 +56,7 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
         self.joined.put(join.task)
         for request in request_iterator:
             if request.HasField("goodbye"):
+                self.told.put(request.goodbye.message)
                 break
             if self.send_away.is_set():
                 self.send_away.clear()
@@ -98,6 +101,15 @@ def test_a_task_joins_with_its_certificate(folder: Path) -> None:
         assert session.start(30.0) == 3 and servicer.joined.get(timeout=30) == "worker:1"
         assert explain_refusal(address, "chief:0", with_tls(folder, "worker:1")) == ""
         session.goodbye(0)
+
+
+def test_an_error_that_names_a_file_by_odd_bytes_is_told() -> None:
+    """The worker ended by an error of ours instead, and its chief took it for lost."""
+    with chief(OPEN) as (servicer, address):
+        session = SessionClient(address, "worker:1", "")
+        session.start(30.0)
+        session.goodbye(3, "no such file: " + os.fsdecode(b"caf\xe9.csv"))
+        assert servicer.told.get(timeout=30) == "no such file: caf\\udce9.csv"
 
 
 def test_a_task_joins_with_the_token() -> None:
