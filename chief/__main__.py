@@ -62,9 +62,15 @@ async def serve(
     security = security_of(config)
     with contextlib.ExitStack() as held:
         if config.state_dir:
-            journal_lock = JournalLock(config.state_dir)
-            held.callback(journal_lock.release)
-            has_waited = await _wait(journal_lock, config.standby)
+            try:
+                journal_lock = JournalLock(config.state_dir)
+                held.callback(journal_lock.release)
+                has_waited = await _wait(journal_lock, config.standby)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the journal cannot be kept in {config.state_dir}: {error.strerror}. Give the chief a --state-dir "
+                    "that it can write"
+                ) from None
             if has_waited is None:
                 logger.info("Told to end while it stood by")
                 return PREEMPTED

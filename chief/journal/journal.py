@@ -133,7 +133,7 @@ def replay(path: pathlib.Path) -> JobHistory:
     """What a journal says; a last line that is torn is cut off.
 
     Raises:
-        ConfigurationError: a line in the middle cannot be read.
+        ConfigurationError: a line in the middle cannot be read, or one is of another version.
     """
     history = JobHistory()
     data = path.read_bytes() if path.exists() else b""
@@ -144,9 +144,11 @@ def replay(path: pathlib.Path) -> JobHistory:
                 raise ValueError("no end of line")
             history.apply(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
-            if offset + len(line) < len(data):
+            is_strange = not isinstance(error, ValueError)  # whole, and not ours
+            if is_strange or offset + len(line) < len(data):
+                why = f"another version of Stratagem may have written it: {error!r}" if is_strange else error
                 raise ConfigurationError(
-                    f"line {number} of {path} cannot be read ({error}). Move the file away to start a new job "
+                    f"line {number} of {path} cannot be read ({why}). Move the file away to start a new job "
                     "(it then goes on from the newest checkpoint)."
                 ) from None
             # The chief died in the middle of its last line: nobody has acted on it.

@@ -10,11 +10,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stratagem.chief.__main__ import run
+from stratagem.cluster.config import ChiefConfig
+from stratagem.errors import ConfigurationError
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.session import SessionClient
 
@@ -59,6 +64,12 @@ def test_it_prints_its_address_serves_and_ends_when_its_worker_does() -> None:
         assert process.returncode == 0
         assert f"chief:0 listening on {address}" in errors
         assert "Waiting for the cluster: worker:0" in errors and "Cluster is ready" in errors
+
+
+def test_a_state_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"the journal cannot be kept in .*/file/state: Not a directory"):
+        run(ChiefConfig(num_workers=1, state_dir=str(tmp_path / "file" / "state")))
 
 
 def test_sigterm_tells_everybody_and_ends_with_143() -> None:

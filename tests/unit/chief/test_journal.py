@@ -148,6 +148,15 @@ def test_a_bad_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) -> 
         Journal(str(tmp_path))
 
 
+@pytest.mark.parametrize("line", [b'{"kind":"what"}\n', b'{"kind":"summary","chief_epoch":4}\n', b"[]\n"])
+def test_a_whole_line_of_another_version_is_refused_also_at_the_end(tmp_path: Path, line: bytes) -> None:
+    """It was cut off as one that is torn: of a journal that had been made one line of, that was all of the job."""
+    (tmp_path / NAME).write_bytes(line)
+    with pytest.raises(ConfigurationError, match=r"line 1 of .*another version of Stratagem may have written it"):
+        Journal(str(tmp_path))
+    assert (tmp_path / NAME).read_bytes() == line
+
+
 def test_a_long_journal_is_replaced_by_its_summary(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), compact_bytes=2000)
     write_all(journal)
