@@ -23,7 +23,7 @@ from stratagem.chief.journal.lock import CheckpointsLock, JournalLock
 from stratagem.chief.servers.ps_clients import ChiefPsClient
 from stratagem.chief.servicer import SERVICE, ChiefServicer
 from stratagem.cluster.config import ChiefConfig
-from stratagem.errors import ConfigurationError, StratagemError
+from stratagem.errors import ConfigurationError, JournalLostError, StratagemError
 from stratagem.rpc.chief_address import write_chief_address
 from stratagem.rpc.generated import chief_pb2_grpc
 from stratagem.rpc.logs import configure_logging
@@ -62,15 +62,10 @@ async def serve(
     security = security_of(config)
     with contextlib.ExitStack() as held:
         if config.state_dir:
-            try:
+            with _kept_in(config.state_dir):
                 journal_lock = JournalLock(config.state_dir)
                 held.callback(journal_lock.release)
                 has_waited = await _wait(journal_lock, config.standby)
-            except OSError as error:
-                raise ConfigurationError(
-                    f"the journal cannot be kept in {config.state_dir}: {error.strerror}. Give the chief a --state-dir "
-                    "that it can write"
-                ) from None
             if has_waited is None:
                 logger.info("Told to end while it stood by")
                 return PREEMPTED
@@ -90,6 +85,17 @@ async def serve(
         if owns_process:
             held.callback(asyncio.create_task(_freeze(job)).cancel)
         return await _serve(config, job, security, print_address=print_address, until_eof=until_eof)
+
+
+@contextlib.contextmanager
+def _kept_in(state_dir: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JournalLostError(
+            f"the journal cannot be kept in {state_dir}: {error.strerror}. Give the chief a --state-dir that it can "
+            "write"
+        ) from None
 
 
 async def _wait(lock: JournalLock, standby: bool) -> bool | None:
@@ -125,7 +131,8 @@ async def _serve(
     )
     job.address = config.advertise or server.address
     if config.state_dir:
-        write_chief_address(config.state_dir, job.address)
+        with _kept_in(config.state_dir):
+            write_chief_address(config.state_dir, job.address)
     logger.info("%s listening on %s%s", config.task, server.address, security.words)
     if print_address:
         print(server.address, flush=True)

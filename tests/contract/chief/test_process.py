@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stratagem.chief.__main__ import run
-from stratagem.cluster.config import ChiefConfig
-from stratagem.errors import ConfigurationError
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc
 from stratagem.rpc.session import SessionClient
 
@@ -66,10 +62,14 @@ def test_it_prints_its_address_serves_and_ends_when_its_worker_does() -> None:
         assert "Waiting for the cluster: worker:0" in errors and "Cluster is ready" in errors
 
 
-def test_a_state_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_state_dir_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"the journal cannot be kept in .*/file/state: Not a directory"):
-        run(ChiefConfig(num_workers=1, state_dir=str(tmp_path / "file" / "state")))
+    (tmp_path / "chief.tmp").mkdir()  # where the file that says where it serves is to be made
+    for state_dir, why in ((tmp_path / "file" / "below", "Not a directory"), (tmp_path, "Is a directory")):
+        with chief_process(num_workers=1, state_dir=str(state_dir)) as process:
+            _, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 1 and "Traceback" not in errors
+            assert f"chief: the journal cannot be kept in {state_dir}: {why}" in errors
 
 
 def test_sigterm_tells_everybody_and_ends_with_143() -> None:
