@@ -129,20 +129,20 @@ async def _serve(
         services=[SERVICE],
         security=security,
     )
-    job.address = config.advertise or server.address
-    if config.state_dir:
-        with _kept_in(config.state_dir):
-            write_chief_address(config.state_dir, job.address)
-    logger.info("%s listening on %s%s", config.task, server.address, security.words)
-    if print_address:
-        print(server.address, flush=True)
-    loop = asyncio.get_running_loop()
-    for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
-        loop.add_signal_handler(number, end, PREEMPTED, f"the chief got {signal.Signals(number).name}")
-    if until_eof:
-        loop.add_reader(sys.stdin.fileno(), _on_input, job)
     async with contextlib.AsyncExitStack() as servers:
         servers.push_async_callback(server.stop)
+        job.address = config.advertise or server.address
+        if config.state_dir:
+            with _kept_in(config.state_dir):
+                write_chief_address(config.state_dir, job.address)
+        logger.info("%s listening on %s%s", config.task, server.address, security.words)
+        if print_address:
+            print(server.address, flush=True)
+        loop = asyncio.get_running_loop()
+        for number, end in zip(_ENDINGS, (job.leave, job.stop), strict=True):
+            loop.add_signal_handler(number, end, PREEMPTED, f"the chief got {signal.Signals(number).name}")
+        if until_eof:
+            loop.add_reader(sys.stdin.fileno(), _on_input, job)
         for serve_http in _http_servers(config):
             servers.push_async_callback(serve_http(config, job, security).stop)
         await server.set_serving(True)
