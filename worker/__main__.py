@@ -23,7 +23,7 @@ from stratagem.rpc.heap import keep_freed_memory
 from stratagem.rpc.logs import configure_logging
 from stratagem.rpc.security import security_of
 from stratagem.rpc.session import SessionClient
-from stratagem.worker import interrupts, job_script
+from stratagem.worker import background_writes, interrupts, job_script
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.script_exit import before_sudden_exit, leave
 from stratagem.worker.script_runner import EXIT_SCRIPT_FAILED, EXIT_USAGE, Outcome, run_script
@@ -59,6 +59,8 @@ def run(config: WorkerConfig | EvaluatorConfig, script: str, arguments: Sequence
     alone = not job_script.uses_torch_distributed()
     if outcome.exit_code == 0 and num_replicas > 1 and alone and job_script.awaits_strategy():
         outcome = Outcome(EXIT_USAGE, job_script.trains_alone(num_replicas, "and has ended"))
+    if outcome.exit_code == 0 and (error := background_writes.failure()) is not None:
+        outcome = Outcome(EXIT_SCRIPT_FAILED, f"{type(error).__name__}: {error}")
     runtime = active_runtime()
     reason = runtime.stop_reason() if runtime is not None else None
     if outcome.exit_code == EXIT_SCRIPT_FAILED and reason is not None and str(reason) not in outcome.message:

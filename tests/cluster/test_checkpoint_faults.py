@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -123,3 +124,22 @@ def test_every_one_damaged(tmp_path: Path) -> None:
         keeper.restore_or_initialize()
     with pytest.raises(CheckpointError, match="There is no other checkpoint"):
         keeper.checkpoint.restore(tmp_path)
+
+
+SAVES_LAST = """
+import sys, torch, stratagem as sg
+strategy = sg.strategy_from_environment()
+with strategy.scope():
+    checkpoint = sg.Checkpoint(model=torch.nn.Linear(1, 1))
+checkpoint.save(sys.argv[1] + "/step", blocking=False)
+print("done")
+"""
+
+
+def test_a_save_that_fails_when_the_script_is_over_has_failed_it(tmp_path: Path, cluster: Callable[..., Any]) -> None:
+    """Nobody waits for the last one of a script; the job ended with exit code 0."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "saves_last.py").write_text(SAVES_LAST)
+    done = cluster(1, 0, tmp_path / "saves_last.py", tmp_path / "file").finish()
+    assert done.code == 1 and "done" in done.stdout
+    assert "worker:0: CheckpointError: cannot write" in done.stderr and done.summary["first_failure"]["code"] == 1

@@ -40,6 +40,7 @@ from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.random_states import all_random_states, set_all_random_states
 from stratagem.training.saving.members import CheckpointMembers
 from stratagem.training.saving.object_states import beyond_variables, kind_of, put_back, states_of_variables, take
+from stratagem.worker import background_writes
 from stratagem.worker.runtime import active_runtime
 from stratagem.worker.step_meter import timed_phase
 
@@ -190,6 +191,8 @@ class Checkpoint:
         """
         is_pending, self._is_pending = self._is_pending, False
         writing, self._writing = self._writing, None
+        if writing is not None:
+            background_writes.heard(writing)
         if is_pending:
             self._members.from_first(lambda: None if writing is None else writing.result())
 
@@ -332,6 +335,7 @@ def _in_thread(write: Callable[[], None], path: pathlib.Path) -> Future[None]:
     """Calls ``write`` in a thread of its own, which also ends when nobody waits for it. No executor: those take nothing
     once the interpreter shuts down, when ``atexit`` may still save."""
     future: Future[None] = Future()
+    background_writes.begun(future)
 
     def run() -> None:
         try:
