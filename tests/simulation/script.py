@@ -49,6 +49,8 @@ def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], 
         # As after several restarts: what ps have begun from was damaged since, and is read by and by.
         code = 2 if isinstance(error, CheckpointError) and cluster.disk.flipped else 1
         message = f"{type(error).__name__}: {error}"
+        if "not in the same collective" in message or "cannot be brought together" in message:
+            cluster.world.fail(message)  # all run the same script
     else:
         code, message = 0, ""
     if code:
