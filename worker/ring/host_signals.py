@@ -116,7 +116,8 @@ class Signals:
         self.waiting_on = None
         try:
             if error is not None and not isinstance(error, CollectiveError | SegmentError):
-                self._fail(f"rank {self.rank} left collective {self._tag.ordinal}: {type(error).__name__}", self.rank)
+                left = f"rank {self.rank} left collective {self._tag.ordinal}: {type(error).__name__}"
+                self._fail(CollectiveError(left, self.rank))
         finally:
             self._turn.release()
 
@@ -207,7 +208,7 @@ class Signals:
 
     def close(self, reason: str) -> None:
         """Wakes whoever waits, waits until it has left, and closes the sockets."""
-        self._fail(f"rank {self.rank} closed the group: {reason}", None, reason)
+        self._fail(CollectiveError(reason), f"rank {self.rank} closed the group: {reason}")
         with self._turn:
             self._cells = None
             for link in self._links.values():
@@ -382,23 +383,17 @@ class Signals:
         return self._failed(data.decode(errors="replace"), peer if culprit == _NOBODY else culprit)
 
     def _failed(self, message: str, rank: int | None, kind: type[CollectiveError] = CollectiveError) -> CollectiveError:
-        self._fail(message, rank, kind=kind)
+        self._fail(kind(message, rank))
         return self._error()
 
-    def _fail(
-        self,
-        message: str,
-        rank: int | None,
-        own_message: str | None = None,
-        kind: type[CollectiveError] = CollectiveError,
-    ) -> None:
-        """The first failure counts: remembers it, tells every peer, shuts every socket."""
+    def _fail(self, error: CollectiveError, told: str = "") -> None:
+        """The first failure counts: remembers it, tells every peer (``told``, if given), shuts every socket."""
         with self._failing:
             if self._failure is not None:
                 return
-            self._failure = kind, own_message or message, rank
-        text = message.encode()[:_MAX_TEXT_BYTES]
-        culprit = _NOBODY if rank is None else rank
+            self._failure = type(error), str(error), error.rank
+        text = (told or str(error)).encode()[:_MAX_TEXT_BYTES]
+        culprit = _NOBODY if error.rank is None else error.rank
         abort = _SIGNAL.pack(_ABORT, culprit, len(text), 0, 0, 0) + text
         for link in self._links.values():
             try:
