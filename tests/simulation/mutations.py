@@ -221,7 +221,7 @@ def _ring_result_of_its_own() -> Iterator[_Change]:
 
 def _ring_new_cut() -> Iterator[_Change]:
     """The step that a loss has broken is dealt out anew, as the next one is."""
-    yield Healing, "placement", lambda self, step: self.placements[-1]
+    yield HealingReader, "_members", lambda self: self._healing.placements[-1].members
 
 
 def _ring_hasty_newcomer() -> Iterator[_Change]:
