@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 import stratagem as sg
 from tests.cluster.scripts import faults
+from tests.cluster.scripts.train_healing import wait_for_newcomer
 
 EPOCHS = 6
 BATCH = 12
@@ -34,10 +34,8 @@ class Watch(sg.callbacks.Callback):
         strategy = self.model.strategy
         assert isinstance(strategy, sg.MultiWorkerMirroredStrategy)
         faults.at_step(str(strategy.task), self.model.num_steps)
-        healing, deadline = strategy.communicator.healing, time.monotonic() + 60
-        while self.model.num_steps == self.meet and healing is not None and not healing.sees_newcomer:
-            assert time.monotonic() < deadline, "nobody came"
-            time.sleep(0.01)
+        if self.model.num_steps == self.meet:
+            wait_for_newcomer(strategy)
         self.steps.append((self.model.position.epoch, batch))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
