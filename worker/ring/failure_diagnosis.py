@@ -53,6 +53,8 @@ class FailureDiagnosis:
         self.waits: list[tuple[int | None, str]] = []
         """What is waited for outside of the collectives, the oldest first: a rank (None: any), and what of it."""
         self._lost_rank = ""
+        self._cause = ""
+        """Of the error that is to be explained, if it was found already."""
 
     def reason(self, timeout_s: float = 0.0) -> str:
         """Why the collectives are broken, empty while they work. Waits a while when that is just being found out."""
@@ -107,7 +109,7 @@ class FailureDiagnosis:
         """Whether everybody behind an error of the group says where he stands: then it is only a connection that
         broke."""
         self.suspect = error.rank
-        self._find_cause(error)
+        self._cause = self._find_cause(error)
         return not self._lost_rank
 
     def membership_changed(self, membership: Membership) -> None:
@@ -127,7 +129,7 @@ class FailureDiagnosis:
         with self._changed:
             self._explaining = True
             self.suspect = error.rank
-        cause = self._find_cause(error)
+        cause = self.reason() or self._cause or self._find_cause(error)
         with self._changed:
             is_new = isinstance(error, OutOfStepError) and not self.is_out_of_step
             self.is_out_of_step |= is_new
