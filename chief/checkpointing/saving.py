@@ -62,7 +62,7 @@ class Saving(ChiefPart):
         Args:
             automatic: the chief takes it by itself and removes it when enough newer ones are there.
             complete: wait for updates that only some of their ps have, and for values; False when nobody is left to
-                send them.
+                send them. Without any update it takes all values in any case.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -79,7 +79,7 @@ class Saving(ChiefPart):
     ) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
-        if lacking and complete:
+        if lacking and (complete or not content_of(described)[0]):  # initial values, and not all: nothing to go on from
             raise PeerUnavailableError(
                 f"a checkpoint needs the values of {', '.join(lacking)}, which no worker has given"
             )

@@ -488,6 +488,20 @@ async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -
         await worker.die()
 
 
+async def test_a_chief_that_leaves_saves_no_initial_values_of_some_ps_only(tmp_path: Path) -> None:
+    """A ps had come back without any: its checkpoint of step 0 had the other's variables alone."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 2, "checkpoint_dir": str(tmp_path)}
+    config["state_dir"] = str(tmp_path / "state")
+    async with chief(**config) as running, ps(running.address, NotYet(0)) as first, ps(running.address, NotYet(1)):
+        worker = Task(running.address, "worker:0")
+        await worker.ready()
+        await until(lambda: running.job.journal.history.initialized)
+        first.initialized = False
+        with pytest.raises(PeerUnavailableError, match="needs the values of ps:0, which no worker has given"):
+            await running.job._maintenance.save_last()
+        await worker.die()
+
+
 async def test_the_first_checkpoint_is_taken_again_where_a_script_prepares_one_model_after_the_other(
     tmp_path: Path,
 ) -> None:
