@@ -84,7 +84,7 @@ class Network:
         self.servers: dict[str, Server] = {}
         self.calls: dict[Call, None] = {}
         self._cuts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._held: dict[tuple[str, str], list[tuple[Process, Callable[..., None], tuple[Any, ...]]]] = {}
+        self._held: dict[tuple[str, str], list[tuple[Process, float, Callable[..., None], tuple[Any, ...]]]] = {}
 
     def delay(self) -> float:
         """Of the next message."""
@@ -104,11 +104,11 @@ class Network:
         self.world.after(KEEPALIVE_S, None, self._break_silent, source, target)
 
     def heal(self, source: str, target: str) -> None:
-        """The reverse of :meth:`cut`; what was held comes now."""
+        """The reverse of :meth:`cut`; what was held comes now, behind what was on its way before."""
         self._cuts[source, target] -= 1
         if not self._cuts[source, target]:
-            for number, (process, run, arguments) in enumerate(self._held.pop((source, target), [])):
-                self.world.after(number * 1e-7, process, run, *arguments)
+            for number, (process, at, run, arguments) in enumerate(self._held.pop((source, target), [])):
+                self.world.after(max(0.0, at - self.world.now) + number * 1e-7, process, run, *arguments)
 
     def _break_silent(self, source: str, target: str) -> None:
         if not self.is_cut(source, target):
@@ -125,7 +125,7 @@ class Network:
     def post(self, source: Process, target: Process, at: float, run: Callable[..., None], *arguments: Any) -> None:
         """Has ``run`` called in ``target``, unless the message stays away."""
         if self._cuts and self.is_cut(source.name, target.name):
-            self._held.setdefault((source.name, target.name), []).append((target, run, arguments))
+            self._held.setdefault((source.name, target.name), []).append((target, at, run, arguments))
         else:
             self.world.after(at - self.world.now, target, run, *arguments)
 

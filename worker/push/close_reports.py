@@ -36,11 +36,11 @@ class CloseReports:
                 counts[unit] += 1
 
     def rerouted(self) -> None:
-        """There are other ps, and each has applied what one of those before had."""
-        waiting: dict[Unit, int] = {}
+        """There are other ps. Each has applied, and heard, what one of those before had; if it goes back to a checkpoint
+        from before that, it lacks it, and must not hear from one that had no part how little that was."""
+        told = [dict(each) for each in self._waiting.values()]
+        waiting = {unit: max(each[unit] for each in told) for unit in told[0] if all(unit in each for each in told)}
         counts: Counter[Unit] = Counter()
-        for told in self._waiting.values():
-            waiting |= {unit: max(num, waiting.get(unit, 0)) for unit, num in told}
         for each in self._num_updates.values():
             counts |= each
         self._waiting = {client.index: list(waiting.items()) for client in self._clients}
