@@ -80,15 +80,16 @@ class Origin:
             self._rows.clear()
 
     def take(self, spec: GroupSpec) -> ShardGroup | None:
-        """A group with its rows, optimizer state and counts; None where the checkpoint has none of its variables.
+        """A group with its rows, optimizer state and counts; None where the checkpoint has none of its variables, or
+        not all and those were not trained: a worker was about to give their values, and gives all of them again.
 
         Raises:
-            VariableError: it has some of it, or under another optimizer or shape.
+            VariableError: it has some of what was trained, or under another optimizer or shape.
             CheckpointError: it cannot be read any more.
         """
         if not any(shard.variable in self._rows for shard in spec.shards):
             return None
-        group = new_group(spec)
+        group, num_taken, lacking = new_group(spec), 0, ""
         with self._lock, _reading(f"group {spec.group} of the checkpoint that this ps begins from"):
             for index, shard in enumerate(spec.shards):
                 num_rows = 0
@@ -96,13 +97,16 @@ class Origin:
                     num_rows += self._copy(rows, group, index, shard)
                 if num_rows != shard.num_rows:
                     stop = shard.first_row + shard.num_rows
-                    raise VariableError(
+                    lacking = (
                         f"variable {shard.variable}: expected rows {shard.first_row} to {stop} in the checkpoint that "
                         f"this ps begins from, found {num_rows}"
                     )
+                num_taken += num_rows * shard.num_elements // max(1, shard.num_rows)
+            if lacking and group.num_updates:
+                raise VariableError(lacking)
             group.initialized = True
-            self.num_taken += spec.num_elements
-        return group
+            self.num_taken += num_taken
+        return None if lacking else group
 
     def _add(self, path: pathlib.Path, groups: list[dict[str, Any]]) -> None:
         names = [path.with_suffix(end) for end in (".safetensors", ".slots.safetensors")]

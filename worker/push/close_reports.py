@@ -36,8 +36,8 @@ class CloseReports:
                 counts[unit] += 1
 
     def rerouted(self) -> None:
-        """There are other ps. Each has applied, and heard, what one of those before had; if it goes back to a checkpoint
-        from before that, it lacks it, and must not hear from one that had no part how little that was."""
+        """There are other ps. Each has applied, and heard, what one of those before had. One that goes back to an older
+        checkpoint lacks that, and must not hear what a ps without a part in it was still to hear: no update."""
         told = [dict(each) for each in self._waiting.values()]
         waiting = {unit: max(each[unit] for each in told) for unit in told[0] if all(unit in each for each in told)}
         counts: Counter[Unit] = Counter()

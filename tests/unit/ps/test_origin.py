@@ -127,6 +127,7 @@ def test_what_is_taken_must_be_there(tmp_path: pathlib.Path) -> None:
     store = new_store()
     worker = DirectWorker(store, "worker:0", make_spec([(4,)], "Adam"))
     worker.create(torch.ones(4))
+    worker.commit(torch.ones(4), Unit(1, 0, 0))
     path = checkpoint(tmp_path, [store], 1)
     second = new_store(1)
     second.checkpoints.restore_shards(str(path), 2)
@@ -151,6 +152,23 @@ def test_what_is_taken_must_be_there(tmp_path: pathlib.Path) -> None:
     third = new_store(2)
     with pytest.raises(CheckpointError, match="cannot be read"):
         third.checkpoints.restore_shards(str(path), 2)
+
+
+def test_what_was_not_trained_is_given_again_where_some_of_it_is_lacking(tmp_path: pathlib.Path) -> None:
+    """The number of ps had changed between the values of one ps and those of another: no worker could go on."""
+    stores = [new_store(0), new_store(1)]
+    shards = [ShardSpec("v0", (4,), 0, 4, 0), ShardSpec("v1", (3,), 0, 3, 0)]
+    workers = [
+        DirectWorker(store, "worker:0", GroupSpec(1, "Adam", torch.float32, (shard,)))
+        for store, shard in zip(stores, shards, strict=True)
+    ]
+    workers[0].create(torch.ones(4))
+    path = checkpoint(tmp_path, stores, 1)
+    stores[0].checkpoints.restore_shards(str(path), 1)
+    both = GroupSpec(1, "Adam", torch.float32, (shards[0], ShardSpec("v1", (3,), 0, 3, 4)))
+    assert DirectWorker(stores[0], "worker:0", both).create(torch.zeros(7)), "it is to give the values"
+    described = stores[0].checkpoints.describe_units()
+    assert described.initialized and described.taken_elements == described.origin_elements == 4
 
 
 def test_a_file_of_any_ps_that_was_altered_is_refused(tmp_path: pathlib.Path) -> None:
