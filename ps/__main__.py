@@ -178,6 +178,7 @@ def _stay(config: PsConfig, store: Store, server: RunningServer, security: Secur
             session.goodbye(0)
         return stopped.exit_code
     except _Terminated:
+        state.gate.is_paused = True  # what came before the chief hears of the end would be lost
         session.goodbye(EXIT_TERMINATED, f"{config.task} was ended by a signal")
         raise
     finally:

@@ -25,7 +25,7 @@ class CommitGate:
     def __init__(self) -> None:
         self._hold: _Hold | None = None
         self.is_paused = False
-        """For the moment in which the store is copied: nobody passes."""
+        """For the moment in which the store is copied, or once its ps ends: nobody passes."""
         self.num_inside = 0
         """Commits that passed and have not finished."""
 
