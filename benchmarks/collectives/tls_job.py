@@ -59,7 +59,7 @@ def open_ring(rank: int, addresses: list[str], certificate: str, key: str) -> Co
         timeout_s=TIMEOUT_S,
     )
     communicator = Communicator(group, lambda error, position: error)
-    choose_chunk_bytes(communicator, group)
+    choose_chunk_bytes(communicator)
     return communicator
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,15 @@ from stratagem.worker.ring.two_level_group import TwoLevelGroup
 DEFAULT_TIMEOUT_S = 300.0
 PROBE = Tag(0, 0)
 """Marks the collective that tries a new group before anybody relies on it."""
+
+
+class Formed(NamedTuple):
+    """What came of a meeting of all ranks."""
+
+    group: Group
+    plan: LanePlan
+    is_late: bool
+    """Whether a rank has been in a group before."""
 
 
 class LaneFailedError(Exception):

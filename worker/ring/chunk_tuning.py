@@ -21,22 +21,27 @@ SLOW_S = 0.1
 """A first trial that takes longer means a slow link: there the chunk size matters little, and trying costs."""
 
 
-def choose_chunk_bytes(communicator: Communicator, ring: RingGroup) -> int:
+def choose_chunk_bytes(communicator: Communicator) -> int:
     """Tries and sets the best; every rank gets the same answer."""
     tensor = torch.ones(TRIAL_BYTES // 4)
     out = torch.empty_like(tensor)
-    ring.chunk_bytes = DEFAULT_BYTES
+    _set(communicator, DEFAULT_BYTES)
     if _slowest(communicator, tensor[: tensor.numel() // 8], out[: tensor.numel() // 8]) > SLOW_S:
         return DEFAULT_BYTES
     taken_s = dict.fromkeys(CANDIDATES, float("inf"))
     for _ in range(ROUNDS):  # in turns: what disturbs the machine disturbs all alike
         for candidate in CANDIDATES:
-            ring.chunk_bytes = candidate
+            _set(communicator, candidate)
             taken_s[candidate] = min(taken_s[candidate], _slowest(communicator, tensor, out))
     fastest = min(CANDIDATES, key=taken_s.__getitem__)
     best = fastest if taken_s[fastest] < CLEARLY * taken_s[DEFAULT_BYTES] else DEFAULT_BYTES
-    ring.chunk_bytes = best
+    _set(communicator, best)
     return best
+
+
+def _set(communicator: Communicator, num_bytes: int) -> None:
+    if isinstance(communicator.group, RingGroup):  # a loss meanwhile may have left another group
+        communicator.group.chunk_bytes = num_bytes
 
 
 def _slowest(communicator: Communicator, tensor: torch.Tensor, out: torch.Tensor) -> float:

@@ -266,21 +266,37 @@ class Healing:
         if self._is_training and ranks.step != self.counted_steps[-1]:
             self.counted_steps.append(ranks.step)
 
-    def _recover(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
-        """Goes on in the next group. Whether others have completed what this rank has not, and its result."""
+    def begin_late(self, ranks: Ranks) -> None:
+        """Of others a group had formed before: they have lost a rank since, and compare counts with this one.
+
+        Raises:
+            CollectiveError: it cannot be healed.
+        """
+        self._inside.here = True
         try:
-            return self._go_on(ranks, error)
+            self._recover(ranks, None, is_late=True)
+        finally:
+            self._inside.here = False
+
+    def _recover(self, ranks: Ranks, error: CollectiveError | None, is_late: bool = False) -> tuple[bool, Kept | None]:
+        """Goes on in the next group, or in the first one. Whether others have completed what this rank has not, and
+        its result."""
+        try:
+            return self._go_on(ranks, error, is_late)
         except CollectiveError:
             FLIGHT.tell(logger)
             raise
 
-    def _go_on(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
+    def _go_on(self, ranks: Ranks, error: CollectiveError | None, is_late: bool = False) -> tuple[bool, Kept | None]:
         while True:
             if error is not None and self._num_again == MOST_AGAIN:
                 raise CollectiveError(f"{error}; that was the {MOST_AGAIN}th time in a row", error.rank)
-            group, members = self._heal(error)
-            self._num_again = self._num_again + 1 if members == self.members else 0
-            ranks.renew(group)
+            members = self.members
+            if not is_late:
+                group, members = self._heal(error)
+                self._num_again = self._num_again + 1 if members == self.members else 0
+                ranks.renew(group)
+            is_late = False
             step, ranks.step = ranks.step, 0  # they may be a step apart
             try:
                 step, is_behind, kept = self._compare(ranks, members, step)

@@ -32,6 +32,8 @@ class RankInfo:
     """What the ring has chosen by trying it out; 0: nothing, or this is a newcomer."""
     connection_broke: bool = False
     """Whether the lane failed because its connection broke: the next one may hold."""
+    has_formed: bool = False
+    """Whether it has been in a group before."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,14 +20,14 @@ from stratagem.errors import (
 )
 from stratagem.rpc.host_id import own_host_id
 from stratagem.rpc.lane_meter import BytesMeter
-from stratagem.worker.ring.building import DEFAULT_TIMEOUT_S, LaneFailedError, better, build, check_agreement
+from stratagem.worker.ring.building import DEFAULT_TIMEOUT_S, Formed, LaneFailedError, better, build, check_agreement
 from stratagem.worker.ring.chunk_tuning import DEFAULT_BYTES, choose_chunk_bytes
 from stratagem.worker.ring.communicator import Communicator, Position
 from stratagem.worker.ring.failure_diagnosis import FailureDiagnosis
 from stratagem.worker.ring.group import Group, OutOfStepError
 from stratagem.worker.ring.healing import Healing
 from stratagem.worker.ring.host_group import HostGroup
-from stratagem.worker.ring.lane_plan import LanePlan, RankInfo, plan_lanes
+from stratagem.worker.ring.lane_plan import RankInfo, plan_lanes
 from stratagem.worker.ring.members import Members, MembershipSource, members_of
 from stratagem.worker.ring.opening import Opener
 from stratagem.worker.ring.peers import MembersChangedError, Peers
@@ -117,14 +117,12 @@ class RingMember:
             if (me := self._session.membership.member(self._session.task)) is not None and me.joining:
                 return self._start_alone(me.incarnation_name)
             members = members_of(self._session.membership)
-            if all(rank.live for rank in members.ranks) and (group := self._meet(members, deadline)) is not None:
-                return self._start(*group)
+            if all(rank.live for rank in members.ranks) and (formed := self._meet(members, deadline)) is not None:
+                return self._start(formed)
             self._session.raise_if_stopped()
             self._session.wait_stopped(0.1)
 
-    def _meet(
-        self, members: Members, deadline: float, is_over: Callable[[Membership], bool] = _never
-    ) -> tuple[Group, LanePlan] | None:
+    def _meet(self, members: Members, deadline: float, is_over: Callable[[Membership], bool] = _never) -> Formed | None:
         """The group of a generation; None: it is over before it was formed."""
         generation, num_meetings = self._held
         num_meetings = num_meetings if generation == members.generation else 0
@@ -230,10 +228,11 @@ class RingMember:
             before.close()
         try:
             # As long as in a collective: one that is left may be in the middle of a long step.
-            group, _ = self._meet(members, time.monotonic() + self._timeout_s, is_over) or (None, None)
+            formed = self._meet(members, time.monotonic() + self._timeout_s, is_over)
         except PeerUnavailableError as failure:
             logger.warning("generation %d of the ring did not form: %s", members.generation, failure)
-            group = None
+            formed = None
+        group = None if formed is None else formed.group
         if group is not None:
             self._watch(group)
         if group is None and not is_lost:
@@ -301,7 +300,7 @@ class RingMember:
         """Seconds that a peer may stand still in a collective."""
         return self._options.timeout_seconds or DEFAULT_TIMEOUT_S
 
-    def _form(self, peers: Peers, deadline: float) -> tuple[Group, LanePlan]:
+    def _form(self, peers: Peers, deadline: float) -> Formed:
         options, device = self._options, self._device
         me = RankInfo(
             task=self._session.task,
@@ -310,6 +309,7 @@ class RingMember:
             options={field.name: str(getattr(options, field.name)) for field in dataclasses.fields(options)},
             store_address=free_store_address(peers.members.ranks[0].host) if peers.rank == 0 else "",
             chunk_bytes=self._chunk_bytes,
+            has_formed=self.ring_service.communicator is not None,
         )
         said = peers.meet(me, deadline)
         check_agreement(said)
@@ -348,10 +348,11 @@ class RingMember:
                 raise PeerUnavailableError(f"the ring did not form: {'; '.join(new.values())}")
             failures, num_tries = failures | new, 0
         self._meter.chose("ring", group.name, plan.reason, better(plan, options, said, failures))
-        return group, plan
+        return Formed(group, plan, any(one.has_formed for one in said))
 
-    def _start(self, group: Group, plan: LanePlan) -> Communicator:
+    def _start(self, formed: Formed) -> Communicator:
         assert self._peers is not None
+        group, plan = formed.group, formed.plan
         healing: Healing | None = None
         if self._session.membership.min_workers:
             names = self._peers.members.names
@@ -359,10 +360,12 @@ class RingMember:
         communicator = Communicator(group, self._explain, healing)
         self.ring_service.communicator = communicator
         self._watch(group)
+        if healing is not None and formed.is_late:
+            healing.begin_late(communicator)
         chunk_bytes = self._options.chunk_bytes
         ring = group.ring if isinstance(group, TwoLevelGroup) else group
         if isinstance(group, RingGroup) and group.size > 1 and not chunk_bytes:
-            self._chunk_bytes = chunk_bytes = choose_chunk_bytes(communicator, group)
+            self._chunk_bytes = chunk_bytes = choose_chunk_bytes(communicator)
         chunks = f", chunks of {chunk_bytes or DEFAULT_BYTES:,} bytes" if isinstance(ring, RingGroup) else ""
         logger.info("rank %d of %d: %s, because %s%s", group.rank, group.size, group.name, plan.reason, chunks)
         return communicator

@@ -73,6 +73,7 @@ class Description(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     CONNECTION_BROKE_FIELD_NUMBER: _builtins.int
+    HAS_FORMED_FIELD_NUMBER: _builtins.int
     task: _builtins.str
     """Task id, for example "worker:1". Ranks are the workers in the order of their indices."""
     place: _builtins.str
@@ -85,6 +86,8 @@ class Description(_message.Message):
     """Bytes in a chunk that the ring has chosen for its lanes; 0: none, or it is a newcomer and takes over what the others say."""
     connection_broke: _builtins.bool
     """Whether what failed since the round before was a connection that broke: the same lanes may be opened once more."""
+    has_formed: _builtins.bool
+    """Whether it has been in a group before: it compares with the others what they have completed, and so do all."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Choices that have to be the same everywhere, as name and value."""
@@ -104,10 +107,11 @@ class Description(_message.Message):
         store_address: _builtins.str = ...,
         chunk_bytes: _builtins.int = ...,
         connection_broke: _builtins.bool = ...,
+        has_formed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "cuda", b"cuda", "failures", b"failures", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "connection_broke", b"connection_broke", "cuda", b"cuda", "failures", b"failures", "has_formed", b"has_formed", "options", b"options", "place", b"place", "store_address", b"store_address", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

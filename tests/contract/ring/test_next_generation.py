@@ -25,6 +25,8 @@ from stratagem.rpc.server import add_servicer, serve
 from stratagem.rpc.tcp_lane import TcpSender
 from stratagem.worker.ring import ring_member
 from stratagem.worker.ring.communicator import Communicator
+from stratagem.worker.ring.lane_plan import RankInfo
+from stratagem.worker.ring.peers import MembersChangedError, Peers
 from stratagem.worker.ring.ring_member import RingMember
 from stratagem.worker.ring.ring_service import RingService
 from stratagem.worker.servicer import SERVICE, WorkerServicer
@@ -92,8 +94,10 @@ class SessionOf:
 
 
 @contextlib.contextmanager
-def ring_of(size: int, transport: str, min_workers: int = 2) -> Iterator[tuple[Chief, list[Communicator]]]:
-    """A formed ring."""
+def ring_of(
+    size: int, transport: str, min_workers: int = 2, then: Callable[[Communicator], object] = lambda one: None
+) -> Iterator[tuple[Chief, list[Communicator]]]:
+    """A formed ring, whose workers went on with ``then`` at once."""
     chief = Chief(min_workers)
     with contextlib.ExitStack() as undo:
         members, known = chief.members, []
@@ -110,8 +114,14 @@ def ring_of(size: int, transport: str, min_workers: int = 2) -> Iterator[tuple[C
             undo.callback(members[-1].close, "the test is over")
         chief.say(known, 1)
         options = CommunicationOptions(transport=transport, chunk_bytes=1 << 16)  # type: ignore[arg-type]
+
+        def begin(member: RingMember) -> Communicator:
+            communicator = member.form(options, CPU, 60.0)
+            then(communicator)
+            return communicator
+
         with futures.ThreadPoolExecutor(size) as pool:
-            yield chief, list(pool.map(lambda member: member.form(options, CPU, 60.0), members))
+            yield chief, list(pool.map(begin, members))
 
 
 def sums(ring: Sequence[Communicator], size: int = 1000) -> list[float]:
@@ -138,6 +148,32 @@ def test_those_who_are_left_go_on_down_to_one(transport: str, caplog: pytest.Log
         assert sums([ring[2]]) == [4.0]
     assert "last collectives" not in caplog.text  # nothing was lost that the log should tell of
     assert any("CollectiveError in" in line for line in FLIGHT.lines())
+
+
+def test_who_has_not_heard_that_the_ring_formed_goes_on_with_who_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank died with its last answer: one compared what each had completed, the other began to train."""
+    meet, said = Peers.meet, threading.Event()
+
+    def unheard(peers: Peers, info: RankInfo, deadline: float) -> Sequence[RankInfo]:
+        replies = meet(peers, info, deadline)
+        if peers.rank == 1 and peers.meeting == (1, 2):
+            chief: Chief = peers._session._chief  # type: ignore[attr-defined]
+            poll(lambda: all(chief.members[rank].ring_service.communicator is not None for rank in (0, 2)))
+            chief.leave("worker:0", generation=2)
+            said.set()
+            raise MembersChangedError
+        return replies
+
+    def reduce(one: Communicator) -> None:
+        if one.healing is not None and not one.healing.me.startswith("worker:0/"):
+            totals.append(float(one.all_reduce(torch.ones(1))))
+
+    totals: list[float] = []
+    monkeypatch.setattr(Peers, "meet", unheard)
+    with ring_of(3, "tcp", then=reduce) as (_, ring):
+        assert said.is_set() and totals == [2.0, 2.0]
+        assert sums(ring[1:]) == [6.0, 6.0]
+        assert [one.generation for one in ring[1:]] == [0, 1], "both in the first group that they have in common"
 
 
 def test_who_has_finished_is_not_lost() -> None:
