@@ -108,6 +108,16 @@ class ChiefJob(ChiefState):
             )
         return await self.saving.save(target, automatic=False)
 
+    async def save_loaded(self, incarnation: Incarnation) -> CommittedCheckpoint | None:
+        """Takes a checkpoint of values that a worker has just loaded; None: none are kept.
+
+        Raises:
+            PeerUnavailableError: a ps is away.
+        """
+        await self.admit(incarnation)
+        self.scaling.forget_checkpoint()
+        return await self._maintenance.save_loaded()
+
     def get_status(self) -> status.JobStatus:
         standby = standing_by(self.config.state_dir)
         return status.report(self, self.streams, self.address, self.scaling.words, standby)

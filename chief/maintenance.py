@@ -122,6 +122,22 @@ class Maintenance(ChiefPart):
             # The workers end too, perhaps in mid-commit. What only some ps have is completed when the job goes on.
             await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False)
 
+    async def save_loaded(self) -> CommittedCheckpoint | None:
+        """What a worker has just loaded: a ps that is lost would come back with what was there before.
+
+        Raises:
+            PeerUnavailableError: a ps is away.
+        """
+        if not self._config.checkpoint_dir:
+            return None
+        try:
+            saved = await self._saving.save(self._config.checkpoint_dir, automatic=True, replaces=True)
+        except CheckpointError as error:
+            logger.warning("What was loaded is in no checkpoint before the next one: %s", error)
+            return None
+        self.saved(saved)
+        return saved
+
     def _start(self, work: Work) -> None:
         self._busy = True
 

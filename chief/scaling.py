@@ -217,6 +217,10 @@ class Scaling(ChiefPart):
         finally:
             self._is_moving, self._move_at = False, self._clock() + RETRY_S
 
+    def forget_checkpoint(self) -> None:
+        """Other values were loaded since: the next change takes one of these."""
+        self._newest = None
+
     async def _save(self, is_complete: bool) -> CommittedCheckpoint:
         """With commits held: all that the ps have, in a checkpoint."""
         await self._recovery.count_lost()

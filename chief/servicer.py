@@ -72,8 +72,14 @@ class ChiefServicer(chief_pb2_grpc.ChiefServicer):
     async def SaveCheckpoint(
         self, request: chief_pb2.SaveCheckpointRequest, context: Any
     ) -> chief_pb2.SaveCheckpointReply:
-        saved = await self._job.save_checkpoint(incarnation_from_proto(request.sender), request.directory)
-        return chief_pb2.SaveCheckpointReply(path=saved.path)
+        incarnation = incarnation_from_proto(request.sender)
+        if request.loaded:
+            saved = await self._job.save_loaded(incarnation)
+        else:
+            saved = await self._job.save_checkpoint(incarnation, request.directory)
+        if saved is None:
+            return chief_pb2.SaveCheckpointReply()
+        return chief_pb2.SaveCheckpointReply(path=saved.path, store_epochs=saved.store_epochs)
 
     async def GetStatus(self, request: chief_pb2.GetStatusRequest, context: Any) -> chief_pb2.GetStatusReply:
         return wire.status_to_proto(self._job.get_status(), request.measures)

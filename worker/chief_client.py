@@ -131,6 +131,14 @@ class ChiefClient:
         request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
         return self._call(lambda stub: stub.SaveCheckpoint, request).path
 
+    def save_loaded(self) -> list[int] | None:
+        """Takes a checkpoint of what this worker has just loaded; of each ps the store that is in it. None: the chief
+        keeps none."""
+        reply = self._call(
+            lambda stub: stub.SaveCheckpoint, chief_pb2.SaveCheckpointRequest(sender=self._sender, loaded=True)
+        )
+        return list(reply.store_epochs) if reply.path else None
+
     def status(self) -> chief_pb2.GetStatusReply:
         return self._call(lambda stub: stub.GetStatus, chief_pb2.GetStatusRequest())
 

@@ -112,11 +112,12 @@ def begin(directory: str) -> CheckpointDraft:
     return draft
 
 
-def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
+def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = False) -> pathlib.Path:
     """Makes a draft a checkpoint by one rename; returns its path.
 
     When the same weights were committed at the same step before, that checkpoint is returned and the draft removed. An
-    automatic one of this step is removed that was taken before another model was prepared, or in the middle of a batch.
+    automatic one of this step is removed that was taken before another model was prepared, or in the middle of a batch;
+    with ``replaces`` also one of other weights.
 
     Raises:
         CheckpointError: a file is missing or short, or a checkpoint of this step with other weights exists.
@@ -136,7 +137,8 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest) -> pathlib.Path:
         (draft.path / "nonce").unlink()
         target = draft.path.parent / f"step-{manifest.step:08d}"
         before = ServersManifest.read(target)
-        if before is not None and before.automatic and not is_same(target) and before.is_part_of(manifest):
+        is_outdated = before is not None and before.automatic and (replaces or before.is_part_of(manifest))
+        if is_outdated and not is_same(target):
             catalog.remove(target)
         draft.commit(target, manifest, is_newest=True, is_same=is_same, what="other weights")
     return target

@@ -26,6 +26,8 @@ class CommittedCheckpoint:
 
     path: str
     manifest: ServersManifest
+    store_epochs: tuple[int, ...] = ()
+    """Of each ps, if it was taken by this chief."""
 
     @property
     def step(self) -> int:
@@ -56,13 +58,16 @@ class Saving(ChiefPart):
         """What checkpoints took."""
         self._committed = committed
 
-    async def save(self, directory: str, *, automatic: bool, complete: bool = True) -> CommittedCheckpoint:
+    async def save(
+        self, directory: str, *, automatic: bool, complete: bool = True, replaces: bool = False
+    ) -> CommittedCheckpoint:
         """Takes a checkpoint.
 
         Args:
             automatic: the chief takes it by itself and removes it when enough newer ones are there.
             complete: wait for updates that only some of their ps have, and for values; False when nobody is left to
                 send them. Without any update it takes all values in any case.
+            replaces: an automatic one of the same step, which had other values.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -72,10 +77,10 @@ class Saving(ChiefPart):
             with self.totals.timed(measures.CHECKPOINT):
                 async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
                     servers = self._commit_hold.check_all("a checkpoint")
-                    return await self._write(servers, token, directory, automatic, complete)
+                    return await self._write(servers, token, directory, automatic, complete, replaces)
 
     async def _write(
-        self, servers: list[Server], token: int, directory: str, automatic: bool, complete: bool
+        self, servers: list[Server], token: int, directory: str, automatic: bool, complete: bool, replaces: bool
     ) -> CommittedCheckpoint:
         described = await asyncio.gather(*(server.describe_units() for server in servers))
         lacking = [s.incarnation.task for s, each in zip(servers, described, strict=True) if not each.complete]
@@ -111,12 +116,12 @@ class Saving(ChiefPart):
                 num_groups=content_of(described)[1],
                 automatic=automatic,
             )
-            path = await asyncio.to_thread(checkpoints.commit, draft, manifest)
+            path = await asyncio.to_thread(checkpoints.commit, draft, manifest, replaces)
         except BaseException:
             await asyncio.to_thread(draft.close)
             raise
         self.totals.add(measures.CHECKPOINTS, 1)
-        committed = CommittedCheckpoint(str(path), manifest)
+        committed = CommittedCheckpoint(str(path), manifest, tuple(each.store_epoch for each in described))
         self._committed(committed)
         if automatic:
             await asyncio.to_thread(checkpoints.prune, directory, self._config.keep_checkpoints)

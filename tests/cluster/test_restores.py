@@ -30,3 +30,12 @@ def test_workers_linger_in_turn_after_each_agreement(cluster: Start, tmp_path: P
 @pytest.mark.parametrize(("staleness", "stopped"), [("0", "worker:1"), ("0", "worker:0"), ("inf", "worker:1")])
 def test_a_worker_is_stopped_now_and_then(cluster: Start, tmp_path: Path, staleness: str, stopped: str) -> None:
     restore(cluster, tmp_path, staleness, 20, "--stopped", stopped)
+
+
+def test_a_ps_that_is_lost_comes_back_with_what_was_loaded(cluster: Start, tmp_path: Path) -> None:
+    """It came back with the values of before, which the first checkpoint had: one half of the model was another."""
+    folder = tmp_path / "checkpoints"
+    flags = ["--checkpoint-dir", folder, "--chaos", "kill ps:1@step=20"]
+    done = cluster(2, 2, "loads_late.py", folder, flags=[str(flag) for flag in flags]).finish()
+    assert done.code == 0, done.stderr
+    assert "ps:1 restored step 0" in done.stderr

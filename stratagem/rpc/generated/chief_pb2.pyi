@@ -1207,8 +1207,13 @@ class SaveCheckpointRequest(_message.Message):
 
     SENDER_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Directory on a file system that every ps can write; empty for the chief's --checkpoint-dir."""
+    loaded: _builtins.bool
+    """The sender has just loaded other values: the chief's own checkpoint of this step is replaced. A chief without --checkpoint-dir
+    takes none and answers with no path.
+    """
     @_builtins.property
     def sender(self) -> _common_pb2.Sender: ...
     def __init__(
@@ -1216,10 +1221,11 @@ class SaveCheckpointRequest(_message.Message):
         *,
         sender: _common_pb2.Sender | None = ...,
         directory: _builtins.str = ...,
+        loaded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "loaded", b"loaded", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1230,16 +1236,22 @@ class SaveCheckpointReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
+    STORE_EPOCHS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path of the committed checkpoint, "<directory>/step-00000100"."""
+    @_builtins.property
+    def store_epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each ps, which store is in it."""
+
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
+        store_epochs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "store_epochs", b"store_epochs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

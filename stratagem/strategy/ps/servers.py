@@ -238,10 +238,13 @@ class Servers:
         finds that it is done: its own copy follows what the job has by now.
 
         Workers leave by what they agreed on, never by what one of them sees: that may be new to one and old to another.
+        A chief with a checkpoint directory has taken a checkpoint by then: a ps that is lost comes back with what was
+        loaded.
 
         Args:
-            load: gives objects the states that were read, or changes weights in place. None: there is nothing to load,
-                which a worker that starts again later, and may find something by then, has to know.
+            load: gives objects the states that were read, or changes weights in place; once more where a ps is lost
+                meanwhile. None: there is nothing to load, which a worker that starts again later, and may find
+                something by then, has to know.
             num_updates: of parameter servers, in what is loaded; None: there were none, or nobody knows.
 
         Raises:
@@ -262,9 +265,7 @@ class Servers:
                             self._groups.num_updates,
                             num_updates,
                         )
-                    with self._runtime.assigning(True):
-                        load()
-                        self._groups.push()
+                    self._load(load, deadline)
                 self.chief.record_logs(group, 0, {})
                 is_done = has_loaded = True
             if self.chief.agree(group, attempt, int(is_done)):
@@ -280,3 +281,21 @@ class Servers:
                 with self._runtime.assigning(False):
                     load()
             self._groups.pull_anew()
+
+    def _load(self, load: Callable[[], object], deadline: float) -> None:
+        """Until a checkpoint has what was loaded, on all ps, where one is kept."""
+        while True:
+            before = self._groups.store_epochs
+            with self._runtime.assigning(True):
+                load()
+                self._groups.push()
+            saved = self.chief.save_loaded()
+            if saved is None or saved == before:
+                return
+            if time.monotonic() > deadline:
+                raise ClusterTimeoutError(
+                    f"parameter servers were lost while {self._runtime.session.task} loaded, again and again; look at "
+                    "their logs"
+                )
+            time.sleep(RETRY_S)
+            self._groups.reconnect()

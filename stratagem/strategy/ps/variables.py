@@ -152,6 +152,11 @@ class VariableGroups:
         return [*dense, *((table.link.name, table.handle) for table in self._tables)]
 
     @property
+    def store_epochs(self) -> list[int]:
+        """Of each ps: the store to which everything is attached."""
+        return [self._epochs[client.index] for client in self._runtime.clients]
+
+    @property
     def num_groups(self) -> int:
         """Shard groups, counted on each ps."""
         return sum([len(one.layout.shards) for one in self._all]) + sum(
