@@ -59,8 +59,10 @@ class Job:
     session_timeout_s: float = 6.0
     checkpoint_every_s: float = 0.0
     checkpoints: bool = True
-    saves: int = 0
-    """Checkpoints that a script asks for in each epoch."""
+    saves: float = 0.0
+    """The share of steps after which a worker saves a checkpoint of its own; it begins with the newest of these."""
+    loads: bool = False
+    """Workers load other values once their model is prepared."""
     min_workers: int = 0
     """Above 0 there are no ps: a ring that goes on while it has so many workers."""
     max_workers: int = 0
@@ -113,6 +115,11 @@ class Cluster:
         return str(self.folder / "checkpoints") if self.job.checkpoints else ""
 
     # -- processes -------------------------------------------------------------------------------------------
+
+    @property
+    def own_dir(self) -> str:
+        """Where scripts save."""
+        return str(self.folder / "own")
 
     def start(self) -> None:
         """Starts all tasks."""
@@ -169,6 +176,7 @@ class Cluster:
             state_dir=str(self.folder / "state"),
             checkpoint_dir=self.checkpoint_dir,
             checkpoint_every_s=job.checkpoint_every_s,
+            checkpoint_roots=self.own_dir,
             session_timeout_s=job.session_timeout_s,
             session_grace_s=job.session_timeout_s / 2,
             heartbeat_interval_s=min(0.5, job.session_timeout_s / 4),
@@ -197,6 +205,7 @@ class Cluster:
             insecure=True,
             transport="grpc",
             checkpoint_dir=self.checkpoint_dir,
+            checkpoint_roots=self.own_dir,
             max_store_bytes=1 << 30,
         )
 

@@ -35,6 +35,8 @@ from tests.simulation.world import World
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
+LOADED = 8**7
+"""What each element has of a script that loads other values."""
 _TWICE = 0o66666666
 """Bits of the numbers in a variable that say that an example was applied more than once in an epoch."""
 
@@ -273,6 +275,9 @@ class Invariants:
             self.check_rows([locked.group for locked in held], f"ps:{ps} at the end")
         if variables is None:
             return
+        for name, weights in variables.items() if cluster.job.loads and not cluster.disk.full_until else ():
+            if not (weights.long() // LOADED == 1).all():
+                world.fail(f"{name} has lost what was loaded: {[oct(value) for value in weights.long().tolist()]}")
         found = [self.units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()]
         num_units = epochs * job.lease_book.plans[1].num_units
         missing = [num_units - len(units) for units in found]

@@ -254,6 +254,16 @@ def _ring_without_a_second_meeting() -> Iterator[_Change]:
     yield FailureDiagnosis, "is_out_of_step", property(lambda self: bool(self._reason), _nothing)
 
 
+def _ring_late_rank_alone() -> Iterator[_Change]:
+    """A rank that has not heard that the ring formed begins at once, while the others compare their counts."""
+    yield Healing, "begin_late", _nothing
+
+
+def _loaded_nowhere() -> Iterator[_Change]:
+    """What workers load is in no checkpoint before the next one."""
+    yield Maintenance, "save_loaded", _soon
+
+
 MUTATIONS = {
     "fit: counts twice": _fit_counts_twice,
     "ring: forgotten examples": _ring_forgotten_examples,
@@ -266,6 +276,8 @@ MUTATIONS = {
     "ring: only newcomers": _ring_of_newcomers,
     "ring: first meeting again": _ring_first_meeting_again,
     "ring: no second meeting": _ring_without_a_second_meeting,
+    "ring: late rank alone": _ring_late_rank_alone,
+    "loaded nowhere": _loaded_nowhere,
     "lost fence": _lost_fence,
     "unasked fence": _unasked_fence,
     "forgetful ledger": _forgetful_ledger,

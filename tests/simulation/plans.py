@@ -73,6 +73,10 @@ def plan(seed: int, form: str = "") -> Schedule:
     job = dataclasses.replace(job, prepares_apart=forms.random() < 0.25)
     if forms.random() < 0.5 and job.num_variables > 1 and not (job.has_table or job.staleness):
         job = dataclasses.replace(job, num_optimizers=2)
+    scripts = random.Random(-15 * seed - 1)
+    saves, loads = scripts.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)), scripts.random() < 0.2
+    if form != "fit":
+        job = dataclasses.replace(job, saves=saves, loads=loads and not job.has_table)
     if form == "fit":
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)

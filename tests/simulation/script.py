@@ -7,7 +7,8 @@ often example e of epoch k was applied to that variable. Row e of the table, whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from stratagem.errors import CheckpointError, FencedError, JobStoppedError, StratagemError
 from stratagem.nn import Constant, Embedding
 from stratagem.strategy.parameter_server import ParameterServerStrategy
+from stratagem.training.saving.checkpoint import Checkpoint
+from stratagem.training.saving.manager import CheckpointManager
+from stratagem.worker import background_writes
 from stratagem.worker import runtime as worker_runtime
-from tests.simulation.invariants import checks
+from tests.simulation.invariants import LOADED, checks
 from tests.simulation.world import Process
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 BASE = 8
-MAX_EPOCHS = 8
 
 
 class Counters(torch.nn.Module):
@@ -39,6 +42,7 @@ class Counters(torch.nn.Module):
 def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], None]) -> int:
     """The life of a worker, whose script is ``train``; returns its exit code."""
     worker_runtime._newest = None  # the last one is of another process
+    background_writes._unheard.clear()
     try:
         train(cluster, process)
     except JobStoppedError as stopped:
@@ -78,6 +82,9 @@ def train(cluster: Cluster, process: Process) -> None:
     else:
         others: list[Any] = [torch.optim.SGD(part, 1.0) for part in (parameters[:-1], parameters[-1:])]
         strategy.prepare(model, *others, gradients="sum")
+    if job.loads:
+        strategy.load_once(lambda: load(parameters))
+    save = saver(cluster, strategy, model, [optimizer] if job.num_optimizers == 1 else others) if job.saves else None
     data = TensorDataset(torch.arange(job.num_examples))
     batches = strategy.distribute_dataset(DataLoader(data, batch_size=job.batch_size, shuffle=True))
 
@@ -107,3 +114,26 @@ def train(cluster: Cluster, process: Process) -> None:
         for batch in batches:
             world.block(job.step_s * world.random.random())
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
+            if save is not None and world.random.random() < job.saves:
+                save()
+
+
+def load(parameters: list[torch.nn.Parameter]) -> None:
+    """Other values, in this process."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(LOADED)
+
+
+def saver(cluster: Cluster, strategy: ParameterServerStrategy, model: Any, given: Sequence[Any]) -> Callable[[], None]:
+    """Begins with the newest checkpoint that scripts have saved, and saves others."""
+    optimizers = {f"optimizer{index}": one for index, one in enumerate(given)}
+    checkpoint = Checkpoint(strategy=strategy, model=model, **optimizers)
+    manager = CheckpointManager(checkpoint, cluster.own_dir, max_to_keep=2)
+    manager.restore_or_initialize()
+
+    def save() -> None:
+        with contextlib.suppress(CheckpointError):  # the disk is full, say
+            manager.save()
+
+    return save

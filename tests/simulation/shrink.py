@@ -53,6 +53,9 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, num_optimizers=1))
     if job.prepares_apart:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, prepares_apart=False))
+    for name in ("saves", "loads"):
+        if getattr(job, name):
+            yield dataclasses.replace(schedule, job=dataclasses.replace(job, **{name: type(getattr(job, name))()}))
     if job.has_table:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, has_table=False))
     alone = () if job.has_table or job.num_optimizers > 1 else (("num_variables",),)  # each ps has a variable then

@@ -72,6 +72,14 @@ def test_the_same_weights_again_are_the_checkpoint_that_is_there(tmp_path: Path)
     assert found is not None and found.chief_epoch == 1
 
 
+def test_values_of_zero_are_not_taken_for_none(tmp_path: Path) -> None:
+    """A group without values yet was saved with the same bytes: the checkpoint that is kept had none for it."""
+    commit(tmp_path, dataclasses.replace(manifest_of(0), num_groups=1))
+    path = commit(tmp_path, dataclasses.replace(manifest_of(0), num_groups=2))
+    found = ServersManifest.read(path)
+    assert found is not None and found.num_groups == 2
+
+
 def test_other_weights_at_the_same_step_are_refused(tmp_path: Path) -> None:
     path = commit(tmp_path, manifest_of(5))
     with pytest.raises(CheckpointError, match="holds other weights than now"):
