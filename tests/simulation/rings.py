@@ -17,6 +17,7 @@ from stratagem.strategy.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from stratagem.strategy.replicas.context import get_replica_context
 from stratagem.training.model import Model
 from stratagem.worker.ring.healing import Healing
+from stratagem.worker.ring.ring_member import RingMember
 from tests.simulation import fits
 from tests.simulation.script import BASE, Counters
 from tests.simulation.threads import here
@@ -65,7 +66,15 @@ class Rings:
         """By epoch and worker: examples that it counted."""
         self.doomed: set[str] = set()
         """Workers that die in the moment in which the next backward is through for a first worker, and no other."""
+        self.doomed_early: set[str] = set()
+        """Workers that die in the moment in which the first ring has formed for a first worker."""
         self._num_done = 0
+
+    def formed(self) -> None:
+        """A worker has heard that its first ring has formed."""
+        for task in self.doomed_early:
+            self.world.after(0.0, None, self.cluster.tasks[task].kill)
+        self.doomed_early.clear()
 
     def done(self, healing: Healing) -> None:
         """A worker has completed collectives that count together."""
@@ -151,7 +160,15 @@ def hooks() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
         return done
 
+    def on_start(real: Any) -> Any:
+        def start(self: Any, *arguments: Any) -> Any:
+            here().rings.formed()  # type: ignore[attr-defined]
+            return real(self, *arguments)
+
+        return start
+
     yield Healing, "_done", on_done
+    yield RingMember, "_start", on_start
 
 
 _backward = torch.autograd.backward

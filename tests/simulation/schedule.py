@@ -92,6 +92,7 @@ class _Faults:
             "kill copied": self._kill_copied,
             "kill ahead": lambda fault: self._world.copies.doomed.add(fault.task),  # type: ignore[attr-defined]
             "kill late": lambda fault: self._world.rings.doomed.add(fault.task),  # type: ignore[attr-defined]
+            "kill early": lambda fault: self._world.rings.doomed_early.add(fault.task),  # type: ignore[attr-defined]
             "crash": self._crash,
             "pause": self._pause,
             "cut": lambda fault: self._cut(fault, both=True),

@@ -83,6 +83,7 @@ def train(cluster: Cluster, process: Process) -> None:
         others: list[Any] = [torch.optim.SGD(part, 1.0) for part in (parameters[:-1], parameters[-1:])]
         strategy.prepare(model, *others, gradients="sum")
     if job.loads:
+        world.block(world.random.random())  # the first checkpoint may be taken before
         strategy.load_once(lambda: load(parameters))
     save = saver(cluster, strategy, model, [optimizer] if job.num_optimizers == 1 else others) if job.saves else None
     data = TensorDataset(torch.arange(job.num_examples))
