@@ -158,6 +158,7 @@ def _end_at_once(exit_code: int) -> None:
 def _write_report(outcome: Outcome) -> None:
     """Leaves the counts of this worker where the launcher asked for them; after a failure what it did last, too."""
     path, meter = os.environ.get(REPORT_VARIABLE), active_meter()
-    if path and meter is not None:
-        flight = {"follows": outcome.follows, "flight": FLIGHT.lines()} if outcome.exit_code else {}
-        Path(path).write_text(json.dumps(meter.report() | flight))
+    end = {"follows": outcome.follows, "has_stepped": job_script.has_stepped()} if outcome.exit_code else {}
+    if path and (meter is not None or end):
+        counts = meter.report() | ({"flight": FLIGHT.lines()} if end else {}) if meter is not None else {}
+        Path(path).write_text(json.dumps(counts | end))

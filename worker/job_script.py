@@ -7,12 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stratagem.errors import ConfigurationError
 from stratagem.worker.step_meter import active_meter
 
 _process: int | None = None
+_has_stepped = False
 
 
 def begin(num_replicas: int) -> None:
@@ -30,6 +31,17 @@ def begin(num_replicas: int) -> None:
                 raise ConfigurationError(trains_alone(num_replicas, "and trains"))
 
         register_optimizer_step_pre_hook(check)
+    register_optimizer_step_post_hook(_note)
+
+
+def _note(*_: Any) -> None:
+    global _has_stepped
+    _has_stepped = True
+
+
+def has_stepped() -> bool:
+    """Whether an optimizer of the script has made a step, wherever it was applied."""
+    return _has_stepped
 
 
 def awaits_strategy() -> bool:

@@ -192,6 +192,8 @@ class LocalCluster:
         chief = process if task == self.chief else self._processes.get(self.chief)
         if chief is not None and chief.returncode == EXIT_FAILED:
             self.supervisor.broken()
+        if read_report(self.folders.report(task)).get("has_stepped"):  # the chief may know of it by the next batch only
+            self.supervisor.stepped([task])
         actions = self.supervisor.exited(task, code, now)
         left = self.supervisor.policy.max_restarts - self.supervisor.num_restarts
         if self.supervisor.phase is Phase.RENEWING and not was_renewing:
@@ -263,6 +265,7 @@ class LocalCluster:
             self._poller = None
 
     def _start(self, task: TaskId) -> None:
+        self.folders.report(task).unlink(missing_ok=True)  # of its life before
         launch = self.launch_for(task, self.chief_address)
         if task.type == "chief" and self.preload and self._fork_server is None:  # both load at the same time
             self._fork_server = ForkServer(launch.environ)

@@ -3,12 +3,12 @@
 Rules: a task that dies is started again, at most ``max_restarts`` times in all. A ring takes no worker back: when one
 dies, the whole job is started again if its script goes on where it was (one restart), and else has failed; unless the
 ring goes on with those who are left (``min_workers``): then the one is started again, and joins them, or if it may not
-be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the
-task had completed a step in that life (else the script is simply broken). When the workers are done, an evaluator takes
-as long as it needs for the last checkpoint, and ps and chief get ``shutdown_timeout_s`` to end by themselves. The first
-failure ends the job. Of two chiefs one stands by: the job needs one of them. A ps is signalled only after the chief has
-ended, so that the chief can take a last checkpoint and stop it; the chief of a ring after its workers, which may be
-saving.
+be, they go on without it. Exit codes 2 and 42 are never retried; exit code 1 only if the task had made a step in that
+life (else the script is simply broken), and of a script alone if it goes on where it was. When the workers are done, an
+evaluator takes as long as it needs for the last checkpoint, and ps and chief get ``shutdown_timeout_s`` to end by
+themselves. The first failure ends the job. Of two chiefs one stands by: the job needs one of them. A ps is signalled
+only after the chief has ended, so that the chief can take a last checkpoint and stop it; the chief of a ring after its
+workers, which may be saving.
 """
 
 from __future__ import annotations
@@ -240,6 +240,8 @@ class Supervisor:
             return "the chief had already ended the job"
         if code == EXIT_FAILED and task not in self._stepped and not self._is_broken:
             return "it failed before its first step"
+        if code == EXIT_FAILED and not self.servers and not self._resumes:
+            return "its script would begin anew, as it restores nothing (sg.callbacks.BackupAndRestore does)"
         if self._is_in_ring(task) and not self._resumes:
             if self.policy.min_workers:
                 return f"fewer than --min-workers {self.policy.min_workers} are left; start the job again"

@@ -43,6 +43,26 @@ def test_a_script_that_raises(cluster: Start, tmp_path: Path) -> None:
     assert done.stderr.index("Traceback") < done.stderr.index("failed first")
 
 
+RAISES_ONCE = """
+import os, sys
+model, optimizer = strategy.prepare(model, optimizer)
+def step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+    if not os.path.exists(sys.argv[1]):
+        open(sys.argv[1], "w").close()
+        raise OSError("after the step")
+for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)):
+    strategy.run(step, args=(batch,))
+"""
+
+
+def test_a_script_that_raises_right_after_its_first_step_is_started_again(cluster: Start, tmp_path: Path) -> None:
+    done = cluster(1, 1, script(tmp_path, RAISES_ONCE), str(tmp_path / "raised")).finish()
+    assert done.code == 0, done.stderr
+    assert done.summary["restarts"] == 1
+
+
 PARTS = """
 import sys
 try:

@@ -196,6 +196,18 @@ def test_who_failed_because_of_another_is_not_named_though_it_ended_first(case: 
     assert case.summary["first_failure"]["task"] == "worker:1"
 
 
+def test_a_step_that_only_the_report_knows_of_counts_in_the_life_that_made_it(case: Case) -> None:
+    case.programs["worker:0"] = (
+        "import glob, os, sys\n[root] = glob.glob(sys.argv[1] + '/state/stratagem-run-*')\n"
+        "if os.environ['LIFE'] == '1':\n"
+        "    open(root + '/report-worker-0.json', 'w').write('{\"has_stepped\": true}')\nsys.exit(1)\n"
+    )
+    case.programs["worker:1"] = WAIT
+    assert case.run() == 1
+    assert case.summary["tasks"]["worker:0"]["exit_codes"] == [1, 1]
+    assert case.summary["first_failure"]["reason"] == "it failed before its first step"
+
+
 def test_an_interrupt_while_the_chief_loads_ends_it_without_a_word(case: Case) -> None:
     case.programs["chief:0"] = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n" + WAIT
     assert case.run() == 130

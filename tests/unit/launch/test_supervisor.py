@@ -147,6 +147,17 @@ def test_a_script_alone() -> None:
     assert supervisor.failure is not None and supervisor.failure.reason == "it failed before its first step"
 
 
+def test_a_script_alone_that_fails_after_a_step_is_started_again_if_it_goes_on_where_it_was() -> None:
+    supervisor = _alone()
+    supervisor.stepped([W0])
+    assert supervisor.exited(W0, 1, 1.0) == [Finish(1)]
+    assert supervisor.failure is not None and "its script would begin anew" in supervisor.failure.reason
+    supervisor = _alone()
+    supervisor.stepped([W0])
+    supervisor.can_resume()
+    assert supervisor.exited(W0, 1, 1.0) == [Start(W0)]
+
+
 @pytest.mark.parametrize("task", [CHIEF, PS, W0])
 @pytest.mark.parametrize("code", [-signal.SIGKILL, 3, 143])
 def test_a_task_that_dies_is_started_again(task: TaskId, code: int) -> None:
