@@ -169,7 +169,7 @@ def _http_servers(config: ChiefConfig) -> Iterator[Callable[[ChiefConfig, ChiefJ
 def _on_input(job: ChiefJob) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        job.stop(1, "the process that started the chief is gone")
+        job.stop(1, f"the worker that started the chief has ended{job.sessions.first_failure_words}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -78,16 +78,19 @@ class ChiefProcess:
             return None
         return ConfigurationError(f"the chief that this worker started ended with exit code {code}: see its words")
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Waits for the chief to end by itself (None: for as long as the other workers need it), then ends it."""
+    def wait(self, exit_code: int) -> None:
+        """Waits for the chief to end by itself: for as long as the other workers need it, or if this one has failed
+        (``exit_code``) for a second; then ends it."""
+        assert self._process.stdin is not None
         try:
-            self._process.wait(timeout_s)
+            self._process.wait(None if exit_code == 0 else 1.0)
         except subprocess.TimeoutExpired:
-            self._process.terminate()
+            if exit_code == PREEMPTED:
+                self._process.terminate()
+            self._process.stdin.close()  # it tells the others who has failed
             self._process.wait()
         finally:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._process.stdin.close()
 
 
 class WorkerRuntime:
@@ -233,8 +236,7 @@ class WorkerRuntime:
         self.session.close()
         self._server.stop(0.2)
         if self._chief_process is not None:
-            # The other workers may need the chief for longer than this one.
-            self._chief_process.wait(None if exit_code == 0 else 1.0)
+            self._chief_process.wait(exit_code)
             self._chief_process = None
         if _newest is self:
             _newest = None

@@ -303,10 +303,10 @@ class Sessions(Roster):
         if session.task.type == "worker" and others and all(s.state is SessionState.DONE for s in others):
             return self.stop(0, f"every worker but {session.task} has finished the work")
         how_long = f"{now - session.lost_at:.0f} s ago"
-        return self.stop(1, f"{session.task} was lost {how_long} and did not come back{self._first_failure_words}")
+        return self.stop(1, f"{session.task} was lost {how_long} and did not come back{self.first_failure_words}")
 
     @property
-    def _first_failure_words(self) -> str:
+    def first_failure_words(self) -> str:
         return f"; first failure: {self.first_failure}" if self.first_failure else ""
 
     def _end_of_work(self) -> list[Action]:
@@ -342,7 +342,7 @@ class Sessions(Roster):
         if not (self.ready and self.min_workers) or self._goes_on:
             return []
         too_few = f"fewer than --min-workers {self.min_workers} are left; start the job again"
-        return self._end_of_work() or self.stop(1, too_few + self._first_failure_words)
+        return self._end_of_work() or self.stop(1, too_few + self.first_failure_words)
 
     def _fence(self, session: Session) -> list[Action]:
         """Only workers change what a ps holds, so only workers are fenced."""

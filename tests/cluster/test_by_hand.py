@@ -103,6 +103,26 @@ def test_a_chief_serves_one_worker_too(tasks: list[subprocess.Popen[str]], tmp_p
     check_equal(one_process(tmp_path, "--optimizer", "momentum"), out)
 
 
+def test_a_failed_worker_that_had_started_the_chief_is_named(
+    tasks: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, time, stratagem as sg\n"
+        "strategy = sg.strategy_from_environment()\n"
+        "if '--fail' in sys.argv: raise ValueError('bad data')\n"
+        "while True: time.sleep(0.05), strategy._runtime.session.raise_if_stopped()\n"
+    )
+    addresses = free_addresses(3)
+    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
+    tasks.extend(start(cluster, role, index, script=str(script)) for role, index in (("ps", 0), ("worker", 1)))
+    tasks.append(start(cluster, "worker", 0, "--fail", script=str(script)))
+    errors = [task.communicate(timeout=120)[1] for task in tasks]
+    for said in errors[:2]:
+        assert "the worker that started the chief has ended; first failure: worker:0: ValueError: bad data" in said
+    assert "SIGTERM" not in "".join(errors)
+
+
 def test_one_address_in_two_spellings_is_told_from_a_chief(tasks: list[subprocess.Popen[str]]) -> None:
     [address] = free_addresses(1)
     tasks.append(start({"worker": [address.replace("127.0.0.1", "localhost"), address]}, "worker", 1))
