@@ -19,6 +19,15 @@ from stratagem.launch.submit.request import TARGETS, JobRequest
 _MACHINES = f"auto, CORES:GIB[:GPUS], or one of {', '.join(COMMON_MACHINE_CONFIGS)}."
 
 
+def _refuse_module(_: click.Context, __: click.Parameter, module: str | None) -> None:
+    if module is not None:
+        raise click.UsageError(
+            f"-m {module}: a job has a script, whose folder goes with it. Put a file beside the package, with\n"
+            f'  import runpy; runpy.run_module("{module}", run_name="__main__", alter_sys=True)\n'
+            "and submit that"
+        )
+
+
 @click.command("submit", context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option("--target", type=click.Choice(TARGETS), default="local", help="Where the job runs.")
 @click.option("--workers", "worker_count", default=0, help="Workers; 0: the chief trains alone.")
@@ -52,6 +61,7 @@ _MACHINES = f"auto, CORES:GIB[:GPUS], or one of {', '.join(COMMON_MACHINE_CONFIG
 @click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label of the job; may be repeated.")
 @click.option("--stream-logs", is_flag=True, help="Show the log until the job ends; then its exit code is ours.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option("-m", "--module", hidden=True, expose_value=False, callback=_refuse_module)
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def submit_command(

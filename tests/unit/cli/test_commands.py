@@ -124,6 +124,7 @@ def test_config_show_says_where_values_come_from(tmp_path: Path, monkeypatch: py
         (["status", "--chief", "nonsense"], "expected an address"),
         (["run", "--wrokers", "2", "x.py"], "No such option"),
         (["run", "--replicas", "2", "x.py"], "--replicas 2: say what the replicas are: --workers 2"),
+        (["submit", "-m", "a.b", "x.py"], 'a file beside the package, with import runpy; runpy.run_module("a.b"'),
         (["chief", "--num-workers", "0"], "num_workers from flag --num-workers"),
     ],
 )
