@@ -108,6 +108,8 @@ class ChiefConfig(ServerConfig):
     """Seconds between checkpoints that the chief takes by itself; 0: none beyond the first and those requested."""
     keep_checkpoints: int = pydantic.Field(default=3, ge=1)
     """Complete checkpoints to keep in checkpoint_dir; older ones that the chief made itself are removed."""
+    checkpoints_stay: bool = True
+    """Whether checkpoint_dir outlives the job; else it is done well though its last checkpoint could not be written."""
     heartbeat_interval_s: float = pydantic.Field(default=0.5, gt=0)
     """Seconds between heartbeats."""
     session_timeout_s: float = pydantic.Field(default=6.0, gt=0)

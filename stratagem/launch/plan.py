@@ -318,6 +318,7 @@ def _command(
         flags |= {"num-workers": job.num_workers, "num-ps": job.num_ps}
         flags |= {"state-dir": folders.journal, "checkpoint-dir": checkpoints}
         flags |= {"checkpoint-every-s": job.checkpoint_every_s, "ps-replicas": job.ps_replicas}
+        flags |= {} if job.checkpoint_dir or job.state_dir else {"no-checkpoints-stay": True}
         flags |= {"web": job.web} if job.web else {}
         flags |= {"min-workers": job.min_workers} if job.min_workers else {}
         flags |= {"max-workers": job.max_workers} if job.max_workers else {}

@@ -73,11 +73,13 @@ class Full(FakePs):
         return await super().SaveShards(request, context)
 
 
-async def test_work_that_is_done_and_not_saved_is_not_done_well(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stays", [True, False])
+async def test_work_that_is_done_and_not_saved_is_not_done_well_unless_nobody_asked_for_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stays: bool
 ) -> None:
     """The last checkpoint could not be written, and the job ended with exit code 0."""
-    folders = {"checkpoint_dir": str(tmp_path / "checkpoints"), "state_dir": str(tmp_path / "state")}
+    folders: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "state_dir": str(tmp_path / "state")}
+    folders |= {"checkpoints_stay": stays}
     async with contextlib.AsyncExitStack() as stack:
         running = await stack.enter_async_context(chief(num_workers=1, num_ps=1, **folders))
         server = await stack.enter_async_context(ps(running.address, Full(0)))
@@ -90,10 +92,13 @@ async def test_work_that_is_done_and_not_saved_is_not_done_well(
         assert server.session is not None
         assert (await until(functools.partial(server.session.ended, "stop"))).exit_code == 0, "it has done its part"
         server.session.goodbye()
-        assert await running.exit_code() == 1
-        assert "not saved: no last checkpoint (ps:0 cannot write its shards: no space left" in caplog.text
-        assert f"the newest is {folders['checkpoint_dir']}/step-00000000" in caplog.text
+        assert await running.exit_code() == stays
+        assert "ps:0 cannot write its shards: no space left" in caplog.text
+        assert ("not saved: no last checkpoint (ps:0 cannot write its shards" in caplog.text) is stays
+        assert (f"the newest is {folders['checkpoint_dir']}/step-00000000" in caplog.text) is stays
         await running.kill()
+        if not stays:
+            return
         async with chief(num_workers=1, num_ps=1, **folders) as again:
             assert await again.exit_code() == 1, "whoever starts it again learns the same"
 

@@ -198,7 +198,9 @@ def test_command_lines_of_a_cluster(tmp_path: Path) -> None:
     assert {"--num-workers=2", "--num-ps=1", "--bind=127.0.0.1:0", f"--state-dir={folders.journal}"} <= set(
         chief.command
     )
-    assert "TF_CONFIG" not in chief.environ
+    assert "TF_CONFIG" not in chief.environ and "--no-checkpoints-stay" in chief.command
+    kept = dataclasses.replace(job, checkpoint_dir=tmp_path)
+    assert "--no-checkpoints-stay" not in plan_launch(kept, TaskId("chief", 0), folders, environ, 8).command
     worker = plan_launch(job, W1, folders, environ, 8, "127.0.0.1:5")
     assert {"--chief=127.0.0.1:5", "--task=worker:1", "--staleness=0.0"} <= set(worker.command)
     assert worker.command[-3:] == (str(tmp_path / "train.py"), "--epochs", "2")
