@@ -49,8 +49,9 @@ def run_local(
         interrupted the launcher.
     """
     out, err = stdout or sys.stdout, stderr or sys.stderr
-    folders = _make_folders(job)
     num_cores = len(os.sched_getaffinity(0))
+    job.check_size(num_cores)
+    folders = _make_folders(job)
     master_port = free_port()
     if job.web.endswith(":0"):  # known here, so that the next chief serves the page at the same place
         job = dataclasses.replace(job, web=f"{job.web[:-2]}:{free_port()}")

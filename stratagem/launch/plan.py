@@ -24,6 +24,8 @@ AUTO = "auto"
 OF_RING = ("wire_dtype", "bucket_bytes", "chunk_bytes", "stripes", "compression")
 """How workers talk that reduce together."""
 _LOCAL = "127.0.0.1:0"
+PER_CORE, FEWEST = 16, 64
+"""Workers and ps that a host is trusted with: this many for each core, and this many whatever cores it has."""
 OF_ONE_TASK = (
     *("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "SLURM_STEP_NUM_TASKS",  # makes a process one of several tasks of srun
@@ -156,6 +158,17 @@ class LocalJob:
                 raise ConfigurationError(f"{why}, and this job is one process: add --workers 2 or --ps 1")
         if self.chaos:
             self._check_chaos()
+
+    def check_size(self, num_cores: int) -> None:
+        """Refuses more processes than a host bears: on a shared core they miss heartbeats (``session_timeout_s``), and
+        each has 50 MB of its own before the script makes anything."""
+        most = max(FEWEST, PER_CORE * num_cores)
+        if self.num_workers + self.num_ps > most:
+            raise ConfigurationError(
+                f"--workers {self.num_workers} --ps {self.num_ps} are {self.num_workers + self.num_ps} processes on "
+                f"this host of {num_cores} cores: expected at most {most} ({PER_CORE} for each core, {FEWEST} on any "
+                "host). Start the tasks on several machines (docs/start/machines.md)"
+            )
 
     def _check_chaos(self) -> None:
         transport = self.communication.get("transport", "grpc")
