@@ -182,7 +182,7 @@ class Reopened:
                 raise ConfigurationError(
                     f"a {type(self._source).__name__} gives its batches once, and this is the second pass: distribute "
                     "something that starts anew with each iter(), such as a DataLoader, a list, or a class with "
-                    "__iter__"
+                    "__iter__, or let it give all batches there are to be (in fit steps_per_epoch * epochs)"
                 )
             self._is_spent = True
         for part in ("dataset", "sampler", "batch_sampler"):
