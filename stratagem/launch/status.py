@@ -15,7 +15,7 @@ from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, placement_from_environment
 from stratagem.errors import ClusterSpecError, ClusterTimeoutError, PeerUnavailableError
 from stratagem.rpc.asking import asking
-from stratagem.rpc.chief_address import ChiefAddress
+from stratagem.rpc.chief_address import FILE_NAME, NOWHERE, ChiefAddress
 from stratagem.rpc.generated import chief_pb2, chief_pb2_grpc, observer_pb2, observer_pb2_grpc
 from stratagem.rpc.security import OPEN, Security, security_of
 from stratagem.rpc.status_view import StatusView, from_reply
@@ -57,6 +57,10 @@ def fetch_status(address: str, timeout_s: float, security: Security = OPEN) -> S
 def _ask_chief(address: str, security: Security, ask: Callable[[chief_pb2_grpc.ChiefStub], _Reply]) -> _Reply:
     """Asks each that ``address`` may mean, until one answers."""
     *others, last = ChiefAddress(address).candidates
+    if last == NOWHERE != address:
+        raise PeerUnavailableError(
+            f"{address} is no file with the address of a chief: expected {FILE_NAME} in the --state-dir of one"
+        )
     for each in others:
         with contextlib.suppress(PeerUnavailableError):
             return _ask(each, security, ask)

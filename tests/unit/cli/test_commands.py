@@ -135,6 +135,11 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(arguments: list[str], words:
     assert out == "" and "Traceback" not in err
 
 
+def test_a_file_without_the_address_of_a_chief_is_named(tmp_path: Path) -> None:
+    code, _, err = invoke("status", "--chief", f"file:{tmp_path}/missing")
+    assert code == 1 and f"file:{tmp_path}/missing is no file with the address of a chief" in err
+
+
 def test_malformed_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     for text, words in [
