@@ -151,6 +151,23 @@ def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
+STATE_ELSEWHERE = """
+optimizer = torch.optim.Adam(model.parameters())
+model, optimizer = strategy.prepare(model, optimizer)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+state = optimizer.state_dict()["state"][0]
+assert type(state) is dict and state["exp_avg"].abs().min() > 0
+optimizer.state[model.weight]["exp_avg"]
+"""
+
+
+def test_state_of_an_optimizer_that_is_on_the_ps_says_so(cluster: Start, tmp_path: Path) -> None:
+    done = cluster(1, 1, script(tmp_path, STATE_ELSEWHERE)).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "['exp_avg'] is on the parameter servers: optimizer.state_dict() fetches")
+
+
 def test_workers_with_different_models(cluster: Start, tmp_path: Path) -> None:
     body = (
         "if str(strategy.task) == 'worker:1':\n"

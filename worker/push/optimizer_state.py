@@ -19,6 +19,16 @@ SCALARS = frozenset({"mu_product", "eta", "mu"})
 """State of NAdam and ASGD that is one number a parameter; all other state but "step" has the parameter's shape."""
 
 
+class _OnServers(dict[str, Any]):
+    """What ``optimizer.state`` gives of a parameter."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ConfigurationError(
+            f"optimizer.state[parameter][{name!r}] is on the parameter servers: optimizer.state_dict() fetches the "
+            "state of all parameters, and sg.Checkpoint(model=..., optimizer=...) saves it there"
+        )
+
+
 class OptimizerState:
     """The slots of one optimizer, on the ps.
 
@@ -47,6 +57,7 @@ class OptimizerState:
 
     def _fill(self) -> None:
         """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
+        self._empty()
         for (group, ps), shards in sorted(self._layout.shards.items()):
             client = self._clients[ps]
             facts = pull_weights(client, {group: None}).result(lambda _: None)
@@ -59,7 +70,7 @@ class OptimizerState:
             for position, shard in enumerate(shards):
                 if not facts.step_counts[position]:
                     continue
-                state: dict[str, Any] = self._optimizer.state[self._parameters[shard.variable]]
+                state = self._optimizer.state.setdefault(self._parameters[shard.variable], {})
                 for name, values in scalars.items():
                     state[name] = torch.tensor(values[position])
                 for name in facts.slots:
@@ -70,6 +81,7 @@ class OptimizerState:
     def _empty(self) -> None:
         for parameter in self._parameters:
             self._optimizer.state.pop(parameter, None)
+        self._optimizer.state.default_factory = _OnServers
 
     def begin(self, is_given: bool) -> None:
         """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if
