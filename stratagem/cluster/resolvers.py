@@ -39,6 +39,9 @@ def _override(task: TaskId | None, task_type: str | None, task_id: int | None) -
 class _Resolved:
     """A cluster and a place in it that are known."""
 
+    rpc_layer = "grpc"
+    """What tasks say to each other goes through it; gradients take faster lanes where there are."""
+
     def __init__(self, cluster: ClusterSpec | None, task: TaskId | None) -> None:
         self._cluster = cluster
         self._task = task

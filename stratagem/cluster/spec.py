@@ -118,6 +118,25 @@ class ClusterSpec:
         return {role: list(addresses) for role in TASK_TYPES if (addresses := getattr(self, role))}
 
     @property
+    def jobs(self) -> list[str]:
+        """Roles that have tasks."""
+        return list(self.as_dict())
+
+    def job_tasks(self, job_name: str) -> list[str]:
+        """Addresses of the tasks of a role.
+
+        Raises:
+            ClusterSpecError: there are none.
+        """
+        if job_name not in (found := self.as_dict()):
+            raise ClusterSpecError(f"expected a role of the cluster ({', '.join(found)}), got {job_name!r}")
+        return found[job_name]
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks a role has; errors as :meth:`job_tasks`."""
+        return len(self.job_tasks(job_name))
+
+    @property
     def num_workers(self) -> int:
         """Workers in the cluster."""
         return len(self.worker)

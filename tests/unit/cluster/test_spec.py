@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stratagem.cluster.choice import choose_strategy
+from stratagem.cluster.resolvers import SimpleClusterResolver
 from stratagem.cluster.spec import ClusterSpec, split_address
 from stratagem.cluster.task import TaskId
 from stratagem.errors import ClusterSpecError, ConfigurationError
@@ -23,6 +24,16 @@ def test_full_cluster_round_trips() -> None:
     assert (cluster.num_workers, cluster.num_ps, cluster.chief_address) == (2, 1, "c:1")
     assert [str(task) for task in cluster.tasks] == ["chief:0", "worker:0", "worker:1", "ps:0", "evaluator:0"]
     assert ClusterSpec.from_mapping(cluster.as_dict()) == cluster
+
+
+def test_what_scripts_of_tensorflow_ask_a_cluster() -> None:
+    resolver = SimpleClusterResolver({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
+    cluster = resolver.cluster_spec()
+    assert cluster is not None and resolver.rpc_layer == "grpc"
+    assert cluster.jobs == ["worker", "ps"]
+    assert (cluster.num_tasks("worker"), cluster.job_tasks("ps")) == (2, ["c:1"])
+    with pytest.raises(ValueError, match=r"expected a role of the cluster \(worker, ps\), got 'chief'"):
+        cluster.num_tasks("chief")
 
 
 def test_roles_may_be_given_as_tensorflow_s_class_takes_them() -> None:
