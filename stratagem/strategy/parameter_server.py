@@ -33,7 +33,7 @@ from stratagem.strategy.loss_scaling import refuse_divided
 from stratagem.strategy.partitioners import Partitioner
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
-from stratagem.strategy.ps.checks import check_prepared
+from stratagem.strategy.ps.checks import check_prepared, check_step
 from stratagem.strategy.ps.schedules import follow, keep_up
 from stratagem.strategy.ps.servers import Servers
 from stratagem.strategy.ps.units import LeasedUnits, OwnBatches, UnitListener
@@ -208,13 +208,11 @@ class ParameterServerStrategy(Strategy):
         idle = object.__new__(type(push.optimizer))
         idle.__dict__.update(push.optimizer.__dict__, param_groups=[])
 
-        def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        vars(push.optimizer)["_step_supports_amp_scaling"] = True  # so a GradScaler leaves the mark that is looked for
+
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # The hook's args begin with the optimizer itself.
-            if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
-                raise ConfigurationError(
-                    "optimizer.step(closure) cannot run on parameter servers: the closure would have to run there. Do "
-                    "what it does (zero_grad, loss, backward) and then call optimizer.step()"
-                )
+            check_step(optimizer, (*args[1:], kwargs.get("closure")))
             self._runtime.meter.computes(measures.OPTIMIZER)
             self._commit(push)
             self._runtime.meter.computes(measures.SCRIPT, after=measures.OPTIMIZER)

@@ -151,6 +151,24 @@ def test_an_optimizer_that_the_ps_cannot_run(cluster: Start, tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
+SCALES = """
+model, optimizer = strategy.prepare(model, optimizer)
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+scaler.step(optimizer)
+scaler = torch.amp.GradScaler("cpu")
+scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+scaler.unscale_(optimizer)
+scaler.step(optimizer)
+"""
+
+
+def test_a_scaler_that_was_not_prepared_is_refused(cluster: Start, tmp_path: Path) -> None:
+    """What had left during backward, of parameters of some kilobytes, was applied as scaled."""
+    done = cluster(1, 1, script(tmp_path, SCALES)).finish()
+    assert done.code == 2, done.stderr
+    check_words(done.stderr, "a GradScaler cannot be used with parameter servers: gradients leave during backward")
+
+
 STATE_ELSEWHERE = """
 optimizer = torch.optim.Adam(model.parameters())
 model, optimizer = strategy.prepare(model, optimizer)

@@ -13,6 +13,11 @@ from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.replicas.copyable import check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
 
+_SCALER = (
+    "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use bfloat16 "
+    "autocast, which needs no scaling"
+)
+
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuses what cannot be named on the wire; the ps itself refuses what it cannot run."""
@@ -22,6 +27,21 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"expected an optimizer of torch.optim, got {cls.__module__}.{cls.__name__}: "
             "a parameter server runs optimizers by name, and cannot run code of yours"
         )
+
+
+def check_step(optimizer: torch.optim.Optimizer, arguments: Sequence[Any]) -> None:
+    """Looks at how the step of a prepared optimizer is called.
+
+    Raises:
+        ConfigurationError: with a closure, or by a GradScaler.
+    """
+    if any(map(callable, arguments)):
+        raise ConfigurationError(
+            "optimizer.step(closure) cannot run on parameter servers: the closure would have to run there. Do what it "
+            "does (zero_grad, loss, backward) and then call optimizer.step()"
+        )
+    if "found_inf" in vars(optimizer):  # by a scaler to which it has said _step_supports_amp_scaling
+        raise ConfigurationError(_SCALER)
 
 
 def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
@@ -34,10 +54,7 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
         if isinstance(item, torch.nn.Module):
             check_shapes(item)
     if any(isinstance(item, torch.amp.GradScaler) for item in objects):
-        raise ConfigurationError(
-            "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use "
-            "bfloat16 autocast, which needs no scaling"
-        )
+        raise ConfigurationError(_SCALER)
     if preparation.sync_batchnorm:
         raise ConfigurationError(
             "sync_batchnorm=True needs workers that run in step and talk to each other: use "

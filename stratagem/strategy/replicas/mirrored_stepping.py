@@ -31,6 +31,14 @@ class MirroredOptimizer(Mirrored):
         super().__init__(copies, home, step=self._mirrored_own_step, **more)
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks; one that is prepared asks the optimizer of its replica."""
+        raise ConfigurationError(
+            "a GradScaler that was not prepared keeps one book for all replicas. Write model, optimizer, scaler = "
+            "strategy.prepare(model, optimizer, scaler), or use bfloat16 autocast, which needs no scaling"
+        )
+
+    @property
     def step(self) -> Callable[..., Any]:
         """Makes a step. A scheduler that is built on a prepared optimizer puts its counter around it."""
         return self._mirrored_step

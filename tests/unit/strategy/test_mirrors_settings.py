@@ -212,6 +212,19 @@ def test_what_one_scaler_finds_makes_all_skip(replicas: Replicas, unscale: bool,
     assert equal(*replicas.copies(model)) and not equal(before, replicas.copies(model)[0])
 
 
+def test_a_scaler_that_was_not_prepared_is_refused(replicas: Replicas) -> None:
+    model = net()
+    model, optimizer = replicas.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(replica: int) -> None:
+        scaler.scale(loss_of(model)).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(ConfigurationError, match=r"strategy.prepare\(model, optimizer, scaler\)"):
+        replicas.run(step)
+
+
 def test_a_scaler_is_loaded_on_all_and_steps_inside(replicas: Replicas) -> None:
     model = net()
     model, optimizer, scaler, off = replicas.prepare(
