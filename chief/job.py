@@ -227,4 +227,6 @@ class ChiefJob(ChiefState):
 
     def _committed(self, committed: CommittedCheckpoint) -> None:
         self.journal.write("checkpoint", path=committed.path)
-        logger.info("Checkpoint of step %d: %s", committed.step, committed.path)
+        folder, of_script, _ = committed.path.partition("/.draft-")
+        place = f"part of what the script saves in {folder}" if of_script else committed.path
+        logger.info("Checkpoint of step %d: %s", committed.step, place)

@@ -92,7 +92,9 @@ def save(directory: pathlib.Path, index: int, content: Content) -> list[SavedFil
         data = json.dumps(describe(index, content), separators=(",", ":")).encode()
         saved.append(SavedFile(f"{stem}.json", *write_durably(directory / f"{stem}.json", data)))
     except OSError as error:
-        raise CheckpointError(f"ps:{index} cannot write its shards into {directory}: {error}") from None
+        raise CheckpointError(
+            f"ps:{index} cannot write its shards into {directory.parent}: {error.strerror or error}"
+        ) from None
     return saved
 
 

@@ -50,6 +50,17 @@ async def test_a_checkpoint_is_taken_with_commits_held_and_says_where_the_data_s
         assert [file["name"] for file in plain["files"]] == ["ps-0.safetensors", "ps-1.safetensors"]
 
 
+async def test_the_part_of_a_checkpoint_that_a_script_writes_is_named_by_its_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "stratagem.chief")
+    async with cluster() as (_, workers, _):
+        await workers[0].open()
+        reply = await save(workers[0], tmp_path / ".draft-02405616")
+        assert reply.path == str(tmp_path / ".draft-02405616" / "step-00000000")
+    assert f"Checkpoint of step 0: part of what the script saves in {tmp_path}" in caplog.messages
+
+
 async def test_an_update_under_way_is_let_through_before_the_shards_are_saved(tmp_path: Path) -> None:
     async with cluster() as (_, workers, servers):
         await workers[0].open()
