@@ -15,6 +15,8 @@ from typing import Any, SupportsFloat, TypeVar
 from stratagem.errors import ConfigurationError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_RUNS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of the code of functions whose call runs nothing yet."""
 _MANY = (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection, list, tuple)
 _WORDS: dict[Any, str] = {
     **{bool: "True or False", int: "a whole number", float: "a number", str: "a string", NoneType: "None"},
@@ -75,11 +77,13 @@ def check_call(fn: Any, args: Any, kwargs: Any) -> None:
     """``fn(*args, **kwargs)`` can be meant.
 
     Raises:
-        ConfigurationError: ``fn`` is nothing that is called, ``args`` no tuple or list, ``kwargs`` no mapping. A tensor
-            or a string would be taken apart.
+        ConfigurationError: ``fn`` is nothing that is called, or nothing that a call runs; ``args`` no tuple or list,
+            ``kwargs`` no mapping. A tensor or a string would be taken apart.
     """
     if not callable(fn):
         raise ConfigurationError(f"expected a function, got {type(fn).__name__}")
+    if getattr(getattr(fn, "__code__", None), "co_flags", 0) & _RUNS_LATER:
+        raise ConfigurationError(f"expected a function that returns what it computes: {fn.__name__} has yield or async")
     if not isinstance(args, tuple | list):
         raise ConfigurationError(f"expected args as a tuple, (batch,) for one argument, got {type(args).__name__}")
     if kwargs is not None and not isinstance(kwargs, Mapping):

@@ -342,6 +342,7 @@ class ParameterServerStrategy(Strategy):
         self._units.append(source_of_units)
         return DistributedDataset(loader, plan, self._num_datasets, source_of_units, self.device)
 
+    @checked
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Iterable[Any]], options: DistributeOptions | None = None
     ) -> SplitDataset:

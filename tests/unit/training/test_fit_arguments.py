@@ -195,6 +195,10 @@ def test_predict_says_how_long_it_took_when_it_is_asked_to(capsys: pytest.Captur
     assert "prediction  16 examples in " in capsys.readouterr().err
 
 
+def yields(batch: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield batch
+
+
 @pytest.mark.parametrize(
     "strategy", [sg.get_strategy(), sg.OneDeviceStrategy(), sg.MirroredStrategy(["cpu:0", "cpu:1"])]
 )
@@ -206,6 +210,8 @@ def test_a_tensor_is_not_taken_apart_into_arguments(strategy: sg.Strategy) -> No
         strategy.run(lambda batch: batch, (one,), [])  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="expected a function, got Tensor"):
         strategy.run(one)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="returns what it computes: yields has yield or async"):
+        strategy.run(yields, (one,))
 
 
 @pytest.mark.parametrize("device", [None, 0, b"cpu", "cpuu"])
