@@ -17,6 +17,7 @@ from stratagem.worker.push.row_gradients import RowGradient
 from stratagem.worker.push.variables import RemoteVariables
 from stratagem.worker.push.wire import Transfer
 from stratagem.worker.reduction.backward import current_backward
+from stratagem.worker.reduction.same_bits import sum_of_bits
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,19 @@ MIN_EARLY_BYTES = 64 << 10
 """Smaller frames leave with the commit, in one write: alone each would only wake the ps."""
 MAX_RESTAGED_COMMITS = 3  # after so many commits that had to send again, eager staging does not pay
 
+NUM_EXACT, EXACT_EVERY = 3, 256
+"""So often at first, and now and then later, all values are looked at: ``grad.data`` hides changes from torch's
+counters. Who makes them does so in every step, and then nothing is sent early any more."""
+
 GRADIENT = int(FrameKind.GRADIENT)
-_Signature = tuple[int, int] | None
+_Signature = tuple[int, int, int] | None
+"""Where a gradient is, how often it was changed, and the sum of its bits, where those are looked at."""
 
 
 class GradientStaging:
     """Cuts the gradients of one optimizer's parameters into frames and sends each as soon as it is complete.
 
-    A frame whose gradient changed after it was sent (other storage or version counter) is sent again at
+    A frame whose gradient changed after it was sent (other storage, version counter or bits) is sent again at
     :meth:`complete`; the ps keeps the newest.
 
     Args:
@@ -58,6 +64,7 @@ class GradientStaging:
         self._eager = True
         self._paused = 0
         self._num_restaged_commits = 0
+        self._num_steps = 0
         self._layout = variables.layout
         self._any_fired = False
         self._backward = -1
@@ -146,6 +153,7 @@ class GradientStaging:
 
     def reset(self) -> None:
         """The step is over: the next frames belong to the next one."""
+        self._num_steps += 1
         self._transfers.clear()
         self._num_frames.clear()
         self._staged.clear()
@@ -204,7 +212,11 @@ class GradientStaging:
 
     def _signatures(self, chunk: Chunk) -> list[_Signature]:
         gradients = [self._parameters[variable].grad for variable in self._members[chunk.index]]
-        return [None if one is None else (one.data_ptr(), one._version) for one in gradients]
+        is_exact = self._num_steps <= NUM_EXACT or not self._num_steps % EXACT_EVERY
+        return [
+            None if one is None else (one.data_ptr(), one._version, sum_of_bits(one.reshape(-1)) if is_exact else 0)
+            for one in gradients
+        ]
 
     def _count_restaged(self) -> None:
         self._num_restaged_commits += 1

@@ -48,6 +48,24 @@ def loaded(strategy: sg.Strategy) -> None:
         assert model.weight.tolist() == [[7.0, 7.0]], model.weight
 
 
+def clamped(strategy: sg.Strategy) -> None:
+    """Gradients large enough to leave in the middle of backward, changed afterwards where torch does not see it."""
+    with strategy.scope():
+        model = nn.Linear(256, 256, bias=False)
+        nn.init.zeros_(model.weight)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 1.0))
+
+    def step(batch: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        (100 * model(batch[0])).sum().backward()
+        model.weight.grad.data.clamp_(-1.0, 1.0)
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(DataLoader(TensorDataset(torch.ones(40, 256)), 4)):
+        strategy.run(step, (batch,))
+    assert -10.0 <= float(model.weight.min()) <= -1.0, model.weight
+
+
 def best_of_fit(strategy: sg.Strategy) -> None:
     """The loss grows in every epoch: what is best are the weights after the first."""
     with strategy.scope():
@@ -66,6 +84,7 @@ def best_of_fit(strategy: sg.Strategy) -> None:
 def main() -> None:
     strategy = sg.strategy_from_environment()
     best_of_fit(strategy)
+    clamped(strategy)
     loaded(strategy)
 
 
