@@ -73,6 +73,11 @@ class Job:
     leaves_every: int = 0
     """A ring's pass is left with each step whose number is a multiple of this; 0: never."""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the weights say which examples were applied: not where a step is the mean of those that are left."""
+        return not (self.fits and self.staleness == 0)
+
 
 COLLECT_EVERY = 8
 """Jobs whose objects are thrown away together."""

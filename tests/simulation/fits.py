@@ -65,7 +65,8 @@ def train(cluster: Cluster, process: Process) -> None:
     with strategy.scope():
         net = process.globals["model"] = Counted(job.num_variables, job.num_examples, False)
         model = Model(net)
-    fit(cluster, process, model, lambda parameters: torch.optim.SGD(parameters, float(job.batch_size)), Steps(cluster))
+    rate = float(job.batch_size) if job.is_counted else 0.0
+    fit(cluster, process, model, lambda parameters: torch.optim.SGD(parameters, rate), Steps(cluster))
 
 
 def fit(cluster: Cluster, process: Process, model: Model, optimizer: OptimizerFactory, steps: Steps) -> None:
