@@ -107,8 +107,8 @@ class Network:
         """The reverse of :meth:`cut`; what was held comes now, behind what was on its way before."""
         self._cuts[source, target] -= 1
         if not self._cuts[source, target]:
-            for number, (process, at, run, arguments) in enumerate(self._held.pop((source, target), [])):
-                self.world.after(max(0.0, at - self.world.now) + number * 1e-7, process, run, *arguments)
+            for process, at, run, arguments in self._held.pop((source, target), []):
+                self.world.after(max(0.0, at - self.world.now), process, run, *arguments)
 
     def _break_silent(self, source: str, target: str) -> None:
         if not self.is_cut(source, target):
