@@ -61,6 +61,8 @@ ROWS = (
     Row("cut ps:0-ps:1@step=160 for=12s", job="copies"),
     Row("kill worker:2@step=40", job="ring"),
     Row("kill worker:0@step=40", job="ring"),
+    Row("reset worker:0-worker:1@step=40 for=1s", job="ring"),
+    Row("cut worker:0-worker:1@step=40 for=8s", job="ring"),
 )
 JOBS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {
     "s = inf": (2, 2, ("--staleness", "inf", "--checkpoint-every-s", "5")),
