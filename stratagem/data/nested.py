@@ -1,7 +1,8 @@
 """Batches as people write them: tensors in lists, tuples, named tuples, mappings and dataclasses, any depth.
 
 The examples of a batch lie along the first dimension of its tensors and numpy arrays. A list of plain values (names,
-say) that is as long as the batch has one for each example. Everything else belongs to the batch as a whole.
+say) that is as long as the batch has one for each example, and so has a tuple of texts, which torch's own collate_fn
+makes of them. Everything else belongs to the batch as a whole.
 """
 
 from __future__ import annotations
@@ -191,15 +192,14 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     has_rows = any(map(is_rows, leaves(batch)))
 
     def cut(leaf: Any) -> Any:
-        if is_rows(leaf):
-            return leaf[start:stop]
-        if has_to(leaf):
+        if has_to(leaf) or (isinstance(leaf, torch.Tensor) and not _is_strided(leaf)):
             raise ConfigurationError(
-                f"a batch with a {type(leaf).__name__} cannot be cut into the replicas' parts; let "
+                f"a batch with {_kind(leaf)} cannot be cut into the replicas' parts; let "
                 "distribute_datasets_from_function make a batch for each replica, or use a map-style dataset"
             )
-        per_example = isinstance(leaf, list) or (isinstance(leaf, tuple) and not has_rows)
-        return leaf[start:stop] if per_example and len(leaf) == count else leaf
+        if is_rows(leaf):
+            return leaf[start:stop]
+        return leaf[start:stop] if _may_have_examples(leaf, has_rows) and len(leaf) == count else leaf
 
     return map_leaves(batch, cut)
 
@@ -211,11 +211,29 @@ def empty_like(batch: Any) -> Any:
     def emptied(leaf: Any) -> Any:
         if is_rows(leaf):
             return leaf[:0]
-        if isinstance(leaf, list):
-            return leaf[:0] if not counts or len(leaf) in counts else leaf
-        return () if isinstance(leaf, tuple) and not counts else leaf
+        if _may_have_examples(leaf, bool(counts)) and (not counts or len(leaf) in counts):
+            return leaf[:0]
+        return leaf
 
     return map_leaves(batch, emptied)
+
+
+def _may_have_examples(leaf: Any, has_rows: bool) -> bool:
+    """Whether a leaf holds one plain value for each example, if it has as many. A tuple of numbers beside tensors is
+    rather a size of the batch as a whole."""
+    if isinstance(leaf, tuple):
+        return not has_rows or all(isinstance(item, str | bytes) for item in leaf)
+    return isinstance(leaf, list)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return f"a {type(leaf).__name__}"
+    return "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -118,10 +118,13 @@ class StreamReader:
     def read(self, epoch: int, first: int, seed: int) -> Iterator[Parts]:
         first_batch, first_step = divmod(first, self._batch_split.steps_per_batch)
         for batch in self._source.open(epoch, first_batch, seed):
-            if self._takes_fingerprint:
+            steps = [
+                Parts(tuple(part_of(batch, rows.start, rows.stop) for rows in step), tuple(map(len, step)))
+                for step in self._batch_split.steps(num_examples(batch))[first_step:]
+            ]
+            if self._takes_fingerprint:  # of what can be cut
                 self.common, self._takes_fingerprint = f"first batch {fingerprint(batch):08x}", False
-            for step in self._batch_split.steps(num_examples(batch))[first_step:]:
-                yield Parts(tuple(part_of(batch, rows.start, rows.stop) for rows in step), tuple(map(len, step)))
+            yield from steps
             first_step = 0
 
 

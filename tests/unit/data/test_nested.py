@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import default_collate
 
 from stratagem.data.distribute import distribute
 from stratagem.data.form import empty_of, fingerprint, form_of
@@ -20,7 +21,7 @@ from stratagem.data.nested import CopiedAsDict, empty_like, num_examples, part_o
 from stratagem.data.placement import InputPlacement
 from stratagem.errors import ConfigurationError
 from stratagem.training.fit.running_metrics import Logs
-from tests.unit.data.reading import CPU
+from tests.unit.data.reading import CPU, epoch
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -86,6 +87,25 @@ def test_plain_values_alone_are_examples() -> None:
 
 def test_a_tuple_beside_tensors_is_no_list_of_examples() -> None:
     assert part_of({"x": torch.arange(2), "size": (28, 28)}, 0, 1)["size"] == (28, 28)
+
+
+def test_a_tuple_of_texts_has_one_for_each_example() -> None:
+    loaded = default_collate([(torch.tensor(1), "a"), (torch.tensor(2), "b"), (torch.tensor(3), "c")])
+    assert loaded[1] == ("a", "b", "c")  # as torch gives them
+    assert part_of(loaded, 1, 3)[1] == ("b", "c") and empty_like(loaded)[1] == ()
+    assert part_of([torch.arange(3), ("height", "width")], 0, 1)[1] == ("height", "width")
+
+
+@pytest.mark.parametrize("layout", ["torch.sparse_coo", "torch.jagged"])
+def test_tensors_that_have_no_rows_to_cut(layout: str) -> None:
+    rows = [torch.ones(1), torch.ones(2)]
+    made = {
+        "torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
+        "torch.jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
+    }[layout]
+    for workers in (1, 2):
+        with pytest.raises(ConfigurationError, match=r"(nested tensor|layout torch\.sparse\w*) cannot be cut"):
+            epoch(lambda: [(torch.arange(2), made())], workers, replicas=2)
 
 
 def test_batches_that_say_no_number_of_examples() -> None:
