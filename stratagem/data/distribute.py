@@ -151,6 +151,7 @@ def leasable(
             f"under ParameterServerStrategy the chief leases batches by number, which a {type(batched).__name__} does "
             "not have: give distribute_dataset a DataLoader over a map-style dataset"
         )
+    _refuse_distributed_sampler(batched)
     return batched
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
@@ -198,11 +198,13 @@ class ItemBatches:
     """A map-style dataset whose items are global batches: a DataLoader with ``batch_size=None``.
 
     Args:
-        indices: which items, as batches of one index.
+        indices: which items, as batches of one index; with a BatchSampler in the place of the sampler, an item is what
+            the dataset has for the whole list.
     """
 
     def __init__(self, loader: DataLoader[Any], indices: IndexBatches) -> None:
         self._indices = indices
+        self._takes_lists = isinstance(loader.sampler, BatchSampler)
         self._sampler = Batches(iter(()))
         arguments = carried(loader, persistent=True)
         self._loader = DataLoader(loader.dataset, batch_size=None, sampler=self._sampler, **arguments)
@@ -213,8 +215,18 @@ class ItemBatches:
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
         _tell_epoch(self._loader.dataset, epoch)
         seed_epoch(self._loader, seed, epoch, first)
-        self._sampler.indices = (index for (index,) in self._indices.of_epoch(epoch, first, seed))
+        batches = self._indices.of_epoch(epoch, first, seed)
+        self._sampler.indices = batches if self._takes_lists else map(_single, batches)
         return iter(self._loader)
+
+
+def _single(indices: Sequence[Any]) -> Any:
+    if len(indices) != 1:
+        raise ConfigurationError(
+            f"expected one index at a time of the sampler of a DataLoader with batch_size=None, got {len(indices)}: "
+            "give sampler=BatchSampler(sampler, batch_size, drop_last), whose lists the dataset gets whole"
+        )
+    return indices[0]
 
 
 def _totals(num_examples: int, batch_split: BatchSplit) -> Totals:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from stratagem.cluster.units import Plan
 from stratagem.data.batch_split import BatchSplit, cut
-from stratagem.data.distribute import distribute, distribute_from_function
+from stratagem.data.distribute import distribute, distribute_from_function, leasable
 from stratagem.data.options import AutoShardPolicy, DistributeOptions
 from stratagem.data.placement import InputPlacement, StepShare
 from stratagem.data.values import PerReplica
@@ -34,7 +34,19 @@ SOURCES: dict[str, Callable[[int, int], Any]] = {
     "batch sampler": lambda num, size: DataLoader(
         Numbers(num), batch_sampler=[list(range(num))[first : first + size] for first in range(0, num, size)]
     ),
+    "whole lists": lambda num, size: DataLoader(
+        FetchedAtOnce(num),
+        batch_size=None,
+        sampler=BatchSampler(SequentialSampler(range(num)), size, drop_last=False),
+    ),
 }
+
+
+class FetchedAtOnce(Numbers):
+    """Gives a whole batch for a list of indices."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index)
 
 
 @pytest.mark.parametrize(("num", "size", "replicas", "expected"), NUMBERS)
@@ -214,6 +226,10 @@ def test_sources_that_cannot_be_shared_out() -> None:
     with pytest.raises(ConfigurationError, match="DistributedSampler"):
         sampler: torch.utils.data.DistributedSampler[int] = torch.utils.data.DistributedSampler(Numbers(4), 2, 0)
         distribute(DataLoader(Numbers(4), sampler=sampler), placement=placement)
+    with pytest.raises(ConfigurationError, match="DistributedSampler leaves each worker a part"):
+        leasable(DataLoader(Numbers(4), sampler=sampler))
+    with pytest.raises(ConfigurationError, match=r"one index at a time .* got 2: give sampler=BatchSampler"):
+        steps_of(distribute(DataLoader(Numbers(4), batch_size=None, sampler=[[0, 1]]), placement=placement))
     with pytest.raises(ConfigurationError, match=r"LEASE .*DATA"):
         distribute(
             batches(4, 2), placement=placement, options=DistributeOptions(auto_shard_policy=AutoShardPolicy.LEASE)
