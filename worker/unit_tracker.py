@@ -8,6 +8,7 @@ with neither is *idle*: the script took batches ahead of time and comes back to 
 from __future__ import annotations
 
 from stratagem.cluster.units import Unit, Update
+from stratagem.errors import ConfigurationError
 
 MAX_IDLE = 64  # batches that a script may be ahead; what it left longer ago it has skipped
 
@@ -47,7 +48,17 @@ class UnitTracker:
         return len(self._idle)
 
     def start_epoch(self) -> None:
-        """A new loop begins: nothing from the last one is still to come."""
+        """A new loop begins: nothing from the last one is still to come.
+
+        Raises:
+            ConfigurationError: it begins inside of another one.
+        """
+        if self.current is not None:
+            raise ConfigurationError(
+                "a loop over a distributed dataset begins while a batch of another one is in hand, and on parameter "
+                "servers an update belongs to batches of one: train on one dataset (torch.utils.data.StackDataset "
+                "joins two); to evaluate in between, iterate over the DataLoader itself"
+            )
         self._left_early.clear()
 
     def take(self, unit: Unit) -> None:

@@ -90,9 +90,9 @@ class LeasedUnits:
         """Whether the script goes through an epoch."""
 
     def start_epoch(self, epoch: int, stop: int) -> None:
+        self._tracker.start_epoch()
         self.is_read = True
         self._client.start_epoch(self._dataset, epoch, stop)
-        self._tracker.start_epoch()
         self._meter.epoch = epoch
         self._meter.start_clock()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from stratagem.cluster.units import Unit, Update
+from stratagem.errors import ConfigurationError
 from stratagem.worker.unit_tracker import MAX_IDLE, UnitTracker
 
 A, B, C = (Unit(1, 0, index) for index in range(3))
@@ -15,6 +18,16 @@ def test_plain_loop() -> None:
     assert tracker.step() == Update((A,), 0)
     assert tracker.stepped() == []
     assert tracker.leave() == [A]
+
+
+def test_a_loop_inside_of_another_one() -> None:
+    tracker = UnitTracker()
+    tracker.start_epoch()
+    tracker.take(A)
+    with pytest.raises(ConfigurationError, match="begins while a batch of another one is in hand"):
+        tracker.start_epoch()
+    tracker.leave()
+    tracker.start_epoch()
 
 
 def test_two_optimizers_a_batch() -> None:
