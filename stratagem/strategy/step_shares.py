@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stratagem.data.placement import StepShare
+from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.gradient_weight import Weight
 
 
@@ -30,6 +31,8 @@ class StepShares:
         """By tensor of a batch that the script still has."""
         self._newest: StepShare | None = None
         self._now: StepShare | None = None
+        self._are_unlike = False
+        """Whether the step has batches of several datasets, and its replicas other shares of one than of another."""
         self._set: list[float | None] = [None] * num_local
         self.num_seen = [0] * num_local
         """Examples in the batches that each replica was given so far."""
@@ -49,8 +52,10 @@ class StepShares:
 
     def start_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A step begins, with these arguments. One that has a batch in it is run on its share, else on the newest."""
-        shares = (self._shares.get(tensor) for tensor in _tensors([*args, *kwargs.values()]))
-        self._choose(next((share for share in shares if share is not None), self._newest))
+        shares = [self._shares.get(tensor) for tensor in _tensors([*args, *kwargs.values()])]
+        told = [share for share in shares if share is not None]
+        self._choose(told[0] if told else self._newest)
+        self._are_unlike = len({share.weights for share in told}) > 1
 
     def set_weight(self, replica: int, weight: float) -> None:
         """What the loss of a local replica was divided by."""
@@ -77,6 +82,13 @@ class StepShares:
             return Weight(told, told)
         if gradients == "sum":
             return Weight(1.0)
+        if self._are_unlike:
+            raise ConfigurationError(
+                "the step was given batches of several datasets, of which a replica has unlike shares (a last batch is "
+                "smaller, say), and a gradient has one weight: give the DataLoaders drop_last=True and batch sizes "
+                "that the replicas divide, make one dataset of them (torch.utils.data.StackDataset), or say the weight "
+                "of each backward with strategy.set_weight(n)"
+            )
         scale = 1 / self._num_replicas() if self._now is None else self._now.weights[replica]
         return Weight(scale, is_share=True)
 
@@ -91,6 +103,7 @@ class StepShares:
 
     def _choose(self, share: StepShare | None) -> None:
         self._now = share
+        self._are_unlike = False
         self._set = [None] * self._num_local
 
 

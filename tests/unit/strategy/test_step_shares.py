@@ -1,0 +1,46 @@
+"""Steps that are given batches of two datasets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+
+
+def _trained(strategy: sg.Strategy, sizes: tuple[int, int], weights: bool = False, **loading: Any) -> torch.Tensor:
+    """The weight after a pass over two datasets at once, in batches of 8 and 4."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    model, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    loaders = [
+        DataLoader(TensorDataset(torch.arange(1.0, num + 1)[:, None]), batch_size=size, **loading)
+        for num, size in zip(sizes, (8, 4), strict=True)
+    ]
+
+    def step(first: Any, second: Any) -> None:
+        optimizer.zero_grad()
+        for (batch,) in (first, second):
+            if weights:
+                strategy.set_weight(len(batch))
+            model(batch).square().mean().backward()
+        optimizer.step()
+
+    for pair in zip(*map(strategy.distribute_dataset, loaders), strict=True):
+        strategy.run(step, args=pair)
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_batches_whose_shares_are_unlike(weights: bool) -> None:
+    mirrored, one = sg.MirroredStrategy(["cpu:0", "cpu:1"]), sg.OneDeviceStrategy("cpu")
+    assert torch.allclose(_trained(mirrored, (16, 8), weights), _trained(one, (16, 8), weights))
+    if weights:
+        assert torch.allclose(_trained(mirrored, (11, 8), weights), _trained(one, (11, 8), weights))
+        return
+    with pytest.raises(sg.ConfigurationError, match=r"several datasets, of which .* unlike shares .*set_weight"):
+        _trained(mirrored, (11, 8))
+    assert torch.allclose(_trained(mirrored, (11, 4), drop_last=True), _trained(one, (11, 4), drop_last=True))
