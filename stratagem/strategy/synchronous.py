@@ -23,7 +23,7 @@ from stratagem.strategy.newcomers import Newcomers
 from stratagem.strategy.preparation import Preparation
 from stratagem.strategy.prepared import Prepared
 from stratagem.strategy.replicas.context import watch_torch
-from stratagem.strategy.replicas.copyable import check_shapes
+from stratagem.strategy.replicas.copyable import check_embeddings, check_shapes
 from stratagem.strategy.replicas.cross_device_ops import CrossDeviceOps, cross_device_ops_of, names_of
 from stratagem.strategy.replicas.local_replicas import LocalReplicas, OneReplica, SeveralReplicas
 from stratagem.strategy.replicas.mirrored import original
@@ -124,6 +124,8 @@ class SynchronousStrategy(SynchronousInput):
         models = [item for item in fresh if isinstance(item, nn.Module)]
         optimizers = [item for item in fresh if isinstance(item, torch.optim.Optimizer)]
         self._before_placing(models)
+        if self._local.communicators:
+            check_embeddings(models)
         if self.communicator is not None:
             for model in models:
                 check_shapes(model)

@@ -16,6 +16,10 @@ from stratagem.worker.reduction.gradient_slot import DenseSlot, ParameterGradien
 from stratagem.worker.ring.communicator import Communicator
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+AS_REAL = (
+    "make the parameter nn.Parameter(torch.view_as_real(it)), and take torch.view_as_complex(self.parameter) in forward"
+)
+"""What to do with a complex parameter."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +101,8 @@ class GradientLayout:
 
 def check_reducible(parameter: torch.nn.Parameter) -> None:
     """Raises ``ConfigurationError`` for a dtype or device whose gradients cannot be reduced."""
+    if parameter.is_complex():
+        raise ConfigurationError(f"gradients of {parameter.dtype} cannot be reduced, those of its parts can: {AS_REAL}")
     if parameter.dtype not in DTYPES or parameter.device.type not in ("cpu", "cuda"):
         raise ConfigurationError(
             f"gradients of {parameter.dtype} on {parameter.device} cannot be reduced; expected one of "

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from stratagem.errors import ConfigurationError, UnsupportedOptimizerError
+from stratagem.rpc.codec import can_travel
 from stratagem.strategy.model_parts import sparse_embeddings
 from stratagem.strategy.preparation import Preparation
-from stratagem.strategy.replicas.copyable import check_shapes
+from stratagem.strategy.replicas.copyable import check_embeddings, check_memory, check_shapes
 from stratagem.worker.push.remote_table import RemoteTable
+from stratagem.worker.reduction.gradient_layout import AS_REAL
 
 _SCALER = (
     "a GradScaler cannot be used with parameter servers: gradients leave during backward, still scaled. Use bfloat16 "
@@ -50,9 +52,12 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
     Raises:
         ConfigurationError: it cannot be trained on parameter servers; says what can.
     """
-    for item in objects:
-        if isinstance(item, torch.nn.Module):
-            check_shapes(item)
+    models = [item for item in objects if isinstance(item, torch.nn.Module)]
+    for model in models:
+        check_shapes(model)
+        _check_dtypes(model)
+    check_memory(models)
+    check_embeddings(models)
     if any(isinstance(item, torch.amp.GradScaler) for item in objects):
         raise ConfigurationError(_SCALER)
     if preparation.sync_batchnorm:
@@ -60,10 +65,23 @@ def check_prepared(objects: Sequence[Any], preparation: Preparation) -> None:
             "sync_batchnorm=True needs workers that run in step and talk to each other: use "
             "MultiWorkerMirroredStrategy (--strategy ring)"
         )
-    for name, layer in sparse_embeddings(item for item in objects if isinstance(item, torch.nn.Module)):
+    for name, layer in sparse_embeddings(models):
         if not isinstance(getattr(layer, "remote_table", None), RemoteTable):
             raise ConfigurationError(
                 f"gradients of an nn.Embedding travel dense to parameter servers: give {name} sparse=False, or make "
                 "it an sg.nn.Embedding (or EmbeddingBag), not of a class derived from it, inside `with "
                 "strategy.scope():`, whose rows live on the parameter servers"
             )
+
+
+def _check_dtypes(model: torch.nn.Module) -> None:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor) or can_travel(tensor.dtype):
+            continue
+        if not isinstance(tensor, torch.nn.Parameter):
+            way_out = "register_buffer(…, persistent=False) leaves it with each worker"
+        else:
+            way_out = AS_REAL if tensor.is_complex() else "make it one of a dtype that they hold, float16 say"
+        raise ConfigurationError(
+            f"{name} of {type(model).__name__} is {tensor.dtype}, which parameter servers do not hold: {way_out}"
+        )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -38,6 +39,12 @@ def check_module(module: nn.Module) -> None:
     """
     check_shapes(module)
     for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"{path or 'the model'} is a ScriptModule, whose inside torch keeps to itself, and cannot be one of "
+                "several replicas of a process: train the module of which it was made, and give that one to "
+                "torch.jit.script or trace when it is trained; to train faster, prepare(torch_compile=True)"
+            )
         slots = sorted({name for kind in type(part).__mro__ for name in _slots_of(kind)} - {"__dict__", "__weakref__"})
         if slots:
             raise ConfigurationError(
@@ -53,10 +60,64 @@ def check_module(module: nn.Module) -> None:
                 )
 
 
+def check_embeddings(modules: Iterable[nn.Module]) -> None:
+    """Refuses layers that change weights by the examples of a replica, which others do not have.
+
+    Raises:
+        ConfigurationError: names one, and says what to do.
+    """
+    for path, part in (named for module in modules for named in module.named_modules()):
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ConfigurationError(
+                f"max_norm={part.max_norm:g} of {path or _kind(part)} makes forward change the weights, by the "
+                "examples that a replica or a worker has, and others do not: leave it out, and scale what the layer "
+                "gives, x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
+            )
+
+
+def check_memory(modules: Iterable[nn.Module]) -> None:
+    """Refuses parameters of which one has elements of another one: copied, each has its own.
+
+    Raises:
+        ConfigurationError: names two, and says what to do.
+    """
+    named = {id(one): (name, one) for module in modules for name, one in module.named_parameters()}
+    plain = [(name, one) for name, one in named.values() if type(one) is nn.Parameter and one.numel()]
+    plain.sort(key=lambda pair: pair[1].data_ptr())
+    last, end = 0, 0
+    """Of those before: the one that reaches farthest, and where it ends."""
+    for index, (name, one) in enumerate(plain):
+        if one.data_ptr() < end and _have_common(plain[last][1], one):
+            raise ConfigurationError(
+                f"{plain[last][0]} and {name} are two parameters in one memory, which no copy of them elsewhere is: "
+                "make them one (decoder.weight = encoder.weight; for a transpose, "
+                "torch.nn.functional.linear(x, encoder.weight.t()) in forward), or clone() one"
+            )
+        stop = one.data_ptr() + _extent(one) * one.element_size()
+        if stop > end:
+            last, end = index, stop
+
+
+def _have_common(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share an element, and not only the space between their elements."""
+    addresses = [
+        torch.arange(_extent(tensor)).as_strided(tensor.shape, tensor.stride()) * tensor.element_size()
+        + tensor.data_ptr()
+        for tensor in (one, other)
+    ]
+    return bool(torch.isin(*addresses).any())
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def recomputed(module: nn.Module) -> frozenset[str]:
     """Attributes of one module that it computes anew in each forward, and that torch keeps as plain tensors."""
     hooks = module._forward_pre_hooks.values()
-    return frozenset(hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm))
+    names = {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
+    return frozenset(names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)})
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stratagem.errors import ConfigurationError
 from stratagem.strategy.replicas.copies import Copies, Settings, move_original, settings_of
-from stratagem.strategy.replicas.copyable import check_module, check_optimizer
+from stratagem.strategy.replicas.copyable import check_memory, check_module, check_optimizer
 from stratagem.strategy.replicas.mirrored import Meet, mirrored, original
 from stratagem.strategy.replicas.mirrored_module import MirroredModule, OnlyReplica, foreign
 from stratagem.strategy.replicas.mirrored_stepping import (
@@ -166,6 +166,7 @@ class Mirrors:
     ) -> None:
         for model in models:
             check_module(model)
+        check_memory(models)
         coming = {id(parameter) for model in models for parameter in model.parameters()}
         with self._opened():
             for optimizer in optimizers:

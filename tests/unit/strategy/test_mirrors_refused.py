@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 
 import stratagem as sg
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.preparation import Preparation
+from stratagem.strategy.ps.checks import check_prepared
 from tests.unit.strategy.mirrored_replicas import Replicas, equal, proxies
 
 INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
@@ -41,12 +44,27 @@ def _with(name: str, value: Callable[[nn.Sequential], object]) -> nn.Module:
     return model
 
 
+def _over(values: torch.Tensor) -> nn.Linear:
+    """A layer whose weight lies where ``values`` do."""
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(values)
+    return layer
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0\.weight of Sequential has no shape yet; call the model once"),
     "slots": (lambda: nn.Sequential(Slotted(4, 4)), "Slotted keeps cache in __slots__"),
     "a result": (
         lambda: _with("norm", lambda model: next(model.parameters()).norm()),
         r"1\.norm of Sequential is the result of a computation",
+    ),
+    "a ScriptModule": (
+        lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 4), INPUTS)),
+        "0 is a ScriptModule, .* train the module of which it was made",
+    ),
+    "one memory": (
+        lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data.t())),
+        r"0\.weight and 1\.weight are two parameters in one memory",
     ),
     "a lock": (lambda: _with("lock", lambda _: threading.Lock()), r"1\.lock of Sequential cannot be copied.*pickle"),
     "a result in a list": (
@@ -56,7 +74,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature", "ignore:.torch.jit.*deprecated")
 @pytest.mark.parametrize(("build", "message"), MODELS.values(), ids=MODELS)
 def test_models_that_cannot_be_copied(replicas: Replicas, build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -147,6 +165,65 @@ def test_the_original_optimizer_where_all_replicas_share_it() -> None:
         strategy.run(optimizer.step)
     strategy.run(prepared.step)
     optimizer.step()  # outside of run it is the only one
+
+
+def test_parameters_between_the_elements_of_others(replicas: Replicas) -> None:
+    both = torch.randn(4, 8)
+    own = nn.Sequential(_over(both[:, :4]), _over(both[:, 4:]))
+    model = replicas.prepare(own)
+    assert equal(*replicas.copies(model))
+
+
+def test_pruned_weights(replicas: Replicas) -> None:
+    own = net()
+    prune.l1_unstructured(own[0], "weight", 0.5)
+    prune.random_unstructured(own[0], "weight", 0.2)
+    model, optimizer = replicas.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+
+    def step(replica: int) -> None:
+        model(INPUTS).square().sum().backward()
+        optimizer.step()
+
+    replicas.run(step)
+    first, second = replicas.copies(model)
+    assert equal(first, second) and not first[0].weight.is_leaf
+    prune.remove(first[0], "weight")
+    assert float((first[0].weight == 0).sum()) >= 8
+
+
+def test_embeddings_that_change_their_weights() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ConfigurationError, match="max_norm=1 of 0 makes forward change the weights"):
+        strategy.prepare(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)))
+    sg.OneDeviceStrategy().prepare(nn.Embedding(4, 2, max_norm=1.0))
+
+
+def test_complex_parameters() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ConfigurationError, match=r"complex64 cannot be reduced, .*torch\.view_as_complex"):
+        strategy.prepare(_over(torch.zeros(4, 4, dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: nn.Sequential(_over(torch.zeros(4, 4, dtype=torch.complex64))), r"0\.weight .*view_as_complex"),
+        (lambda: nn.Sequential(_over(torch.zeros(4, 4, dtype=torch.complex64)).requires_grad_(False)), r"0\.weight"),
+        (lambda: _with_buffer(torch.zeros(3, dtype=torch.complex64)), r"angles .* persistent=False"),
+        (lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data)), "in one memory"),
+        (lambda: nn.EmbeddingBag(4, 2, max_norm=2.0), "max_norm=2 of EmbeddingBag"),
+    ],
+)
+def test_what_parameter_servers_cannot_train(model: Callable[[], nn.Module], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        check_prepared([model()], Preparation())
+    check_prepared([_with_buffer(torch.zeros(3, dtype=torch.complex64), persistent=False)], Preparation())
+
+
+def _with_buffer(values: torch.Tensor, persistent: bool = True) -> nn.Module:
+    model = net()
+    model.register_buffer("angles", values, persistent=persistent)
+    return model
 
 
 def test_weight_norm_works_in_both_kinds(replicas: Replicas) -> None:
