@@ -48,6 +48,8 @@ class MirroredOptimizer(Mirrored):
             object.__setattr__(self, "_mirrored_step", value)
         else:
             Mirrored.__setattr__(self, name, value)
+            if name == "state" and self._mirrored_home.which() is None:
+                self._mirrored_home.touch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """On every replica, when called outside of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,16 @@ def test_every_step_has_one_rate_whoever_is_first(replicas: Replicas) -> None:
 
     replicas.run(step)
     assert rates == [[1.0, 0.5, 0.25]] * 2
+
+
+def test_a_state_that_is_given_outside_of_replicas(replicas: Replicas) -> None:
+    model = net()
+    model, optimizer = replicas.prepare(model, torch.optim.SGD(model.parameters(), 1.0, momentum=0.9))
+    for _ in range(2):
+        replicas.run(lambda replica: train_step(replicas, model, optimizer, replica))
+        optimizer.state = collections.defaultdict(dict)  # replica 1 had kept its own
+        replicas.run(lambda replica: train_step(replicas, model, optimizer, replica))
+        assert equal(*replicas.copies(model))
 
 
 def test_settings_changed_in_a_step_are_those_of_replica_0(replicas: Replicas) -> None:
