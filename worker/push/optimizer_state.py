@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,20 @@ class _OnServers(dict[str, Any]):
         )
 
 
+_NOT_HERE = (
+    "the state of a prepared optimizer is on the parameter servers, and optimizer.state has none of it: to begin it "
+    "anew, give optimizer.load_state_dict() that of an optimizer that has made no step; optimizer.state_dict() "
+    "fetches it"
+)
+
+
+class _Elsewhere(collections.defaultdict[Any, Any]):
+    """What stands for the state of an optimizer here."""
+
+    def clear(self) -> None:
+        raise ConfigurationError(_NOT_HERE)
+
+
 class OptimizerState:
     """The slots of one optimizer, on the ps.
 
@@ -51,9 +66,11 @@ class OptimizerState:
         self._optimizer = optimizer
         self._parameters = parameters
         self._may_assign = may_assign
+        self._elsewhere = _Elsewhere()
         optimizer.register_state_dict_pre_hook(lambda _: self._fill())
         optimizer.register_state_dict_post_hook(lambda _, state: self._empty())
         optimizer.register_load_state_dict_post_hook(lambda _: self._load())
+        optimizer.register_step_pre_hook(lambda *_: self._check())
 
     def _fill(self) -> None:
         """Puts the state of the ps into ``optimizer.state``, where ``state_dict()`` looks for it."""
@@ -81,7 +98,11 @@ class OptimizerState:
     def _empty(self) -> None:
         for parameter in self._parameters:
             self._optimizer.state.pop(parameter, None)
-        self._optimizer.state.default_factory = _OnServers
+        self._optimizer.state = self._elsewhere = _Elsewhere(_OnServers, self._optimizer.state)
+
+    def _check(self) -> None:
+        if self._optimizer.state is not self._elsewhere:
+            raise ConfigurationError(_NOT_HERE)
 
     def begin(self, is_given: bool) -> None:
         """What the optimizer had before it was prepared goes to the ps with the weights that this process gave them, if
@@ -103,6 +124,8 @@ class OptimizerState:
             names = {name for state in states for name, value in state.items() if value is not None}
             scalars = {name: [float(state.get(name, 0.0)) for state in states] for name in sorted(names & SCALARS)}
             slots = sorted(names - SCALARS - {"step"})
+            if not names:  # a state that begins anew
+                slots = list(pull_weights(self._clients[ps], {group: None}).result(lambda _: None).slots)
             for slot in slots:
                 self._assign(self._clients[ps], group, slot, counts, scalars)
 
@@ -156,7 +179,11 @@ class TableState:
     def _send(self) -> None:
         loading, self._loading = self._loading, {}
         for at, state in loading.items():
-            num_updates = int(state.get("step", 1))
+            table = self._tables[at]
+            num_updates = int(state.get("step", 1 if state else 0))
+            if not state and isinstance(self._optimizer, torch.optim.SparseAdam):  # it begins anew
+                nothing = torch.zeros((), dtype=table.handle.dtype).expand(table.num_rows, table.width)
+                state = {"exp_avg": nothing, "exp_avg_sq": nothing}
             for name, value in state.items():
                 if name != "step" and isinstance(value, torch.Tensor):
-                    self._tables[at].assign(value, name, num_updates)
+                    table.assign(value, name, num_updates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -560,13 +561,11 @@ def test_the_state_of_the_optimizer_stays_on_the_ps_and_can_be_loaded(start: Cal
     backward(model, 99)
     job.step()
     check_equal(model, plain)
-    counts = {
-        locked.group.counts[0]
-        for store in job.stores
-        for locked in store.state.locked_groups.values()
-        if locked.spec.is_table
-    }
-    assert counts == {4}
+    tables = [one for store in job.stores for one in store.state.locked_groups.values() if one.spec.is_table]
+    assert {one.group.counts[0] for one in tables} == {4}
+    optimizers[0].load_state_dict({**state, "state": {}})
+    assert {one.group.counts[0] for one in tables} == {0}
+    assert not any(slot.any() for one in tables for slot in one.group.slots.values())
 
 
 def test_what_an_optimizer_has_before_it_is_prepared_goes_with_the_weights(start: Callable[..., Job]) -> None:
@@ -591,6 +590,40 @@ def test_what_an_optimizer_has_before_it_is_prepared_goes_with_the_weights(start
     job.step()
     expected, _ = trained(4)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=2e-6, atol=2e-6)
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, 0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, 0.1),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_begins_anew(start: Callable[..., Job], kind: str) -> None:
+    """It went on as it was, without a word."""
+    job, (first, second) = start(), (nn.Linear(3, 2), nn.Linear(3, 2))
+    second.load_state_dict(first.state_dict())
+    own, plain = KINDS[kind](first.parameters()), KINDS[kind](second.parameters())
+    job.prepare(first, own)
+    for step in range(5):
+        if step == 3:
+            for optimizer in (own, plain):
+                optimizer.load_state_dict(KINDS[kind](first.parameters()).state_dict())
+        for model, optimizer in ((first, own), (second, plain)):
+            optimizer.zero_grad()
+            model(torch.tensor([[1.0, -step, 2.0]])).square().sum().backward()
+        job.step()
+        plain.step()
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=2e-6, atol=2e-6)
+    with pytest.raises(ConfigurationError, match="state of a prepared optimizer is on the parameter servers"):
+        own.state.clear()
+    own.state_dict()
+    own.step()
+    own.state = collections.defaultdict(dict)
+    with pytest.raises(ConfigurationError, match="state of a prepared optimizer is on the parameter servers"):
+        own.step()
 
 
 def test_an_integer_parameter_is_kept_like_a_buffer(start: Callable[..., Job]) -> None:
