@@ -17,7 +17,7 @@ from stratagem.errors import ConfigurationError
 
 
 def check_shapes(module: nn.Module) -> None:
-    """Refuses a model whose lazy layers have no weights yet.
+    """Refuses a model whose lazy layers have no weights yet, or that has no values.
 
     Raises:
         ConfigurationError: names one, and says what to do.
@@ -28,6 +28,11 @@ def check_shapes(module: nn.Module) -> None:
                 raise ConfigurationError(
                     f"{_named(path, name)} of {_kind(module)} has no shape yet; call the model once on a batch before "
                     "strategy.prepare, so that its lazy layers get theirs"
+                )
+            if tensor is not None and tensor.is_meta and type(tensor) in (nn.Parameter, torch.Tensor):  # no table
+                raise ConfigurationError(
+                    f"{_named(path, name)} of {_kind(module)} is on the device meta, without values; give it some "
+                    'before strategy.prepare: module.to_empty(device="cpu"), and a state dict or reset_parameters()'
                 )
 
 
@@ -82,7 +87,7 @@ def check_memory(modules: Iterable[nn.Module]) -> None:
         ConfigurationError: names two, and says what to do.
     """
     named = {id(one): (name, one) for module in modules for name, one in module.named_parameters()}
-    plain = [(name, one) for name, one in named.values() if type(one) is nn.Parameter and one.numel()]
+    plain = [pair for pair in named.values() if type(pair[1]) is nn.Parameter and pair[1].numel()]
     plain.sort(key=lambda pair: pair[1].data_ptr())
     last, end = 0, 0
     """Of those before: the one that reaches farthest, and where it ends."""

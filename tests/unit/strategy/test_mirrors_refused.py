@@ -53,6 +53,7 @@ def _over(values: torch.Tensor) -> nn.Linear:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"0\.weight of Sequential has no shape yet; call the model once"),
+    "meta": (lambda: nn.Sequential(nn.Linear(4, 4, device="meta")), r"0\.weight of Sequential is on the device meta"),
     "slots": (lambda: nn.Sequential(Slotted(4, 4)), "Slotted keeps cache in __slots__"),
     "a result": (
         lambda: _with("norm", lambda model: next(model.parameters()).norm()),
@@ -211,6 +212,7 @@ def test_complex_parameters() -> None:
         (lambda: nn.Sequential(_over(torch.zeros(4, 4, dtype=torch.complex64)).requires_grad_(False)), r"0\.weight"),
         (lambda: _with_buffer(torch.zeros(3, dtype=torch.complex64)), r"angles .* persistent=False"),
         (lambda: nn.Sequential(first := nn.Linear(4, 4), _over(first.weight.data)), "in one memory"),
+        (lambda: nn.Linear(4, 4, device="meta"), "weight of Linear is on the device meta"),
         (lambda: nn.EmbeddingBag(4, 2, max_norm=2.0), "max_norm=2 of EmbeddingBag"),
     ],
 )
