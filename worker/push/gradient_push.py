@@ -103,6 +103,8 @@ class GradientPush:
         """Of this step: the gradient of each table."""
         self._slice: Any = None
         """Of this step, as requests have it (staleness 0)."""
+        self._is_part = False
+        """Whether this step has parts of other workers too."""
         self._servers: tuple[int, ...] = ()
         self._messages: dict[int, wire.CommitMessage] = {}
         self._store_epochs: dict[int, int] = {}
@@ -147,7 +149,7 @@ class GradientPush:
         given = [gradient is not None for gradient in gradients]
         if not any(given):
             return False
-        self._slice = None
+        self._slice, self._is_part = None, step_slice is not None and len(step_slice.units) > 1
         if step_slice is not None:
             told = step_slice.step, step_slice.units, step_slice.weight
             self._slice = wire.step_slice(*told, self._policy.gradients)
@@ -235,7 +237,7 @@ class GradientPush:
     def _stage_all(self) -> None:
         while True:
             try:
-                return self.staging.complete(self._servers, self._rows)
+                return self.staging.complete(self._servers, self._rows, self._is_part)
             except PeerUnavailableError:
                 for ps in self._servers:
                     if not self._clients[ps].is_connected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -65,6 +65,8 @@ class GradientStaging:
         self._paused = 0
         self._num_restaged_commits = 0
         self._num_steps = 0
+        self._brought: dict[int, _Signature] | None = {}
+        """Gradients as the newest backward has brought them, by parameter; None: nobody asks any more."""
         self._layout = variables.layout
         self._any_fired = False
         self._backward = -1
@@ -107,16 +109,24 @@ class GradientStaging:
         finally:
             self._paused -= 1
 
-    def complete(self, servers: Sequence[int], rows: tuple[RowGradient | None, ...]) -> None:
+    def complete(self, servers: Sequence[int], rows: tuple[RowGradient | None, ...], is_part: bool = False) -> None:
         """Sends what is missing or has changed, for the given ps; what a commit must name is :meth:`reference`.
 
         Args:
             servers: the ps.
             rows: gradient of each table.
+            is_part: whether the update has parts of other workers too.
         """
         self._rows = rows
         if self._stage_missing(servers) or self._restaged:
             self._count_restaged()
+        if is_part and self._brought is not None and self._has_changed(self._brought):
+            self._brought = None
+            logger.warning(
+                "gradients were changed between backward() and optimizer.step(), where they are this worker's part of "
+                "the batch's: a mask or a factor is the same there, but to clip the parts is not to clip the whole, "
+                "which prepare(clip_norm=...) does"
+            )
 
     def _stage_missing(self, servers: Sequence[int]) -> bool:
         """Sends some ps what they do not have as it is now; whether they have had it otherwise."""
@@ -163,9 +173,19 @@ class GradientStaging:
             for fired in self._fired.values():
                 fired.clear()
             self._any_fired = False
+        if self._brought is not None:  # who clips does it from the beginning
+            self._brought = {} if self._num_steps <= NUM_EXACT else None
+
+    def _has_changed(self, brought: Mapping[int, _Signature]) -> bool:
+        return any(
+            (gradient := self._parameters[index].grad) is not None and self._signature(gradient) != signature
+            for index, signature in brought.items()
+        )
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(_: torch.Tensor) -> None:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if self._brought is not None:
+                self._brought[index] = self._signature(parameter.grad)
             backward = current_backward()
             if backward != self._backward:
                 self._backward = backward
@@ -212,11 +232,13 @@ class GradientStaging:
 
     def _signatures(self, chunk: Chunk) -> list[_Signature]:
         gradients = [self._parameters[variable].grad for variable in self._members[chunk.index]]
+        return [self._signature(one) for one in gradients]
+
+    def _signature(self, gradient: torch.Tensor | None) -> _Signature:
+        if gradient is None:
+            return None
         is_exact = self._num_steps <= NUM_EXACT or not self._num_steps % EXACT_EVERY
-        return [
-            None if one is None else (one.data_ptr(), one._version, sum_of_bits(one.reshape(-1)) if is_exact else 0)
-            for one in gradients
-        ]
+        return gradient.data_ptr(), gradient._version, sum_of_bits(gradient.reshape(-1)) if is_exact else 0
 
     def _count_restaged(self) -> None:
         self._num_restaged_commits += 1

@@ -626,6 +626,22 @@ def test_a_state_that_begins_anew(start: Callable[..., Job], kind: str) -> None:
         own.step()
 
 
+def test_parts_of_gradients_that_are_clipped_are_warned_of(
+    start: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At staleness 0 clipping each worker's part gives other weights than one process, and nothing said so."""
+    for is_part, changes in ((False, True), (True, False), (True, True)):
+        job, model = start(), nn.Linear(3, 2)
+        job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        [push] = job.pushes
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()  # adds to what is there
+        if changes:
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        push.staging.complete(push._servers, (), is_part)
+        assert ("to clip the parts is not to clip the whole" in caplog.text) == (is_part and changes)
+
+
 def test_an_integer_parameter_is_kept_like_a_buffer(start: Callable[..., Job]) -> None:
     job = start()
     model = nn.Linear(3, 2)
