@@ -99,13 +99,13 @@ def test_a_tuple_of_texts_has_one_for_each_example() -> None:
 @pytest.mark.parametrize("layout", ["torch.sparse_coo", "torch.jagged"])
 def test_tensors_that_have_no_rows_to_cut(layout: str) -> None:
     rows = [torch.ones(1), torch.ones(2)]
-    made = {
+    made: dict[str, Callable[[], torch.Tensor]] = {
         "torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
         "torch.jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
-    }[layout]
+    }
     for workers in (1, 2):
         with pytest.raises(ConfigurationError, match=r"(nested tensor|layout torch\.sparse\w*) cannot be cut"):
-            epoch(lambda: [(torch.arange(2), made())], workers, replicas=2)
+            epoch(lambda: [(torch.arange(2), made[layout]())], workers, replicas=2)
 
 
 def test_batches_that_say_no_number_of_examples() -> None:

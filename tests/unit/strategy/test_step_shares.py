@@ -31,7 +31,8 @@ def _trained(strategy: sg.Strategy, sizes: tuple[int, int], weights: bool = Fals
 
     for pair in zip(*map(strategy.distribute_dataset, loaders), strict=True):
         strategy.run(step, args=pair)
-    return model.weight.detach().clone()
+    weight: torch.Tensor = model.weight.detach().clone()
+    return weight
 
 
 @pytest.mark.parametrize("weights", [False, True])
