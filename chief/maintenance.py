@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from stratagem.chief.background import Work
 from stratagem.chief.checkpointing import checkpoints
-from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, content_of
+from stratagem.chief.checkpointing.saving import CommittedCheckpoint, Saving, content_of, untaken
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.recovery import Recovery
 from stratagem.chief.servers.servers import ServerDescription
@@ -123,13 +123,14 @@ class Maintenance(ChiefPart):
             await self._saving.save(self._config.checkpoint_dir, automatic=True, complete=False)
 
     async def save_loaded(self) -> CommittedCheckpoint | None:
-        """What a worker has just loaded: a ps that is lost would come back with what was there before.
+        """What a worker has just loaded: a ps that is lost would come back with what was there before. None: there
+        cannot be a checkpoint yet, or none is kept.
 
         Raises:
             PeerUnavailableError: a ps is away.
         """
-        if not self._config.checkpoint_dir:
-            return None
+        if not self._config.checkpoint_dir or untaken([*await self._described()]):
+            return None  # of what ps began from, the rest is prepared after this, and then there is a checkpoint
         try:
             saved = await self._saving.save(self._config.checkpoint_dir, automatic=True, replaces=True)
         except CheckpointError as error:
