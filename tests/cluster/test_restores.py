@@ -39,3 +39,6 @@ def test_a_ps_that_is_lost_comes_back_with_what_was_loaded(cluster: Start, tmp_p
     done = cluster(2, 2, "loads_late.py", folder, flags=[str(flag) for flag in flags]).finish()
     assert done.code == 0, done.stderr
     assert "ps:1 restored step 0" in done.stderr
+    again = cluster(2, 2, "loads_late.py", folder, flags=["--checkpoint-dir", str(folder)]).finish()
+    assert again.code == 0, again.stderr
+    assert "the job goes on with 120 updates, and what this script loads takes their place" in again.stderr

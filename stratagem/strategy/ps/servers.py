@@ -258,13 +258,7 @@ class Servers:
             is_done = self.chief.logs(group, 0) is not None
             if not is_done and self._runtime.is_lead():
                 if load is not None:
-                    if num_updates is not None and self._groups.num_updates > num_updates:
-                        logger.warning(
-                            "the parameter servers have %d updates, what is restored has %d: the others are undone, "
-                            "and examples that the chief has counted do not come again",
-                            self._groups.num_updates,
-                            num_updates,
-                        )
+                    self._warn_of_undone(num_updates)
                     self._load(load, deadline)
                 self.chief.record_logs(group, 0, {})
                 is_done = has_loaded = True
@@ -281,6 +275,21 @@ class Servers:
                 with self._runtime.assigning(False):
                     load()
             self._groups.pull_anew()
+
+    def _warn_of_undone(self, num_updates: int | None) -> None:
+        held = self._groups.num_updates
+        if num_updates is not None and held > num_updates:
+            logger.warning(
+                "the parameter servers have %d updates, what is restored has %d: the others are undone, and examples "
+                "that the chief has counted do not come again",
+                *(held, num_updates),
+            )
+        elif num_updates is None and held and not any(push.num_pushed for push in self._groups.pushes):
+            logger.warning(
+                "the job goes on with %d updates, and what this script loads takes their place; to begin with it and "
+                "to go on with what was trained, load before strategy.prepare, which gives values to what is new",
+                held,
+            )
 
     def _load(self, load: Callable[[], object], deadline: float) -> None:
         """Until a checkpoint has what was loaded, on all ps, where one is kept."""
