@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,9 +18,19 @@ from stratagem.worker.reduction.gradient_slot import ParameterGradient, WeakHook
 from stratagem.worker.reduction.gradient_weight import Weight, WeightSum
 from stratagem.worker.step_meter import StepMeter
 
+logger = logging.getLogger(__name__)
+
 current_backward = torch._C._current_graph_task_id
 """Torch's number of the backward that runs in this thread."""
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+@functools.cache
+def _warn_of_graph() -> None:
+    logger.warning(
+        "backward(create_graph=True): what is reduced has no graph, so a penalty that is computed of .grad trains "
+        "nothing. Compute it of torch.autograd.grad(loss, parameters, create_graph=True)"
+    )
 
 
 class BackwardWatch:
@@ -168,6 +179,8 @@ class BackwardReducer(Generic[B]):
                 self._meter.computes(BACKWARD)
                 self._begin(backward, slot)
                 backward.begun = True
+                if delta.requires_grad:
+                    _warn_of_graph()
             parameter.grad = None
             slot.add(delta, backward.weight)
             self._added(slot, backward)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stratagem.errors import ConfigurationError
+from stratagem.worker.reduction import backward as backward_module
 from stratagem.worker.reduction.gradient_weight import Weight
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.group import Arena, Tag
@@ -265,7 +266,7 @@ def test_gradient_penalty_uses_local_gradients_inside_the_loss() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_create_graph_gives_plain_gradients() -> None:
+def test_create_graph_gives_plain_gradients(caplog: pytest.LogCaptureFixture) -> None:
     def work(communicator: Communicator) -> None:
         model = build()
         with reducing(model, communicator, weight_of(EQUAL, communicator.rank)):
@@ -273,7 +274,9 @@ def test_create_graph_gives_plain_gradients() -> None:
                 mean_loss(model, *share_of(batch(0), EQUAL, communicator.rank)).backward(create_graph=True)
             assert all(p.grad is not None and not p.grad.requires_grad for p in model.parameters())
 
+    backward_module._warn_of_graph.cache_clear()
     run_ranks(2, work)
+    assert caplog.text.count("a penalty that is computed of .grad trains nothing") == 1
 
 
 def test_a_backward_of_some_inputs_reduces_those() -> None:
