@@ -109,11 +109,7 @@ class ChiefJob(ChiefState):
         return await self.saving.save(target, automatic=False)
 
     async def save_loaded(self, incarnation: Incarnation) -> CommittedCheckpoint | None:
-        """Takes a checkpoint of values that a worker has just loaded; None: none are kept.
-
-        Raises:
-            PeerUnavailableError: a ps is away.
-        """
+        """Takes a checkpoint of values that a worker has just loaded; see :meth:`Maintenance.save_loaded`."""
         await self.admit(incarnation)
         self.scaling.forget_checkpoint()
         return await self._maintenance.save_loaded()

@@ -128,11 +128,17 @@ class Maintenance(ChiefPart):
 
         Raises:
             PeerUnavailableError: a ps is away.
+            StaleStoreError: a ps was, or has no values, which the caller may give it: it is to load again.
         """
         if not self._config.checkpoint_dir or untaken([*await self._described()]):
             return None  # of what ps began from, the rest is prepared after this, and then there is a checkpoint
+        await self._watch()
+        if not self._journal.history.initialized:  # else a ps that is lost would not be put back to it
+            raise StaleStoreError(f"a checkpoint needs the values of all ps, not of {self._lacking}")
         try:
             saved = await self._saving.save(self._config.checkpoint_dir, automatic=True, replaces=True)
+        except PeerUnavailableError as error:
+            raise StaleStoreError(str(error)) from None
         except CheckpointError as error:
             logger.warning("What was loaded is in no checkpoint before the next one: %s", error)
             return None

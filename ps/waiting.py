@@ -14,6 +14,8 @@ from stratagem.ps.state import StoreState
 ROOM_S = 5.0
 """Then rather memory than time: the sender that has most here may be in a long backward, or stopped."""
 POLL_S = 0.01
+LANE_S = 3.0
+"""For the lane of a request that came before it."""
 TICK_S = 0.5
 """How often a waiting call looks whether its caller is still there."""
 
@@ -70,11 +72,20 @@ def wait_frames(
 
     Raises:
         ProtocolError: it was replaced by a newer one, or did not come in time; names the numbers.
+        StaleStoreError: the lane on which it was to come is gone.
     """
+    seen_at = time.monotonic()
 
     def ready() -> bool:
+        nonlocal seen_at
         state.staging.check_current(sender, ref, groups)
-        return state.staging.num_frames(sender, ref.transfer) >= ref.num_frames and covered()
+        if state.staging.num_frames(sender, ref.transfer) >= ref.num_frames and covered():
+            return True
+        if sender.key in state.senders.lanes:
+            seen_at = time.monotonic()
+        elif time.monotonic() - seen_at > LANE_S:
+            raise StaleStoreError(f"the lane of {sender} broke before all of transfer {ref.transfer} had come")
+        return False
 
     if not wait(state, ready, sender, call, state.frames_timeout_s):
         came = state.staging.num_frames(sender, ref.transfer)

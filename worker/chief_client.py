@@ -38,6 +38,8 @@ class ChiefClient:
         self._channel = session.channel
         self._newest_stub = chief_pb2_grpc.ChiefStub(session.channel)
         self._num_groups: collections.Counter[str] = collections.Counter()
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called now and then while this worker waits for others to agree, or for all ps: they may wait for it."""
 
     @property
     def _sender(self) -> common_pb2.Sender:
@@ -113,7 +115,7 @@ class ChiefClient:
         for good."""
         topic = chief_pb2.Topic(group=group, ordinal=ordinal)
         request = chief_pb2.AgreeRequest(sender=self._sender, topic=topic, value=value)
-        return self._call(lambda stub: stub.Agree, request, patient=True).value
+        return self._call(lambda stub: stub.Agree, request, patient=True, meanwhile=self.meanwhile).value
 
     def leave_group(self, group: str) -> None:
         """Nobody need wait for this worker in a group of agreements, nor in steps that are made in it, any more, unless
@@ -129,7 +131,7 @@ class ChiefClient:
     def save_checkpoint(self, directory: str) -> str:
         """Takes a checkpoint of all ps; returns its path."""
         request = chief_pb2.SaveCheckpointRequest(sender=self._sender, directory=directory)
-        return self._call(lambda stub: stub.SaveCheckpoint, request).path
+        return self._call(lambda stub: stub.SaveCheckpoint, request, meanwhile=self.meanwhile).path
 
     def save_loaded(self) -> list[int] | None:
         """Takes a checkpoint of what this worker has just loaded; of each ps the store that is in it. None: the chief
@@ -154,6 +156,7 @@ class ChiefClient:
         request: Any,
         patient: bool = False,
         timeout_s: float | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> _Reply:
         timeout_s = timeout_s or self._timeout_s
         deadline = time.monotonic() + timeout_s
@@ -165,6 +168,7 @@ class ChiefClient:
                 code: Any = rpc_error
                 if patient and code.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     deadline = time.monotonic() + timeout_s
+                    meanwhile()
                     continue
                 error = error_from_rpc(rpc_error, "chief")
                 self._session.raise_if_stopped()
@@ -174,6 +178,7 @@ class ChiefClient:
                     raise PeerUnavailableError(
                         f"{self._session.task} could not reach the chief for {timeout_s:.0f} s: {error}"
                     ) from None
+                meanwhile()
                 self._session.wait_stopped(0.1)
             except ValueError:  # the channel was closed under the call: there is another one, or the session is over
                 self._session.raise_if_stopped()

@@ -129,6 +129,7 @@ class PsClient:
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._known_from = 1
+        self._incarnation = 0
         self._control: grpc.Channel | None = None
         self._lane: Lane | None = None
         self._stub: ps_pb2_grpc.ParameterServerStub
@@ -144,6 +145,12 @@ class PsClient:
     def is_connected(self) -> bool:
         """Whether there is a lane that works."""
         return self._lane is not None and self._lane.alive
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another process serves by now than the one that is connected."""
+        info = self._info()
+        return info is not None and info.live and info.incarnation != self._incarnation
 
     def new_transfer(self) -> int:
         """An id that no transfer of this worker to this ps had."""
@@ -256,6 +263,7 @@ class PsClient:
             self._config.frame_bytes,
         )
         self._lane = opener.open(self._config.transport, reply.place)
+        self._incarnation = info.incarnation
 
     def _send(self, method: str, request: Any) -> PendingCall:
         kind, reply = _ON_LANE[method]

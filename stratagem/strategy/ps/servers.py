@@ -20,7 +20,7 @@ from stratagem.cluster.units import Lease, Plan
 from stratagem.data.distributed import DistributedDataset
 from stratagem.data.loaders import plan_of
 from stratagem.data.split_dataset import SplitDataset
-from stratagem.errors import ClusterTimeoutError, StratagemError
+from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.strategy.ps.units import UnitListener
 from stratagem.strategy.ps.variables import VariableGroups
@@ -146,6 +146,7 @@ class Servers:
     def __post_init__(self) -> None:
         self.chief = self._runtime.chief
         """What workers count and decide together."""
+        self.chief.meanwhile = lambda: self._groups.reconnect(only_replaced=True)
         self.listeners: list[UnitListener] = []
         """Who hears of the units that are trained on now."""
 
@@ -274,7 +275,8 @@ class Servers:
             if load is not None:
                 with self._runtime.assigning(False):
                     load()
-            self._groups.pull_anew()
+            self._groups.forget()
+            self._pull()
 
     def _warn_of_undone(self, num_updates: int | None) -> None:
         held = self._groups.num_updates
@@ -295,10 +297,11 @@ class Servers:
         """Until a checkpoint has what was loaded, on all ps, where one is kept."""
         while True:
             before = self._groups.store_epochs
-            with self._runtime.assigning(True):
+            saved: list[int] | None = []
+            with contextlib.suppress(PeerUnavailableError, StaleStoreError), self._runtime.assigning(True):
                 load()
                 self._groups.push()
-            saved = self.chief.save_loaded()
+                saved = self.chief.save_loaded()
             if saved is None or saved == before:
                 return
             if time.monotonic() > deadline:

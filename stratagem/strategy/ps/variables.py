@@ -179,11 +179,10 @@ class VariableGroups:
                 variables.copies.check()
                 variables.pull()
 
-    def pull_anew(self) -> None:
-        """Takes the weights of everything an optimizer changes, whatever this process has."""
+    def forget(self) -> None:
+        """The next pull takes everything that an optimizer changes, whatever this process has."""
         for variables in self._all:
             variables.forget()
-        self.pull()
 
     def recover(self, client: PsClient) -> None:
         """Connects to a ps that was lost, waits for it if it is away, and attaches everything to it if it restarted.
@@ -197,9 +196,10 @@ class VariableGroups:
         logger.warning("lost the connection to %s; waiting for it", client.task)
         self._connect(client)
 
-    def reconnect(self) -> None:
+    def reconnect(self, only_replaced: bool = False) -> None:
+        """To every ps; or to those that came back since, and may wait for values that this worker has."""
         for client in [*self._runtime.clients]:
-            if client in self._runtime.clients:
+            if client in self._runtime.clients and (client.is_replaced or not only_replaced):
                 self.recover(client)
 
     def roll_back(self) -> None:
