@@ -85,3 +85,26 @@ def _check_dtypes(model: torch.nn.Module) -> None:
         raise ConfigurationError(
             f"{name} of {type(model).__name__} is {tensor.dtype}, which parameter servers do not hold: {way_out}"
         )
+
+
+def parameters_of(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], taken: set[int]
+) -> list[tuple[torch.nn.Parameter, int]]:
+    """Parameters of an optimizer, and the param_group of each."""
+    found: list[tuple[torch.nn.Parameter, int]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigurationError(
+                    f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that "
+                    "is in none of the models given to prepare; pass its model in the same call"
+                )
+            if id(parameter) in taken:
+                raise ConfigurationError(
+                    f"{names[id(parameter)]} belongs to two optimizers; a ps keeps one optimizer state for it"
+                )
+            if not parameter.is_floating_point() and not parameter.is_complex():
+                continue  # it never has a gradient, and no optimizer changes it
+            taken.add(id(parameter))
+            found.append((parameter, index))
+    return found

@@ -276,7 +276,7 @@ class Servers:
                 with self._runtime.assigning(False):
                     load()
             self._groups.forget()
-            self._pull()
+            self._groups.refresh()
 
     def _warn_of_undone(self, num_updates: int | None) -> None:
         held = self._groups.num_updates

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from stratagem.cluster.units import Lease, Plan, Topic, Unit
 from stratagem.data.placement import Listener, StepShare
-from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError, StratagemError
+from stratagem.errors import ConfigurationError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.strategy.ps.variables import VariableGroups
 from stratagem.worker.leases import Done, LeaseClient
@@ -142,20 +142,13 @@ class LeasedUnits:
                     self._pull()
         elif lease.refresh:
             with self._meter.exposed("weights of the step that was missed"):
-                self._refresh()
+                self._groups.refresh()
         self._tracker.take(lease.unit)
         self._on_begin(lease, batch)
         self._uncounted = lease.unit
         for listener in self._listeners():
             listener.begin_unit()
         self._meter.got_data()
-
-    def _refresh(self) -> None:
-        while True:
-            try:
-                return self._groups.pull()
-            except (StaleStoreError, PeerUnavailableError):  # what a ps undid the next commit finds
-                self._groups.reconnect()
 
     def done(self, lease: Lease) -> None:
         self._count()

@@ -18,7 +18,7 @@ from stratagem.errors import (
 )
 from stratagem.ps.row_updates import check_for_rows
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
-from stratagem.strategy.ps.checks import check_optimizer
+from stratagem.strategy.ps.checks import check_optimizer, parameters_of
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
@@ -91,7 +91,7 @@ class VariableGroups:
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            pairs = _parameters(optimizer, names, taken)
+            pairs = parameters_of(optimizer, names, taken)
             for handle, group in pairs:
                 if id(handle) in every:
                     check_for_rows(type(optimizer).__name__, optimizer.param_groups[group])
@@ -179,6 +179,14 @@ class VariableGroups:
                 variables.copies.check()
                 variables.pull()
 
+    def refresh(self) -> None:
+        """As :meth:`pull`, of ps that come back as well; what one of them undid the next commit finds."""
+        while True:
+            try:
+                return self.pull()
+            except (StaleStoreError, PeerUnavailableError):
+                self.reconnect()
+
     def forget(self) -> None:
         """The next pull takes everything that an optimizer changes, whatever this process has."""
         for variables in self._all:
@@ -212,7 +220,7 @@ class VariableGroups:
             self._connect(client)
         for variables in self._all:
             variables.copies.forget()
-        self.pull()
+        self.refresh()
         for push in self.pushes:
             push.reattached()
 
@@ -372,26 +380,3 @@ def tables_of(model: torch.nn.Module) -> list[RemoteTable]:
 def _saved_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
     saved = model.state_dict(keep_vars=True)
     return [buffer for name, buffer in model.named_buffers() if name in saved]
-
-
-def _parameters(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], taken: set[int]
-) -> list[tuple[torch.nn.Parameter, int]]:
-    """Parameters of an optimizer, and the param_group of each."""
-    found: list[tuple[torch.nn.Parameter, int]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ConfigurationError(
-                    f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} that "
-                    "is in none of the models given to prepare; pass its model in the same call"
-                )
-            if id(parameter) in taken:
-                raise ConfigurationError(
-                    f"{names[id(parameter)]} belongs to two optimizers; a ps keeps one optimizer state for it"
-                )
-            if not parameter.is_floating_point() and not parameter.is_complex():
-                continue  # it never has a gradient, and no optimizer changes it
-            taken.add(id(parameter))
-            found.append((parameter, index))
-    return found

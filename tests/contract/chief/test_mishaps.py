@@ -22,6 +22,7 @@ from stratagem.chief.servers.servers import ServerDescription
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
 from stratagem.errors import PeerUnavailableError, StaleStoreError
+from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import SYNC, FakePs, Task, chief, cluster, indices, ps, refused, until
 
 
@@ -486,6 +487,27 @@ async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -
         await until(lambda: running.job.journal.history.checkpoint)
         assert [call for call in server.calls if call != "release"] == ["hold", "hold", "save"]
         await worker.die()
+
+
+async def test_what_is_loaded_before_the_chief_has_looked_is_what_a_ps_goes_back_to(tmp_path: Path) -> None:
+    """There was a checkpoint, and the ps that was lost was not put back to it: it had to be given initial values."""
+    config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
+    async with chief(**config) as running:
+        async with ps(running.address, FakePs(0)) as server:
+            worker = Task(running.address, "worker:0")
+            await worker.ready()
+            server.complete = False
+            request = chief_pb2.SaveCheckpointRequest(sender=worker.sender, loaded=True)
+            error = await refused(worker.stub.SaveCheckpoint(request))
+            assert isinstance(error, StaleStoreError) and "the values of" in str(error)
+            server.complete = True
+            reply = await worker.stub.SaveCheckpoint(request)
+            assert reply.path.endswith("step-00000000") and len(reply.store_epochs) == 1
+            assert running.job.journal.history.initialized == ["ps:0"]
+        await until(lambda: not running.job.sessions.servers)
+        async with ps(running.address, FakePs(0)) as reborn:
+            await until(lambda: reborn.restored_from)
+            await worker.die()
 
 
 async def test_a_chief_that_leaves_saves_no_initial_values_of_some_ps_only(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from stratagem.rpc.security import OPEN, Security, make_security
 from stratagem.rpc.server import RunningServer, serve
 from stratagem.rpc.session import SessionClient
 from stratagem.rpc.tls_files import Pems, TlsFiles
+from stratagem.worker import chief_client
 from stratagem.worker.chief_client import ChiefClient
 from tests.contract.rpc.securities import expire, make_certificates, renew, with_tls, with_token
 
@@ -61,6 +62,11 @@ class Welcoming(chief_pb2_grpc.ChiefServicer):
             if self.send_away.is_set():
                 self.send_away.clear()
                 break
+
+    def Agree(self, request: Any, context: Any) -> chief_pb2.AgreeReply:
+        threading.Event().wait(0.5)  # for somebody who does not come
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+        raise AssertionError
 
     def GetStatus(self, request: Any, context: Any) -> chief_pb2.GetStatusReply:
         return chief_pb2.GetStatusReply(chief_epoch=7)
@@ -100,6 +106,25 @@ def test_a_task_joins_with_its_certificate(folder: Path) -> None:
         session = SessionClient(address, "worker:1", "", security=with_tls(folder, "worker:1"))
         assert session.start(30.0) == 3 and servicer.joined.get(timeout=30) == "worker:1"
         assert explain_refusal(address, "chief:0", with_tls(folder, "worker:1")) == ""
+        session.goodbye(0)
+
+
+def test_who_waits_for_others_looks_after_what_they_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead waited in an agreement for a worker that waited for values of a ps which only the lead could give."""
+    monkeypatch.setattr(chief_client, "PATIENCE_S", 0.05)
+    with chief(OPEN) as (_, address):
+        session = SessionClient(address, "worker:1", "")
+        session.start(30.0)
+        client, looked = ChiefClient(session, 30.0), []
+
+        def look() -> None:
+            looked.append(1)
+            if len(looked) == 3:
+                raise InterruptedError
+
+        client.meanwhile = look
+        with pytest.raises(InterruptedError):
+            client.agree("load 1", 0, 0)
         session.goodbye(0)
 
 

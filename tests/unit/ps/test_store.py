@@ -19,7 +19,8 @@ from stratagem.errors import (
     UnsupportedOptimizerError,
     VariableError,
 )
-from stratagem.ps.requests import FrameKind, GroupCommit, Sender, TransferRef
+from stratagem.ps import waiting
+from stratagem.ps.requests import AssignValues, FrameKind, GroupCommit, Sender, TransferRef
 from stratagem.ps.specs import GroupSpec, Limits, ShardSpec
 from stratagem.ps.store import Store
 from tests.unit.ps.driver import CALL, CHIEF, SKIP, DirectWorker, in_thread, make_spec, poll, staged_bytes, weights
@@ -254,6 +255,16 @@ def test_a_failed_request_may_be_tried_again_under_its_number() -> None:
     worker.transfer = request.gradients.transfer - 1
     worker.stage(torch.ones(10))
     assert worker.send(request).applied
+
+
+def test_frames_whose_lane_broke_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that gave a ps its values waited for 30 s, and then its script ended."""
+    monkeypatch.setattr(waiting, "LANE_S", 0.01)
+    store, (worker,) = started()
+    store.close_lane(worker.sender, worker.lane)
+    request = AssignValues(worker.numbered(), TransferRef(worker.transfer + 10, 1), (1,))
+    with pytest.raises(StaleStoreError, match="broke before all of transfer"):
+        store.variables.assign_values(request, CALL)
 
 
 def test_an_update_without_units_whose_reply_is_lost_is_not_applied_again() -> None:
