@@ -98,6 +98,7 @@ class ChiefJob(ChiefState):
             PeerUnavailableError: a ps is away.
         """
         await self.admit(incarnation)
+        await self.recovery.count_torn(incarnation)
         target = self.config.checkpoint_dir
         if directory:
             folders = AllowedFolders.of(target, self.config.checkpoint_roots)
@@ -111,6 +112,7 @@ class ChiefJob(ChiefState):
     async def save_loaded(self, incarnation: Incarnation) -> CommittedCheckpoint | None:
         """Takes a checkpoint of values that a worker has just loaded; see :meth:`Maintenance.save_loaded`."""
         await self.admit(incarnation)
+        await self.recovery.count_torn(incarnation)
         self.scaling.forget_checkpoint()
         return await self._maintenance.save_loaded()
 

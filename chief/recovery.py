@@ -12,6 +12,7 @@ import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions, encode_units
@@ -154,6 +155,16 @@ class Recovery(ChiefPart):
         for each in described.values():
             closed = plus(closed, each.closed)
         await self.ps_return.lost_after_restarts(closed)
+
+    async def count_torn(self, incarnation: Incarnation) -> None:
+        """A worker that asks for a checkpoint has no update under way: what a ps that was put back alone lacks of those
+        of its units that another one has is lost, though the worker reports them only after the checkpoint."""
+        held, lost = {*self._lease_book.held(incarnation)}, Positions()
+        torn = torn_updates(await self._ps_pool.describe()).values()
+        for unit in held.intersection(unit for updates in torn for update in updates for unit in update.units):
+            lost.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+        if lost:
+            await self.ps_return.lost_after_restarts(lost)
 
     # The chief starts
 

@@ -55,7 +55,8 @@ def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], 
         message = f"{type(error).__name__}: {error}"
         if "not in the same collective" in message or "cannot be brought together" in message:
             cluster.world.fail(message)  # all run the same script
-        if not cluster.job.min_workers and not isinstance(error, CheckpointError):
+        is_over = cluster.finished is not None or isinstance(error, CheckpointError)
+        if not (cluster.job.min_workers or is_over):
             cluster.world.fail(f"{process.name} gives up: {message}")  # a script that fails before a step ends its job
     else:
         code, message = 0, ""

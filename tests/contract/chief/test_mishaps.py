@@ -489,6 +489,26 @@ async def test_the_first_checkpoint_has_the_values_of_every_ps(tmp_path: Path) -
         await worker.die()
 
 
+async def test_a_script_that_saves_in_the_middle_of_a_unit_does_not_wait_for_what_a_ps_has_lost(tmp_path: Path) -> None:
+    """The checkpoint waited for the rest of its update, which the worker would report after the checkpoint."""
+    async with cluster(checkpoint_dir=str(tmp_path), num_workers=1) as (running, [worker], servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next()
+        for server in servers:
+            server.apply(Unit(1, 0, 0))
+        assert servers[0].session is not None
+        await servers[0].session.die()
+        await until(lambda: len(running.job.sessions.servers) == 1)
+        async with ps(running.address, FakePs(0)) as reborn:
+            await until(lambda: len(running.job.sessions.live("ps")) == 2)
+            assert reborn.restored_from and not reborn.closed
+            saved = await worker.stub.SaveCheckpoint(chief_pb2.SaveCheckpointRequest(sender=worker.sender))
+            assert saved.path and 0 in reborn.closed[1, 0]
+            await worker.next([0], wait=False)
+            assert running.job.get_status().updates_lost == 1
+
+
 async def test_what_is_loaded_before_the_chief_has_looked_is_what_a_ps_goes_back_to(tmp_path: Path) -> None:
     """There was a checkpoint, and the ps that was lost was not put back to it: it had to be given initial values."""
     config: dict[str, Any] = {"num_workers": 1, "num_ps": 1, "checkpoint_dir": str(tmp_path)}
