@@ -125,8 +125,9 @@ def commit(draft: CheckpointDraft, manifest: ServersManifest, replaces: bool = F
 
     def is_same(there: pathlib.Path) -> bool:
         existing = ServersManifest.read(there)  # what has no values yet is written as zeros
-        is_whole = existing is not None and not existing.lacks_groups(manifest.num_groups, manifest.num_ps)
-        return existing is not None and is_whole and _digests(existing) == _digests(manifest)
+        if existing is None or existing.lacks_groups(manifest.num_groups, manifest.num_ps):
+            return False
+        return _digests(existing) == _digests(manifest)
 
     with draft:
         for file in manifest.files:

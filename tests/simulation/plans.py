@@ -75,7 +75,7 @@ def plan(seed: int, form: str = "") -> Schedule:
     saves, loads = scripts.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)), scripts.random() < 0.2
     if form != "fit":
         job = dataclasses.replace(job, saves=saves, loads=loads and not job.has_table and job.epochs < 8)
-    if form == "fit":
+    else:
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)
         job = dataclasses.replace(job, num_examples=num_examples, batch_size=2)

@@ -274,39 +274,45 @@ class Healing:
         """
         self._inside.here = True
         try:
-            self._recover(ranks, None, is_late=True)
+            self._bring_together(ranks, self.members)
+        except CollectiveError as error:
+            if not ranks.is_broken:
+                FLIGHT.tell(logger)
+                raise
+            self._recover(ranks, error)
         finally:
             self._inside.here = False
 
-    def _recover(self, ranks: Ranks, error: CollectiveError | None, is_late: bool = False) -> tuple[bool, Kept | None]:
-        """Goes on in the next group, or in the first one. Whether others have completed what this rank has not, and
-        its result."""
+    def _recover(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
+        """Goes on in the next group. Whether others have completed what this rank has not, and its result."""
         try:
-            return self._go_on(ranks, error, is_late)
+            return self._go_on(ranks, error)
         except CollectiveError:
             FLIGHT.tell(logger)
             raise
 
-    def _go_on(self, ranks: Ranks, error: CollectiveError | None, is_late: bool = False) -> tuple[bool, Kept | None]:
+    def _go_on(self, ranks: Ranks, error: CollectiveError | None) -> tuple[bool, Kept | None]:
         while True:
             if error is not None and self._num_again == MOST_AGAIN:
                 raise CollectiveError(f"{error}; that was the {MOST_AGAIN}th time in a row", error.rank)
-            members = self.members
-            if not is_late:
-                group, members = self._heal(error)
-                self._num_again = self._num_again + 1 if members == self.members else 0
-                ranks.renew(group)
-            is_late = False
-            step, ranks.step = ranks.step, 0  # they may be a step apart
+            group, members = self._heal(error)
+            self._num_again = self._num_again + 1 if members == self.members else 0
+            ranks.renew(group)
             try:
-                step, is_behind, kept = self._compare(ranks, members, step)
-                return is_behind, kept
+                return self._bring_together(ranks, members)
             except CollectiveError as another:
                 if not ranks.is_broken:
                     raise
                 error = another
-            finally:
-                ranks.step = step
+
+    def _bring_together(self, ranks: Ranks, members: tuple[str, ...]) -> tuple[bool, Kept | None]:
+        """Compares counts in a group that has formed; returns as :meth:`_recover`."""
+        step, ranks.step = ranks.step, 0  # they may be a step apart
+        try:
+            step, is_behind, kept = self._compare(ranks, members, step)
+            return is_behind, kept
+        finally:
+            ranks.step = step
 
     def _compare(self, ranks: Ranks, members: tuple[str, ...], own_step: int) -> tuple[int, bool, Kept | None]:
         mine = torch.tensor([self._num_done, own_step, self.counted_steps[-1], self.is_new, self._takes_in])
