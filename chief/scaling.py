@@ -264,11 +264,12 @@ class Scaling(ChiefPart):
             )
 
     async def _num_more(self, checkpoint: str) -> int:
-        """Units that have all of their updates now, and not in a checkpoint."""
+        """Units that have more of their updates now than in a checkpoint."""
         manifest = await asyncio.to_thread(ServersManifest.read, pathlib.Path(checkpoint))
-        saved = manifest.done if manifest is not None else {}
+        done, begun = (manifest.done, manifest.unfinished) if manifest is not None else ({}, {})
         now, described = self._lease_book.positions(), (await self._ps_pool.describe()).values()
         for each in described:
             now = plus(now, each.applied())
         unfinished = unfinished_units(described, self._lease_book.steps.per_unit)
-        return sum(map(len, minus(minus(now, unfinished), saved).values()))
+        more = (minus(minus(now, unfinished), done), minus(unfinished, begun))
+        return sum(len(bitmap) for units in more for bitmap in units.values())

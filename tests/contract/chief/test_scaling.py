@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stratagem.cluster.units import Unit
 from stratagem.errors import CheckpointError, ConfigurationError
 from stratagem.rpc.generated import chief_pb2
 from tests.contract.chief.fakes import Chief, FakePs, Task, applied, chief, cluster, ps, refused, until
@@ -64,6 +65,23 @@ async def test_there_and_back(tmp_path: Path) -> None:
         newcomer.goodbye(0)
         await until(lambda: {t.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
         assert running.job.sessions.stopping is None
+
+
+async def test_half_a_batch_is_in_what_another_number_of_ps_begins_from(tmp_path: Path) -> None:
+    """The checkpoint of the change before was taken for it, for it has no batch less; what the ps had was gone."""
+    async with contextlib.AsyncExitStack() as stack:
+        running, [worker], [first] = await stack.enter_async_context(cluster(**folders(tmp_path)))
+        await stack.enter_async_context(ps(running.address, FakePs(1)))
+        await until(lambda: running.job.journal.history.checkpoint)
+        await worker.open()
+        await worker.next(steps_per_unit=2)
+        for num_ps in (2, 1):
+            first.calls.clear()
+            await ask(worker, num_ps)
+            await until(lambda: worker.membership.num_ps == num_ps and all(t.live for t in worker.membership.tasks))
+            await until(lambda: first.token == 0)
+            first.apply(Unit(1, 0, 0), 0, num_servers=1)
+        assert "save" in first.calls
 
 
 async def test_a_newcomer_that_cannot_read_it_leaves_all_as_it_is(tmp_path: Path) -> None:
