@@ -113,7 +113,7 @@ class Rings:
             world.fail("a connection that was reset has ended a process")
         weights, counted = None, collections.Counter[tuple[int, int]]()
         for step in sorted(self._made, reverse=True):
-            whole = [made for process, made in self._made[step].items() if process.exit_code == 0]
+            whole = [made for process, made in self._made[step].items() if self._has_finished(process)]
             if any(not torch.equal(one.after, whole[0].after) for one in whole):
                 world.fail(f"the workers differ after step {step}")
             at_step = whole or [*self._made[step].values()]
@@ -136,11 +136,19 @@ class Rings:
             world.fail(f"(epoch, example, how often it counted): {wrong}; the first weights: {weights}")
         self._check_validations()
 
+    def _has_finished(self, process: Process) -> bool:
+        """As one of the ring: who stood still in the last collective may come to its end by what it has, when the
+        others have gone on without it."""
+        if process.exit_code != 0:
+            return False
+        session = process.globals["strategy"]._runtime.session
+        return self.cluster.chief_job.sessions.fenced.get(session.task, 0) < session.incarnation
+
     def _check_validations(self) -> None:
         """Who finishes has counted what the others have: all examples, but for those of a worker that was lost then."""
-        is_whole = all(process.exit_code == 0 for process in self.world.processes if process.name != "chief:0")
+        is_whole = all(self._has_finished(process) for process in self.world.processes if process.name != "chief:0")
         for epoch, counts in self._validated.items():
-            found = {count for process, count in counts.items() if process.exit_code == 0}
+            found = {count for process, count in counts.items() if self._has_finished(process)}
             if len(found) > 1 or any(count > NUM_VALIDATED or (is_whole and count < NUM_VALIDATED) for count in found):
                 self.world.fail(f"epoch {epoch}: {found} of {NUM_VALIDATED} examples were counted in a validation")
 

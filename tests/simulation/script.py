@@ -55,8 +55,9 @@ def run(cluster: Cluster, process: Process, train: Callable[[Cluster, Process], 
         message = f"{type(error).__name__}: {error}"
         if "not in the same collective" in message or "cannot be brought together" in message:
             cluster.world.fail(message)  # all run the same script
-        is_over = cluster.finished is not None or isinstance(error, CheckpointError)
-        if not (cluster.job.min_workers or is_over):
+        chief, is_wanted = cluster.chief_job, "is not wanted" not in message
+        is_over = cluster.finished is not None or (chief is not None and chief.sessions.stopping is not None)
+        if is_wanted and not (cluster.job.min_workers or is_over or isinstance(error, CheckpointError)):
             cluster.world.fail(f"{process.name} gives up: {message}")  # a script that fails before a step ends its job
     else:
         code, message = 0, ""
