@@ -147,10 +147,15 @@ class PsClient:
         return self._lane is not None and self._lane.alive
 
     @property
+    def is_rerouted(self) -> bool:
+        """Whether the variables are shared out among another number of ps by now."""
+        return self.num_ps() not in (0, self.session.membership.num_ps)
+
+    @property
     def is_replaced(self) -> bool:
-        """Whether another process serves by now than the one that is connected."""
+        """Whether another process serves by now than the one that is connected, or another number of them."""
         info = self._info()
-        return info is not None and info.live and info.incarnation != self._incarnation
+        return self.is_rerouted or (info is not None and info.live and info.incarnation != self._incarnation)
 
     def new_transfer(self) -> int:
         """An id that no transfer of this worker to this ps had."""
@@ -166,7 +171,7 @@ class PsClient:
         self.close("reconnecting")
         deadline = time.monotonic() + self._config.peer_timeout_s
         while True:
-            if self.num_ps() not in (0, self.session.membership.num_ps):
+            if self.is_rerouted:
                 raise Rerouted
             info = self._info()
             try:
