@@ -16,7 +16,10 @@ _AS_THEY_ARE = (
     *("checkpoint", "restored", "updates_undone", "ending", "stopped"),
 )
 """Fields of the history that are JSON."""
-_AS_THEY_ARE_SINCE = ("earlier_incarnations", "put_back", "is_rerouted", "joining", "taken_in", "has_begun", "unsaved")
+_AS_THEY_ARE_SINCE = (
+    *("earlier_incarnations", "put_back", "is_rerouted", "num_routings"),
+    *("joining", "taken_in", "has_begun", "unsaved"),
+)
 """Further ones, which a summary of an older journal lacks."""
 
 
@@ -56,6 +59,8 @@ class JobHistory:
     """The ps that have held values, once all initial values were there."""
     is_rerouted: bool = False
     """There is another number of ps, or one of them has come back, and workers have not said yet which hold rows."""
+    num_routings: int = 0
+    """How often their number has changed."""
     plans: dict[int, Plan] = dataclasses.field(default_factory=dict)
     accepted: dict[tuple[int, int], UnitBitmap] = dataclasses.field(default_factory=dict)
     steps: dict[int, tuple[Unit, ...]] = dataclasses.field(default_factory=dict)
@@ -168,7 +173,7 @@ class JobHistory:
         self.wanted_workers, self.wanted_ps = record["workers"], record["ps"]
 
     def _on_routed(self, record: Mapping[str, Any]) -> None:
-        self.num_ps = record["num_ps"]
+        self.num_ps, self.num_routings = record["num_ps"], self.num_routings + 1
         self.initialized, self.is_rerouted = [f"ps:{index}" for index in range(self.num_ps)], True
         self.prepared.clear()  # whatever they hold, it is for another number of them
 

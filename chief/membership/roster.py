@@ -131,11 +131,6 @@ class Roster:
         return str(min(able, key=lambda s: (s.taken_in, s.task.index)).task) if able else ""
 
     @property
-    def routing_epoch(self) -> int:
-        """Grows whenever a ps is announced with a new incarnation: incarnations only grow."""
-        return max((s.number for s in self.live("ps")), default=0)
-
-    @property
     def generation(self) -> int:
         """Of a ring that goes on without workers that are lost, and takes others in: grows with each, whatever chief
         counts; else 0.

@@ -66,7 +66,7 @@ class Sessions(Roster):
         most = config.max_workers if num_ps or min_workers else 0
         self._max_workers = max(most, *(task.index + 1 for task in came if task.type == "worker"), 0)
         self.wanted_workers = 0
-        self.num_ps = num_ps
+        self.num_ps, self.routing_epoch = num_ps, history.num_routings
         if min_workers and (num_ps or min_workers > num_workers):
             raise ConfigurationError(
                 f"min_workers says with how many of its {num_workers} workers a ring goes on: expected at most as "
@@ -157,7 +157,7 @@ class Sessions(Roster):
     def route(self, num_ps: int) -> list[Action]:
         """From now on so many ps serve, each after it has been prepared anew; those beyond them are to end."""
         before = self.servers
-        self.num_ps = num_ps
+        self.num_ps, self.routing_epoch = num_ps, self.routing_epoch + 1
         workers = [task for task in self.required if task.startswith("worker:")]
         self.required = [*workers, *(f"ps:{index}" for index in range(num_ps))]
         actions: list[Action] = []

@@ -42,6 +42,7 @@ class Membership:
     members: tuple[Member, ...] = ()
     lead: str = ""
     routing_epoch: int = 0
+    """How often the number of ps has changed."""
     min_workers: int = 0
     """Fewest workers with which a ring goes on when others are lost; 0: it does not."""
     generation: int = 0

@@ -108,6 +108,8 @@ class Copies:
                 what = f"{name} in the copy of {source}"
                 units = checks.units_of(checks.cluster.chief_job, weights, checks.cluster.job.epochs, what)
                 lost = {(epoch, unit) for task, epoch, unit in checks.lost_units if task == source.task}
+                if checks.cluster.job.num_optimizers > 1:  # of a batch under way it may have another one's part
+                    lost |= {(unit.epoch, unit.index) for unit in ledger._open}
                 if units - known or known - units - lost:
                     self._world.fail(f"{what} has {sorted(units)}, its ledger {sorted(known)}")
 

@@ -178,6 +178,15 @@ class _Faults:
         self._cluster.disk.full_until = self._world.now + fault.for_s
 
     def _flip(self, fault: Fault) -> None:
+        """Not between the moment in which ps find a checkpoint whole and that in which they have read it: as little as
+        in their memory."""
+        if self._cluster.finished is not None:
+            return
+        job, stores = self._cluster.chief_job, self._world.checks.stores.values()  # type: ignore[attr-defined]
+        is_moving = job is not None and job.scaling._is_moving
+        if is_moving or any(store.state.origin is not None and store.state.origin._rows for store in stores):
+            self._world.after(0.1, None, self._flip, fault)
+            return
         files = sorted(path for path in (self._cluster.folder / "checkpoints").glob("step-*/*") if path.is_file())
         if files:
             self._cluster.disk.flip(self._world.random.choice(files))

@@ -84,7 +84,8 @@ def train(cluster: Cluster, process: Process) -> None:
     if job.num_optimizers == 1:
         strategy.prepare(model, optimizer, gradients="sum")
     else:
-        others: list[Any] = [torch.optim.SGD(part, 1.0) for part in (parameters[:-1], parameters[-1:])]
+        half = len(parameters) // 2
+        others: list[Any] = [torch.optim.SGD(part, 1.0) for part in (parameters[:half], parameters[half:])]
         strategy.prepare(model, *others, gradients="sum")
     if job.loads:
         world.block(world.random.random())  # the first checkpoint may be taken before

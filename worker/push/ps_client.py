@@ -129,7 +129,8 @@ class PsClient:
         self._next_sequence = 1
         self._transfers = itertools.count(1)
         self._known_from = 1
-        self._incarnation = 0
+        self._served_by = (0, 0)
+        """Incarnation of the ps, and the routing epoch, that the connection is of."""
         self._control: grpc.Channel | None = None
         self._lane: Lane | None = None
         self._stub: ps_pb2_grpc.ParameterServerStub
@@ -147,15 +148,11 @@ class PsClient:
         return self._lane is not None and self._lane.alive
 
     @property
-    def is_rerouted(self) -> bool:
-        """Whether the variables are shared out among another number of ps by now."""
-        return self.num_ps() not in (0, self.session.membership.num_ps)
-
-    @property
     def is_replaced(self) -> bool:
-        """Whether another process serves by now than the one that is connected, or another number of them."""
-        info = self._info()
-        return self.is_rerouted or (info is not None and info.live and info.incarnation != self._incarnation)
+        """Whether another process serves by now than the one that is connected, or that one has begun anew, since the
+        number of ps changed."""
+        epoch, info = self.session.membership.routing_epoch, self._info()
+        return info is not None and info.live and (info.incarnation, epoch) != self._served_by
 
     def new_transfer(self) -> int:
         """An id that no transfer of this worker to this ps had."""
@@ -171,13 +168,14 @@ class PsClient:
         self.close("reconnecting")
         deadline = time.monotonic() + self._config.peer_timeout_s
         while True:
-            if self.is_rerouted:
+            if self.num_ps() not in (0, self.session.membership.num_ps):
                 raise Rerouted
-            info = self._info()
+            epoch, info = self.session.membership.routing_epoch, self._info()
             try:
                 if info is None or not info.live:
                     raise PeerUnavailableError(f"{self.task} has not joined the cluster")
                 self._open(info)
+                self._served_by = info.incarnation, epoch
                 return
             except PeerUnavailableError as error:
                 self.close(str(error))
@@ -268,7 +266,6 @@ class PsClient:
             self._config.frame_bytes,
         )
         self._lane = opener.open(self._config.transport, reply.place)
-        self._incarnation = info.incarnation
 
     def _send(self, method: str, request: Any) -> PendingCall:
         kind, reply = _ON_LANE[method]

@@ -465,7 +465,7 @@ class Membership(_message.Message):
     lead: _builtins.str
     """Task id of the lead: the lowest live worker."""
     routing_epoch: _builtins.int
-    """Grows at each change of a ps's address or incarnation."""
+    """How often the number of ps has changed: each that serves began anew then."""
     min_workers: _builtins.int
     """Fewest workers with which a ring goes on when others are lost; 0: it goes on with all it began with only."""
     generation: _builtins.int

@@ -47,6 +47,7 @@ async def test_there_and_back(tmp_path: Path) -> None:
         newcomer = second.session
         assert newcomer is not None
         tasks = await until(lambda: newcomer.membership.tasks)
+        assert worker.membership.routing_epoch == 0
         assert {task.task for task in tasks} == {"worker:0", "ps:0"}
         first.calls.clear()
         third = await stack.enter_async_context(ps(running.address, FakePs(2)))
@@ -60,7 +61,7 @@ async def test_there_and_back(tmp_path: Path) -> None:
         }
         await ask(worker, 1)
         await until(lambda: worker.membership.num_ps == 1 and all(task.live for task in worker.membership.tasks))
-        assert (first.num_ps, second.num_ps) == (1, 3)
+        assert (first.num_ps, second.num_ps) == (1, 3) and worker.membership.routing_epoch == 2
         assert running.job.get_status().scaling == ""
         newcomer.goodbye(0)
         await until(lambda: {t.task: t.state for t in running.job.get_status().tasks}["ps:1"] == "done")
