@@ -142,7 +142,7 @@ class Rings:
         if process.exit_code != 0:
             return False
         session = process.globals["strategy"]._runtime.session
-        return self.cluster.chief_job.sessions.fenced.get(session.task, 0) < session.incarnation
+        return bool(self.cluster.chief_job.sessions.fenced.get(session.task, 0) < session.incarnation)
 
     def _check_validations(self) -> None:
         """Who finishes has counted what the others have: all examples, but for those of a worker that was lost then."""
