@@ -236,7 +236,7 @@ class PsReturn(ChiefPart):
         return True
 
     async def _mark_lost(self, server: Server, accepted: Positions) -> tuple[int, int]:
-        """Counts and closes accepted units that a ps has no update of; their number, and the step of the ps.
+        """Counts and closes accepted units of which a ps lacks an update; their number, and the step of the ps.
 
         Of one that no worker has told yet whether it is to hold rows, among another number of ps, this comes later.
         """
@@ -250,7 +250,7 @@ class PsReturn(ChiefPart):
             if not described.complete and not history.is_rerouted:
                 self._journal.write("untold")  # it came back, and is looked at again once a worker has told it
             return 0, described.step  # of no update, and what it has closed says nothing
-        absent = minus(accepted, described.applied())
+        absent = minus(accepted, described.whole())
         if absent:
             # First: a chief that follows takes what the ps has closed for applied.
             self._journal.write("lost", task=server.incarnation.task, units=encode_positions(absent))

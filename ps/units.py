@@ -38,6 +38,8 @@ class AppliedUnits:
     closed: dict[Epoch, UnitBitmap]
     open: tuple[tuple[Update, int], ...]
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
+    per_unit: int
+    """Updates here of the closed unit that had most; 0: not known."""
 
 
 class UnitLedger:
@@ -50,6 +52,7 @@ class UnitLedger:
         self._num_bytes = 0
         """Sum of the sizes."""
         self._open: dict[Unit, dict[int, int]] = {}
+        self._per_unit = 0
 
     def is_applied(self, unit: Unit, ordinal: int) -> bool:
         """Whether the step ``ordinal`` of ``unit`` is applied here, or can never be."""
@@ -90,6 +93,7 @@ class UnitLedger:
         """
         for close in closes:
             unit = close.unit
+            self._per_unit = max(self._per_unit, close.num_updates)
             if close.num_updates > len(self._open.get(unit, ())):
                 _check_index(unit.index, unit)
                 continue
@@ -123,7 +127,7 @@ class UnitLedger:
             for unit, ordinals in sorted(self._open.items())
             for ordinal, num_servers in sorted(ordinals.items())
         )
-        return AppliedUnits(dict(self._closed), tuple(entries))
+        return AppliedUnits(dict(self._closed), tuple(entries), self._per_unit)
 
     def to_json(self) -> dict[str, Any]:
         """For a snapshot."""
@@ -133,6 +137,7 @@ class UnitLedger:
                 [unit.dataset, unit.epoch, unit.index, sorted(ordinals.items())]
                 for unit, ordinals in sorted(self._open.items())
             ],
+            "per_unit": self._per_unit,
         }
 
     @classmethod
@@ -146,6 +151,7 @@ class UnitLedger:
         ledger.mark_lost({(dataset, epoch): UnitBitmap(bytes.fromhex(bits)) for dataset, epoch, bits in data["closed"]})
         for dataset, epoch, index, ordinals in data["open"]:
             ledger._open[Unit(dataset, epoch, index)] = {ordinal: servers for ordinal, servers in ordinals}
+        ledger._per_unit = data.get("per_unit", 0)  # a checkpoint of before has none
         return ledger
 
     @classmethod

@@ -203,8 +203,8 @@ def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
         ps_pb2.AppliedUpdate(update=update_to_proto(update), num_servers=num_servers)
         for update, num_servers in description.units.open
     ]
-    closed = unit_sets_to_proto(description.units.closed)
-    return to_message(ps_pb2.DescribeUnitsReply, description, closed=closed, open=opened)
+    units = {"closed": unit_sets_to_proto(description.units.closed), "per_unit": description.units.per_unit}
+    return to_message(ps_pb2.DescribeUnitsReply, description, open=opened, **units)
 
 
 def image_to(image: StoreImage) -> ps_pb2.FollowReply:

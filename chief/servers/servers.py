@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -29,6 +30,8 @@ class ServerDescription:
     """Closed units of each (dataset, epoch)."""
     open: Mapping[Update, int] = dataclasses.field(default_factory=dict)
     """Updates applied of units that are not closed, with the number of ps that take part in each."""
+    per_unit: int = 0
+    """Updates here of the closed unit that had most; 0: not known."""
     store_epoch: int = 0
     step: int = 0
     """Largest number of updates applied to any group."""
@@ -65,6 +68,14 @@ class ServerDescription:
         units = {key: bitmap | UnitBitmap() for key, bitmap in self.closed.items()}
         for unit in (unit for update in self.open for unit in update.units):
             units.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+        return units
+
+    def whole(self) -> dict[tuple[int, int], UnitBitmap]:
+        """Of :meth:`applied`, those with as many updates here as a unit has, as far as that is known."""
+        units = self.applied()
+        numbers = Counter(unit for update in self.open for unit in update.units)
+        for unit in (unit for unit, number in numbers.items() if number < self.per_unit):
+            units[unit.dataset, unit.epoch].discard(unit.index)
         return units
 
     def has(self, update: Update) -> bool:

@@ -1060,6 +1060,7 @@ class DescribeUnitsReply(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     UNTRAINED_FIELD_NUMBER: _builtins.int
+    PER_UNIT_FIELD_NUMBER: _builtins.int
     store_epoch: _builtins.int
     step: _builtins.int
     """Largest number of updates applied to any group."""
@@ -1074,6 +1075,8 @@ class DescribeUnitsReply(_message.Message):
     """A worker, or a checkpoint of as many ps, has said what it is to hold, perhaps nothing, and all of that has values."""
     untrained: _builtins.bool
     """No optimizer changes any of them: no update has a part here."""
+    per_unit: _builtins.int
+    """Updates here of the closed unit that had most; 0: not known."""
     @_builtins.property
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.UnitSet]:
         """Units closed."""
@@ -1099,10 +1102,11 @@ class DescribeUnitsReply(_message.Message):
         complete: _builtins.bool = ...,
         groups: _abc.Iterable[_builtins.int] | None = ...,
         untrained: _builtins.bool = ...,
+        per_unit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "groups", b"groups", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "complete", b"complete", "groups", b"groups", "initialized", b"initialized", "open", b"open", "origin_elements", b"origin_elements", "per_unit", b"per_unit", "step", b"step", "store_epoch", b"store_epoch", "taken_elements", b"taken_elements", "untrained", b"untrained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

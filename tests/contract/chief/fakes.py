@@ -200,6 +200,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
         self.groups: list[int] = []
         """Those that have values."""
         self.untrained = False
+        self.per_unit = 0
         self.token = 0
         self.admits: list[Update] = []
         self.on_admit: Callable[[Update], None] = lambda update: None
@@ -247,6 +248,7 @@ class FakePs(ps_pb2_grpc.ParameterServerServicer):
             complete=self.initialized if self.complete is None else self.complete,
             groups=self.groups,
             untrained=self.untrained,
+            per_unit=self.per_unit,
         )
 
     async def DescribeUnits(self, request: Any, context: Any) -> Any:

@@ -214,6 +214,33 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
         run(scenario)
 
 
+async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path) -> None:
+    """Of two optimizers' updates its checkpoint has the one; it was taken for the batch, and the other was lost untold."""
+
+    class Half(FakePs):
+        async def RestoreShards(self, request: Any, context: Any) -> Any:
+            reply = await super().RestoreShards(request, context)
+            self.close_unit(Unit(1, 0, 0))
+            self.apply(Unit(1, 0, 1), 0)
+            self.per_unit = 2
+            return reply
+
+    async with cluster(checkpoint_dir=str(tmp_path), num_ps=1) as (running, workers, servers):
+        await until(lambda: running.job.journal.history.checkpoint)
+        await workers[0].open()
+        await workers[0].next(want=4)
+        applied(servers, 0, 1)
+        await workers[0].next([0, 1], held=[2, 3], wait=False)
+        assert servers[0].session is not None
+        await servers[0].session.die()
+        await until(lambda: not running.job.sessions.servers)
+        reborn = Half(0)
+        async with ps(running.address, reborn):
+            await until(lambda: running.job.sessions.live("ps"))
+            assert reborn.closed == {(1, 0): UnitBitmap.of([0, 1])}
+            assert running.job.get_status().updates_lost == 1
+
+
 async def test_a_chief_that_follows_knows_which_ps_may_lack_what_is_reported_late(tmp_path: Path) -> None:
     config = {
         "state_dir": str(tmp_path / "state"),

@@ -22,6 +22,7 @@ from stratagem.ps.commit_gate import CommitGate
 from stratagem.ps.requests import TransferRef
 from stratagem.ps.specs import GroupSpec, ShardSpec
 from stratagem.ps.store import Store
+from stratagem.ps.units import UnitLedger
 from tests.unit.ps.driver import CALL, CHIEF, DirectWorker, in_thread, make_spec, poll, weights
 
 torch.set_num_threads(1)
@@ -254,6 +255,20 @@ def test_lost_units_are_counted_and_closed() -> None:
     assert store.checkpoints.mark_lost({(1, 0): UnitBitmap.of([0, 1, 2, 5])}) == 3
     assert store.checkpoints.describe_units().units.open == ()
     assert not worker.commit(torch.ones(11), unit(5)).applied
+
+
+def test_how_many_updates_a_unit_has_here_is_known_from_those_that_are_closed() -> None:
+    store = new_store()
+    worker = DirectWorker(store, "worker:0", make_spec(SHAPES))
+    worker.create(torch.zeros(11))
+    assert store.checkpoints.describe_units().units.per_unit == 0
+    for ordinal in range(2):
+        worker.commit(torch.ones(11), unit(0), ordinal=ordinal)
+    worker.close(unit(0), num_updates=2)
+    worker.commit(torch.ones(11), unit(1))
+    worker.close(unit(1), num_updates=1)
+    assert store.checkpoints.describe_units().units.per_unit == 2
+    assert UnitLedger.from_json(store.state.units.to_json()).describe() == store.state.units.describe()
 
 
 def test_groups_survive_a_file_only_as_they_are(tmp_path: pathlib.Path) -> None:
