@@ -215,7 +215,7 @@ def test_updates_that_a_restored_ps_lacks_are_counted_as_lost(tmp_path: Path, ca
 
 
 async def test_a_restored_ps_with_half_a_batch_has_lost_the_rest(tmp_path: Path) -> None:
-    """Of two optimizers' updates its checkpoint has the one; it was taken for the batch, and the other was lost untold."""
+    """Of two optimizers' updates its checkpoint has one: that was taken for the batch, the other was lost untold."""
 
     class Half(FakePs):
         async def RestoreShards(self, request: Any, context: Any) -> Any:
