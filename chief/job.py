@@ -46,7 +46,7 @@ class ChiefJob(ChiefState):
         self, config: ChiefConfig, connect: Callable[[int], Connect], clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(config, connect, clock)
-        self.saving = Saving(self, self._committed)
+        self.saving = Saving(self, self._committed, lambda: self.recovery.count_lost())
         self.recovery = Recovery(self, self.saving, give_up=self.stop, begin_anew=self._begin_anew)
         self.streams = SessionStreams(self, carry=self._carry, resume=self.recovery.resume)
         self._background = Background(self.stop)

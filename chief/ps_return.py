@@ -184,6 +184,11 @@ class PsReturn(ChiefPart):
             "%s restored step %d from %s: %d updates lost", server.incarnation.task, step, restored.path.name, num_lost
         )
 
+    @property
+    def has_put_back(self) -> bool:
+        """Whether any ps went back to a checkpoint alone."""
+        return bool(self._restarted)
+
     def was_put_back(self, server: Server) -> bool:
         """Whether a ps went back to a checkpoint alone, perhaps by a chief that has not counted what it lacks."""
         return server.incarnation in self._restarted

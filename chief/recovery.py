@@ -148,10 +148,10 @@ class Recovery(ChiefPart):
         return [index for index in indices if index not in gone]
 
     async def count_lost(self) -> None:
-        """Of a ps that was put back alone, what it lacks of what others have closed: after the ledgers are joined
-        nobody could tell."""
-        described = await self._ps_pool.describe()
-        closed: Positions = {}
+        """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another
+        checkpoint, or after ledgers are joined, nobody could tell."""
+        described = await self._ps_pool.describe() if self.ps_return.has_put_back else {}
+        closed = self._lease_book.positions()
         for each in described.values():
             closed = plus(closed, each.closed)
         await self.ps_return.lost_after_restarts(closed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
@@ -46,9 +46,15 @@ class Saving(ChiefPart):
 
     Args:
         committed: told of every committed checkpoint, before commits are released.
+        count_lost: called before one is written, with commits held.
     """
 
-    def __init__(self, state: ChiefState, committed: Callable[[CommittedCheckpoint], None]) -> None:
+    def __init__(
+        self,
+        state: ChiefState,
+        committed: Callable[[CommittedCheckpoint], None],
+        count_lost: Callable[[], Awaitable[None]],
+    ) -> None:
         super().__init__(state)
         self.lock = asyncio.Lock()
         """Held while a checkpoint is taken; whoever puts ps back to one takes it too."""
@@ -57,6 +63,7 @@ class Saving(ChiefPart):
         self.totals = RunningTotals()
         """What checkpoints took."""
         self._committed = committed
+        self._count_lost = count_lost
 
     async def save(
         self, directory: str, *, automatic: bool, complete: bool = True, replaces: bool = False
@@ -76,6 +83,7 @@ class Saving(ChiefPart):
         async with self.lock:
             with self.totals.timed(measures.CHECKPOINT):
                 async with self._commit_hold.held("a checkpoint", complete=complete) as token, self.writing:
+                    await self._count_lost()
                     servers = self._commit_hold.check_all("a checkpoint")
                     return await self._write(servers, token, directory, automatic, complete, replaces)
 

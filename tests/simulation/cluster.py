@@ -63,6 +63,8 @@ class Job:
     """The share of steps after which a worker saves a checkpoint of its own; it begins with the newest of these."""
     loads: bool = False
     """Workers load other values once their model is prepared."""
+    reloads: int = 0
+    """After so many epochs they do; 0: they do not."""
     min_workers: int = 0
     """Above 0 there are no ps: a ring that goes on while it has so many workers."""
     max_workers: int = 0

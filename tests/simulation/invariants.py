@@ -226,8 +226,13 @@ class Invariants:
                     self.world.fail(f"{path.name} is no cut: {other} has {sorted(torn)}, {variable} lacks them")
 
     def units_of(self, job: ChiefJob, weights: torch.Tensor, epochs: int, what: str) -> set[tuple[int, int]]:
-        """(epoch, unit) whose examples are in the weights, all of them or none."""
+        """(epoch, unit) whose examples are in the weights, all of them or none; of epochs before other values were
+        loaded there is nothing, and each unit counts as one."""
         found: set[tuple[int, int]] = set()
+        loaded = (weights.long() // LOADED).unique().tolist()
+        if len(loaded) > 1:
+            self.world.fail(f"{what}: loaded in part")
+        first = self.cluster.job.reloads * loaded[0]
         plan = job.lease_book.plans.get(1)
         counts = digits(weights, epochs)
         if plan is None:
@@ -239,9 +244,11 @@ class Invariants:
             for index in range(plan.num_units):
                 start, stop = plan.bounds(index)
                 values = {counts[epoch][example] for example in order[start:stop]}
+                if epoch < first and values != {0}:
+                    self.world.fail(f"{what} has unit {epoch}/{index}, which is older than what was loaded")
                 if len(values) != 1:
                     self.world.fail(f"{what} has a part of unit {epoch}/{index}")
-                elif values == {1}:
+                elif values == {1} or epoch < first:
                     found.add((epoch, index))
         return found
 
@@ -270,14 +277,16 @@ class Invariants:
                 world.fail(f"the job ended with {cluster.finished}: {reason}")
             return
         epochs = cluster.job.epochs
-        told = job.journal.history.updates_lost
+        lost = job.journal.history.lost.values()
+        told = sum(len(units) for each in lost for (_, epoch), units in each.items() if epoch >= cluster.job.reloads)
         variables = self._variables()
         for ps in range(job.sessions.num_ps):
             held = self.stores[f"ps:{ps}"].state.locked_groups.values()
             self.check_rows([locked.group for locked in held], f"ps:{ps} at the end")
         if variables is None or not cluster.job.is_counted:
             return
-        for name, weights in variables.items() if cluster.job.loads and not cluster.disk.full_until else ():
+        has_loaded = cluster.job.loads or cluster.job.reloads
+        for name, weights in variables.items() if has_loaded and not cluster.disk.full_until else ():
             if not (weights.long() // LOADED == 1).all():
                 world.fail(f"{name} has lost what was loaded: {[oct(value) for value in weights.long().tolist()]}")
         found = {name: self.units_of(job, weights, epochs, f"{name} at the end") for name, weights in variables.items()}

@@ -75,7 +75,10 @@ def plan(seed: int, form: str = "") -> Schedule:
     scripts = random.Random(-15 * seed - 1)
     saves, loads = scripts.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)), scripts.random() < 0.2
     if form != "fit":
-        job = dataclasses.replace(job, saves=saves, loads=loads and not job.has_table and job.epochs < 8)
+        can_load = not job.has_table and job.epochs < 8
+        job = dataclasses.replace(job, saves=saves, loads=loads and can_load)
+        if can_load and not loads and scripts.random() < 0.5:
+            job = dataclasses.replace(job, reloads=scripts.randrange(job.epochs))
     else:
         num_examples = random.Random(-7 * seed - 1).choice((8, 12, 16))
         job = dataclasses.replace(job, fits=True, has_table=False, num_optimizers=1, prepares_apart=False)

@@ -122,6 +122,8 @@ def train(cluster: Cluster, process: Process) -> None:
             strategy.run(step if job.num_optimizers == 1 else steps, args=(batch, BASE**epoch))
             if save is not None and world.random.random() < job.saves:
                 save()
+        if job.reloads == epoch + 1:
+            strategy.load_once(lambda: load(parameters))
 
 
 def load(parameters: list[torch.nn.Parameter]) -> None:

@@ -53,7 +53,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, num_optimizers=1))
     if job.prepares_apart:
         yield dataclasses.replace(schedule, job=dataclasses.replace(job, prepares_apart=False))
-    for name in ("saves", "loads"):
+    for name in ("saves", "loads", "reloads"):
         if getattr(job, name):
             yield dataclasses.replace(schedule, job=dataclasses.replace(job, **{name: type(getattr(job, name))()}))
     if job.has_table:
