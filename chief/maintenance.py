@@ -157,15 +157,7 @@ class Maintenance(ChiefPart):
         self._spawn(run)
 
     async def _described(self) -> Collection[ServerDescription]:
-        """What all ps hold: one that is away may have most updates.
-
-        Raises:
-            PeerUnavailableError: one is.
-        """
-        described = await self._ps_pool.describe()
-        if len(described) < (num_ps := self._ps_pool.num_ps):
-            raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")
-        return described.values()
+        return (await self._ps_pool.describe_all()).values()
 
     async def _watch(self) -> None:
         """Looks what the ps hold, and notes when all know what they are to hold and have values of that."""

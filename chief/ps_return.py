@@ -19,8 +19,7 @@ from stratagem.chief.checkpointing.restoring import RestoredServers, Restoring
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions
-from stratagem.chief.leasing.lease_book import Positions
-from stratagem.chief.leasing.positions import minus
+from stratagem.chief.leasing.positions import Positions, minus
 from stratagem.chief.membership.session import SessionState
 from stratagem.chief.servers.servers import Server
 from stratagem.cluster.backups import backup_of

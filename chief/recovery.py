@@ -16,16 +16,16 @@ from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.checkpointing.saving import Saving
 from stratagem.chief.chief_state import ChiefPart, ChiefState
 from stratagem.chief.journal.history import encode_positions, encode_units
-from stratagem.chief.leasing.lease_book import Positions
-from stratagem.chief.leasing.positions import common, plus
+from stratagem.chief.leasing.positions import Positions, common, has, plus, positions_of
 from stratagem.chief.leasing.steps import NUM_UNSYNCED, Removal
 from stratagem.chief.ps_return import PsReturn
 from stratagem.chief.servers.servers import CommittedSlice, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Lease, Unit, UnitBitmap
+from stratagem.cluster.units import Lease, Unit
 
 logger = logging.getLogger(__name__)
 
+MAX_LISTED = 5
 NOBODY = Incarnation("chief:0", 0)
 """Holder of units that were leased when the chief died, until it is known who has them."""
 
@@ -75,7 +75,7 @@ class Recovery(ChiefPart):
         if len(described) < self._ps_pool.num_ps:
             return [*units]
         closed = _closed([*described.values()])
-        done = [unit for unit in units if unit.index in closed.get((unit.dataset, unit.epoch), UnitBitmap())]
+        done = [unit for unit in units if has(closed, unit)]
         self.accepted(self._lease_book.mark_accepted(done))
         return [unit for unit in units if unit not in done]
 
@@ -135,8 +135,7 @@ class Recovery(ChiefPart):
         if not doubtful:
             return list(indices)
         if not self._lease_book.synchronous:
-            units = {(dataset, epoch): UnitBitmap.of(unit.index for unit in doubtful)}
-            await self.ps_return.lost_after_restarts(units)
+            await self.ps_return.lost_after_restarts(positions_of(doubtful))
             return list(indices)
         async with self.ps_return.lock:
             missing = await self._ps_pool.missing(doubtful)
@@ -151,20 +150,16 @@ class Recovery(ChiefPart):
         """Of a ps that was put back alone, what it lacks of what is accepted, or what others have closed: in another
         checkpoint, or after ledgers are joined, nobody could tell."""
         described = await self._ps_pool.describe() if self.ps_return.has_put_back else {}
-        closed = self._lease_book.positions()
-        for each in described.values():
-            closed = plus(closed, each.closed)
+        closed = plus(self._lease_book.positions(), *(each.closed for each in described.values()))
         await self.ps_return.lost_after_restarts(closed)
 
     async def count_torn(self, incarnation: Incarnation) -> None:
         """A worker that asks for a checkpoint has no update under way: what a ps that was put back alone lacks of those
         of its units that another one has is lost, though the worker reports them only after the checkpoint."""
-        held, lost = {*self._lease_book.held(incarnation)}, Positions()
+        held = {*self._lease_book.held(incarnation)}
         torn = torn_updates(await self._ps_pool.describe()).values()
-        for unit in held.intersection(unit for updates in torn for update in updates for unit in update.units):
-            lost.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
-        if lost:
-            await self.ps_return.lost_after_restarts(lost)
+        if lost := held.intersection(unit for updates in torn for update in updates for unit in update.units):
+            await self.ps_return.lost_after_restarts(positions_of(lost))
 
     # The chief starts
 
@@ -262,6 +257,5 @@ def _closed(descriptions: Sequence[ServerDescription]) -> Positions:
     return common([each.closed for each in descriptions])
 
 
-def _listed(units: Sequence[Unit], limit: int = 5) -> str:
-    shown = ", ".join(str(unit) for unit in units[:limit])
-    return shown + (", …" if len(units) > limit else "")
+def _listed(units: Sequence[Unit]) -> str:
+    return ", ".join(map(str, units[:MAX_LISTED])) + (", …" if len(units) > MAX_LISTED else "")

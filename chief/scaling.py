@@ -267,9 +267,8 @@ class Scaling(ChiefPart):
         """Units that have more of their updates now than in a checkpoint."""
         manifest = await asyncio.to_thread(ServersManifest.read, pathlib.Path(checkpoint))
         done, begun = (manifest.done, manifest.unfinished) if manifest is not None else ({}, {})
-        now, described = self._lease_book.positions(), (await self._ps_pool.describe()).values()
-        for each in described:
-            now = plus(now, each.applied())
+        described = (await self._ps_pool.describe()).values()
+        now = plus(self._lease_book.positions(), *(each.applied() for each in described))
         unfinished = unfinished_units(described, self._lease_book.steps.per_unit)
         more = (minus(minus(now, unfinished), done), minus(unfinished, begun))
         return sum(len(bitmap) for units in more for bitmap in units.values())

@@ -18,8 +18,7 @@ from stratagem.checkpoint import catalog
 from stratagem.checkpoint.draft import CheckpointDraft
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.chief.journal.history import decode_positions, encode_positions
-from stratagem.chief.leasing.lease_book import Positions
-from stratagem.chief.leasing.positions import minus, plus
+from stratagem.chief.leasing.positions import Positions, minus, plus
 from stratagem.cluster.units import Plan, UnitBitmap
 from stratagem.errors import CheckpointError
 

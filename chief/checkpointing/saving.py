@@ -10,11 +10,10 @@ from stratagem.chief.checkpointing import checkpoints
 from stratagem.chief.checkpointing.checkpoints import ServersManifest
 from stratagem.chief.checkpointing.commit_hold import torn_updates
 from stratagem.chief.chief_state import ChiefPart, ChiefState
-from stratagem.chief.leasing.lease_book import Positions
-from stratagem.chief.leasing.positions import minus
+from stratagem.chief.leasing.positions import Positions, minus, plus, positions_of
 from stratagem.chief.servers.servers import Server, ServerDescription
 from stratagem.cluster.incarnation import Incarnation
-from stratagem.cluster.units import Unit, UnitBitmap
+from stratagem.cluster.units import Unit
 from stratagem.errors import PeerUnavailableError
 from stratagem.measuring import measures
 from stratagem.measuring.totals import RunningTotals
@@ -148,11 +147,8 @@ def unfinished_units(described: Collection[ServerDescription], steps_per_unit: i
         for update in each.open:
             for unit in update.units:
                 ordinals.setdefault(unit, set()).add(update.ordinal)
-    found: Positions = {}
-    for unit, known in ordinals.items():
-        if len(known) < steps_per_unit and not any(each.has_closed(unit) for each in described):
-            found.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
-    return found
+    fewer = (unit for unit, known in ordinals.items() if len(known) < steps_per_unit)
+    return positions_of(unit for unit in fewer if not any(each.has_closed(unit) for each in described))
 
 
 def untaken(described: Sequence[ServerDescription]) -> int:
@@ -164,10 +160,7 @@ def untaken(described: Sequence[ServerDescription]) -> int:
 
 def applied_units(described: Mapping[Incarnation, ServerDescription], accepted: Positions) -> Positions:
     """Units with an update that nobody has reported as accepted, and none that only some of its ps have."""
-    found: Positions = {}
-    for each in described.values():
-        for key, bitmap in each.applied().items():
-            found[key] = found.get(key, UnitBitmap()) | bitmap
+    found = plus(*(each.applied() for each in described.values()))
     for unit in {unit for updates in torn_updates(described).values() for update in updates for unit in update.units}:
         found[unit.dataset, unit.epoch].discard(unit.index)
     return minus(found, accepted)

@@ -75,14 +75,11 @@ class MetricStore(ChiefPart):
                     await self._changed.wait()
                     await self._admit(incarnation)
                 else:
-                    self._decide(topic)
+                    outcome = self.agreements.outcome(topic)
+                    self._journal.write("agreed", topic=[topic.group, topic.ordinal], value=outcome)
+                    self.agreements.forget(topic)
+                    self._changed.notify()
         return decided
-
-    def _decide(self, topic: Topic) -> None:
-        outcome = self.agreements.outcome(topic)
-        self._journal.write("agreed", topic=[topic.group, topic.ordinal], value=outcome)
-        self.agreements.forget(topic)
-        self._changed.notify()
 
     def begin_anew(self) -> None:
         """The job starts again from a checkpoint, every worker from the beginning of its script."""

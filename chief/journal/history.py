@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stratagem.chief.counting.metric_states import MetricStates, decode_logs, decode_state
 from stratagem.chief.leasing.evaluations import Pin
+from stratagem.chief.leasing.positions import has, plus
 from stratagem.cluster.units import Plan, Topic, Unit, UnitBitmap
 
 _AS_THEY_ARE = (
@@ -207,7 +209,7 @@ class JobHistory:
         self.accepted = decode_positions(record["accepted"])
         self.steps.clear()  # their units are leased again, in other steps
         self.put_back.clear()  # all ps have gone back together
-        self.metric_states.keep(lambda unit: unit.index in self.accepted.get((unit.dataset, unit.epoch), UnitBitmap()))
+        self.metric_states.keep(functools.partial(has, self.accepted))
 
     def _on_state(self, record: Mapping[str, Any]) -> None:
         self.metric_states.add(decode_state(record["state"]))
@@ -232,9 +234,8 @@ class JobHistory:
         self.agreed.clear()
 
     def _on_lost(self, record: Mapping[str, Any]) -> None:
-        lost = self.lost.setdefault(record["task"], {})
-        for key, bitmap in decode_positions(record["units"]).items():
-            lost[key] = lost.get(key, UnitBitmap()) | bitmap
+        task = record["task"]
+        self.lost[task] = plus(self.lost.get(task, {}), decode_positions(record["units"]))
 
     def _on_checkpoint(self, record: Mapping[str, Any]) -> None:
         self.checkpoint = record["path"]

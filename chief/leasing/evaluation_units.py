@@ -116,9 +116,7 @@ class EvaluationUnits(UnitLender[EvaluationPass]):
         return begins_anew
 
     async def _versions(self) -> Versions:
-        described = await self._ps_pool.describe()
-        if len(described) < (num_ps := self._ps_pool.num_ps):
-            raise PeerUnavailableError(f"an evaluation needs all {num_ps} ps; {len(described)} are here now")
+        described = await self._ps_pool.describe_all()
         return {incarnation.task: (each.store_epoch, each.step) for incarnation, each in described.items()}
 
     async def _let_go(self, evaluation: RunningEvaluation) -> None:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from stratagem.chief.leasing.clocks import Clocks
 from stratagem.chief.leasing.leases import EpochLeases
+from stratagem.chief.leasing.positions import Positions
 from stratagem.chief.leasing.steps import JobSteps, Removal, SliceState
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Lease, Plan, Unit, UnitBitmap
 from stratagem.errors import ConfigurationError, ProtocolError
-
-Positions = dict[tuple[int, int], UnitBitmap]
-"""Accepted units of each (dataset, epoch)."""
 
 
 @dataclasses.dataclass(frozen=True)

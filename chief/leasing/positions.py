@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from stratagem.chief.leasing.lease_book import Positions
-from stratagem.cluster.units import UnitBitmap
+from stratagem.cluster.units import Unit, UnitBitmap
 
+Positions = dict[tuple[int, int], UnitBitmap]
+"""Units of each (dataset, epoch)."""
 _Units = Mapping[tuple[int, int], UnitBitmap]
 
 
-def plus(left: _Units, right: _Units) -> Positions:
-    """Units of either."""
-    keys = {*left, *right}
-    return {key: left.get(key, UnitBitmap()) | right.get(key, UnitBitmap()) for key in keys}
+def positions_of(units: Iterable[Unit]) -> Positions:
+    found: Positions = {}
+    for unit in units:
+        found.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
+    return found
+
+
+def has(positions: _Units, unit: Unit) -> bool:
+    return unit.index in positions.get((unit.dataset, unit.epoch), UnitBitmap())
+
+
+def plus(*several: _Units) -> Positions:
+    """Units of any."""
+    found: Positions = {}
+    for each in several:
+        for key, bitmap in each.items():
+            found[key] = found.get(key, UnitBitmap()) | bitmap
+    return found
 
 
 def minus(left: _Units, right: _Units) -> Positions:

@@ -76,9 +76,8 @@ class Roster:
     @property
     def waiting_for(self) -> list[str]:
         """Tasks that the cluster cannot start without and that are not there; when all are, the ps not prepared yet."""
-        missing = [
-            task for task in self.required if self.tasks[task].state not in (SessionState.LIVE, SessionState.DONE)
-        ]
+        here = (SessionState.LIVE, SessionState.DONE)
+        missing = [task for task in self.required if self.tasks[task].state not in here]
         return [task for task in missing if not self.tasks[task].open] or missing
 
     @property

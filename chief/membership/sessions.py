@@ -216,8 +216,7 @@ class Sessions(Roster):
             session.state = SessionState.DONE
             return [*self._fence(session), *self._changed(), *self._end_of_work()]
         why = f"it ended with exit code {exit_code}" + (f": {message}" if message else "")
-        was_added = self.was_added(task)  # the job goes on without it
-        was_added = was_added or session.joining
+        was_added = self.was_added(task) or session.joining  # the job goes on without it
         if exit_code and self.stopping is None and not (self.first_failure or was_added or follows):
             self.first_failure = f"{task}: {message or why}"
         actions = self._lose(session, now, why)

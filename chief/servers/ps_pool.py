@@ -94,6 +94,17 @@ class PsPool:
         """What every ps has applied."""
         return await self.insist_all(lambda server: server.describe_units())
 
+    async def describe_all(self) -> dict[Incarnation, ServerDescription]:
+        """The same of all there are: one that is away may have most updates.
+
+        Raises:
+            PeerUnavailableError: one is.
+        """
+        described = await self.describe()
+        if len(described) < (num_ps := self.num_ps):
+            raise PeerUnavailableError(f"{num_ps - len(described)} of {num_ps} ps are away")
+        return described
+
     async def missing(self, units: Iterable[Unit]) -> list[Unit]:
         """Units that some ps with values has no update of."""
         descriptions = [each for each in (await self.describe()).values() if each.initialized]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stratagem.checkpoint.manifest import SavedFile
+from stratagem.chief.leasing.positions import Positions, has, plus, positions_of
 from stratagem.chief.leasing.steps import StepClosing
 from stratagem.cluster.incarnation import Incarnation
 from stratagem.cluster.units import Unit, UnitBitmap, Update
@@ -55,7 +56,7 @@ class ServerDescription:
 
     def has_closed(self, unit: Unit) -> bool:
         """Whether the unit is complete here."""
-        return unit.index in self.closed.get((unit.dataset, unit.epoch), UnitBitmap())
+        return has(self.closed, unit)
 
     def ordinals(self, unit: Unit) -> list[int]:
         """Ordinals of the updates of an open unit that are applied here; [0] for a closed unit."""
@@ -63,12 +64,9 @@ class ServerDescription:
             return [0]
         return sorted(update.ordinal for update in self.open if unit in update.units)
 
-    def applied(self) -> dict[tuple[int, int], UnitBitmap]:
+    def applied(self) -> Positions:
         """Units with at least one update here."""
-        units = {key: bitmap | UnitBitmap() for key, bitmap in self.closed.items()}
-        for unit in (unit for update in self.open for unit in update.units):
-            units.setdefault((unit.dataset, unit.epoch), UnitBitmap()).add(unit.index)
-        return units
+        return plus(self.closed, positions_of(unit for update in self.open for unit in update.units))
 
     def whole(self) -> dict[tuple[int, int], UnitBitmap]:
         """Of :meth:`applied`, those with as many updates here as a unit has, as far as that is known."""

@@ -69,9 +69,7 @@ class PageWatch:
             took_s = 0.0
             try:
                 took_s = await self._look_once()
-            except (
-                Exception
-            ):  # the chief has no time, or this room a fault: neither is a reason to show nothing for ever
+            except Exception:  # the chief has no time, or this room a fault: no reason to show nothing for ever
                 THROTTLE.log(logger, logging.WARNING, "page", "No look at the job for its page", exc_info=True)
             if self._num_viewers:
                 await asyncio.sleep(max(LIVE_S, PATIENCE * took_s))

@@ -79,16 +79,14 @@ def _server(ps: TaskReading) -> dict[str, Any]:
     def per_s(name: str) -> float:
         return round(ps.get(name) / ps.window_s, 4)
 
-    groups = labels(ps.values, measures.GROUP_APPLY)
+    rows, groups = labels(ps.values, measures.ROW_SHARE), labels(ps.values, measures.GROUP_APPLY)
     return {
         "task": ps.task,
         "updates_per_s": per_s(measures.COMMITS),
         "received_bytes_per_s": round(sum(labels(ps.values, measures.RECEIVED).values()) / ps.window_s),
         "shares": {name: per_s(name) for name in _SHARES},
         "staleness": labels(ps.values, measures.STALENESS),
-        "rows": sorted(((share, row) for row, share in labels(ps.values, measures.ROW_SHARE).items()), reverse=True)[
-            :MAX_HOT
-        ],
+        "rows": sorted(((share, row) for row, share in rows.items()), reverse=True)[:MAX_HOT],
         "hot": sorted(((share / ps.window_s, group) for group, share in groups.items()), reverse=True)[:MAX_HOT],
     }
 
@@ -113,9 +111,8 @@ def _lanes(reading: Reading) -> list[dict[str, Any]]:
                 }
             )
     busiest = sorted(found, key=lambda lane: -lane["sent_per_s"] - lane["received_per_s"])[:MAX_LANES]
-    return sorted(
-        busiest, key=lambda lane: (order[lane["task"]], lane["peer"], lane["kind"])
-    )  # rows stay where they are
+    # Rows stay where they are.
+    return sorted(busiest, key=lambda lane: (order[lane["task"]], lane["peer"], lane["kind"]))
 
 
 def _checkpoints(reading: Reading) -> dict[str, float]:

@@ -41,14 +41,8 @@ def exposed(reading: Reading) -> Iterator[Finding]:
     share = worker.waits - worker.share(measures.GATE_WAIT, measures.MEETING)
     if share < WORTH:
         return
-    found = next(
-        (
-            finding
-            for rule in (_small_frames, _slow_link, _lane, _hot_shard, _slow_ps)
-            for finding in rule(reading, worker, share)
-        ),
-        None,
-    )
+    rules = (_small_frames, _slow_link, _lane, _hot_shard, _slow_ps)
+    found = next((finding for rule in rules for finding in rule(reading, worker, share)), None)
     if found is not None:
         yield found
     elif share >= 2 * WORTH:
@@ -150,18 +144,15 @@ def _hot_shard(reading: Reading, worker: TaskReading, share: float) -> Iterator[
     hot = max(took, key=lambda task: took[task])
     part = took[hot] / max(1.0, sum(took.values()))
     others = [task for task in took if task != hot]
-    waited = {server: sum(one.get(f"{measures.PEER_WAIT}|{server}") for one in reading.working) for server in took}
-    if (
-        part < 1.5 / len(servers)
-        or (part < 0.6 and len(servers) == 2)
-        or waited[hot] < max(waited[one] for one in others)
-    ):
+    is_like_the_others = part < 1.5 / len(servers) or (part < 0.6 and len(servers) == 2)
+    if is_like_the_others or _waits_for(reading, hot) < max(_waits_for(reading, one) for one in others):
         return
     values = next(server for server in servers if server.task == hot).values
     by_group = measures.labels(values, measures.GROUP_APPLY)
     hottest = max(by_group, key=lambda group: by_group[group], default="")
     why, advice = "its shard is hot", "cut variables over all ps: a partitioner (sg.FixedShardsPartitioner)"
     table, rows = _hot_rows(values)
+    shown = ", ".join(f"{row} {percent(of_row)}" for row, of_row in rows.items())
     if sum(rows.values()) >= FEW_ROWS:
         most = max(rows, key=lambda row: rows[row])
         which = f"row {most}" if len(rows) == 1 else f"{len(rows)} rows"
@@ -179,11 +170,7 @@ def _hot_shard(reading: Reading, worker: TaskReading, share: float) -> Iterator[
         (
             *(f"{task}: {rate(num_bytes / max(1e-9, worker.window_s))}" for task, num_bytes in took.items()),
             *([f"most of its time goes to group {hottest}"] if hottest else []),
-            *(
-                [f"rows of {table}: " + ", ".join(f"{row} {percent(share)}" for row, share in rows.items())]
-                if rows
-                else []
-            ),
+            *([f"rows of {table}: {shown}"] if rows else []),
         ),
     )
 
@@ -201,10 +188,7 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
     servers = [server for server in reading.of("ps") if server.get(measures.COMMITS) and server.window_s > 0]
     if not servers:
         return
-    waits = {
-        server.task: sum(one.get(f"{measures.PEER_WAIT}|{server.task}") for one in reading.working)
-        for server in servers
-    }
+    waits = {server.task: _waits_for(reading, server.task) for server in servers}
     slow = max(servers, key=lambda server: (waits[server.task], server.busy))
     each = {server.task: server.served_s / server.get(measures.COMMITS) for server in servers}
     others = [seconds for task, seconds in each.items() if task != slow.task]
@@ -218,9 +202,8 @@ def _slow_ps(reading: Reading, worker: TaskReading, share: float) -> Iterator[Fi
     late_s = slow.get(measures.GIL_WAIT) / max(1.0, slow.get(measures.GIL_PROBES))
     advice = "add a ps, or give it more --threads"
     if late_s >= STANDS_STILL_S:
-        advice = (
-            f"it stands still now and then, {1e3 * late_s:.0f} ms when it would wake: is it stopped, or does it swap?"
-        )
+        wakes = f"{1e3 * late_s:.0f} ms when it would wake"
+        advice = f"it stands still now and then, {wakes}: is it stopped, or does it swap?"
     elif cores < 0.5 * slow.busy:
         advice = "its process waits most of that time: for a core (other load on its machine) or because it is stopped"
     elif is_late:
@@ -285,10 +268,11 @@ def _seconds_without_a_core(task: TaskReading) -> float:
     return task.get(measures.STARVED) / max(1e-9, task.get(measures.CPU))
 
 
+def _waits_for(reading: Reading, server: str) -> float:
+    """Seconds that all workers waited for it."""
+    return sum(one.get(f"{measures.PEER_WAIT}|{server}") for one in reading.working)
+
+
 def _sent_to(reading: Reading, server: str) -> float:
-    return sum(
-        num_bytes
-        for one in reading.working
-        for (peer, _), num_bytes in one.lanes(measures.SENT).items()
-        if peer == server
-    )
+    sent = (lane for one in reading.working for lane in one.lanes(measures.SENT).items())
+    return sum(num_bytes for (peer, _), num_bytes in sent if peer == server)

@@ -68,7 +68,8 @@ def slow_worker(reading: Reading) -> Iterator[Finding]:
         others = [one for one in workers if one is not worker]
         own, usual = _computing_s(worker), statistics.median(_computing_s(one) for one in others)
         ratio = own / max(1e-9, usual)
-        cpu, usual_cpu = _cpu_s(worker), statistics.median(_cpu_s(one) for one in others)
+        cpu = worker.each_s(measures.STEP_CPU)
+        usual_cpu = statistics.median(one.each_s(measures.STEP_CPU) for one in others)
         # Where all lack cores those that wait for it look slow, too; what they need of them does not grow.
         is_slower = ratio >= SLOWER or cpu >= MUCH_SLOWER * max(1e-9, usual_cpu)
         if not is_slower or own - usual < 0.15 * worker.total_s / max(1.0, worker.steps):
@@ -151,9 +152,8 @@ def threads(reading: Reading) -> Iterator[Finding]:
     for workers in hosts.values():
         cores = max(worker.get(measures.CORES) for worker in workers)
         asked = sum(worker.get(measures.THREADS) for worker in workers)
-        starved = _sum(workers, measures.STARVED) / max(
-            1e-9, _sum(workers, measures.STARVED) + _sum(workers, measures.CPU)
-        )
+        without_s, with_s = (sum(one.get(name) for one in workers) for name in (measures.STARVED, measures.CPU))
+        starved = without_s / max(1e-9, without_s + with_s)
         if not cores or asked <= max(1.5 * cores, len(workers)) or starved < 0.2:
             continue
         fair = max(1, int(cores // len(workers)))
@@ -214,11 +214,3 @@ def _where(worker: TaskReading, others: Sequence[TaskReading]) -> Iterator[str]:
     most = max(more, key=lambda phase: more[phase])
     if more[most] >= 0.75 * sum(spent for spent in more.values() if spent > 0):
         yield f"what takes longer is {parts[most]}"
-
-
-def _cpu_s(worker: TaskReading) -> float:
-    return worker.get(measures.STEP_CPU) / max(1.0, worker.steps)
-
-
-def _sum(workers: Sequence[TaskReading], name: str) -> float:
-    return sum(worker.get(name) for worker in workers)
