@@ -75,12 +75,9 @@ def run(config: PsConfig) -> int:
     except _Terminated:
         logger.info("Ended by a signal")
         return EXIT_TERMINATED
-    except ConfigurationError as error:
-        logger.error("%s", error)
-        return EXIT_CONFIGURATION
     except StratagemError as error:
         logger.error("%s", error)
-        return EXIT_FAILED
+        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_FAILED
 
 
 def _run(config: PsConfig) -> int:

@@ -11,10 +11,13 @@ from stratagem.measuring import measures
 from stratagem.measuring.measures import labelled
 from stratagem.ps.backup import AsItCame
 from stratagem.ps.frames import COMMIT_UPDATE
+from stratagem.ps.merge import facts_of, join_facts
 from stratagem.ps.requests import (
     CommitUpdate,
+    Facts,
     GroupCommit,
     GroupVersion,
+    PrepareUpdate,
     Sender,
     TransferRef,
     Version,
@@ -59,6 +62,16 @@ class Applying:
         if not keep:
             state.staging.drop(sender, ref.transfer, numbers)
         return parts
+
+    def facts(self, gradient: Gradient, present: Present) -> Facts:
+        """What is in a gradient."""
+        specs = {group: self._state.locked_group(group).spec for group in gradient}
+        return join_facts([facts_of(specs[group], parts, present[group]) for group, parts in gradient.items()])
+
+    def forget(self, request: PrepareUpdate | CommitUpdate) -> None:
+        """With ``changed`` held: the gradient is not needed any more."""
+        numbers = [commit.group for commit in request.groups]
+        self._state.staging.drop(request.sender, request.gradients.transfer, numbers)
 
     def present(self, groups: Sequence[GroupCommit]) -> Present:
         """Decoded presence masks.

@@ -34,13 +34,13 @@ class StoreDescription:
     """Largest number of updates applied to any group."""
     initialized: bool
     complete: bool
-    origin_elements: int = 0
+    origin_elements: int
     """Of the variables in the checkpoint of another number of ps that this one began from."""
-    taken_elements: int = 0
+    taken_elements: int
     """Of these: what is here."""
-    groups: tuple[int, ...] = ()
+    groups: tuple[int, ...]
     """Those that have values here."""
-    untrained: bool = False
+    untrained: bool
     """No optimizer changes any of them."""
 
 
@@ -74,12 +74,12 @@ class Checkpointing:
     def _description(self) -> StoreDescription:
         state = self._state
         with state.changed:
-            origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else ()
-            has = state.initialized, state.complete
-            described = StoreDescription(state.units.describe(), state.store_epoch, state.step, *has, *origin)
+            origin = (state.origin.num_elements, state.origin.num_taken) if state.origin is not None else (0, 0)
+            has = state.initialized, state.complete, *origin
             groups = {number: one.spec for number, one in state.locked_groups.items() if one.group.initialized}
             untrained = not any(spec.optimizer for spec in groups.values())
-            return dataclasses.replace(described, groups=(*groups,), untrained=untrained)
+            units = state.units.describe()
+            return StoreDescription(units, state.store_epoch, state.step, *has, (*groups,), untrained)
 
     def hold_commits(self, sender: Sender, token: int, hold_s: float, call: Call) -> StoreDescription:
         """Holds commits for at most ``hold_s`` seconds; answers once those inside have finished.

@@ -13,15 +13,7 @@ from stratagem.measuring.flight import FLIGHT
 from stratagem.ps.applying import Applying, Gradient, Present, Turn
 from stratagem.ps.backup import AsItCame
 from stratagem.ps.frames import CLOSE_UNITS, COMMIT_UPDATE
-from stratagem.ps.merge import facts_of, join_facts
-from stratagem.ps.requests import (
-    CommitResult,
-    CommitUpdate,
-    Facts,
-    PrepareUpdate,
-    Sender,
-    UpdateAction,
-)
+from stratagem.ps.requests import CommitResult, CommitUpdate, Facts, PrepareUpdate, Sender, UpdateAction
 from stratagem.ps.sequences import Verdict
 from stratagem.ps.sequencing import Running, begin, noted
 from stratagem.ps.state import StoreState
@@ -132,7 +124,7 @@ class Commits(Applying):
                 if not is_new:
                     self._note_duplicate(request, running)
                     return False
-                self._forget(request)
+                self.forget(request)
                 state.units.record(request.update, request.num_servers)
                 if state.backup is not None and not applies:
                     state.backup.tell(COMMIT_UPDATE, request.as_it_came, {})
@@ -148,11 +140,7 @@ class Commits(Applying):
         with state.lock:
             present = self.present(request.groups)
             gradient = self.take_gradient(request.sender, request.gradients, present, call, keep=True)
-        if not request.want_facts:
-            return Facts()
-        return join_facts(
-            [facts_of(state.locked_group(group).spec, parts, present[group]) for group, parts in gradient.items()]
-        )
+        return self.facts(gradient, present) if request.want_facts else Facts()
 
     def _repeat(self, request: CommitUpdate, recorded: CommitResult | None, call: Call) -> CommitResult:
         """A resend: applies nothing, and gets the weights as they are now."""
@@ -163,14 +151,9 @@ class Commits(Applying):
     def _note_duplicate(self, request: CommitUpdate, running: Running | None) -> None:
         with self._state.lock:
             self._state.num_duplicates += 1
-            self._forget(request)
+            self.forget(request)
             if running is not None:
                 running.done(CommitResult(False, ()))
-
-    def _forget(self, request: CommitUpdate) -> None:
-        """With ``changed`` held: the gradient is not needed any more."""
-        numbers = [commit.group for commit in request.groups]
-        self._state.staging.drop(request.sender, request.gradients.transfer, numbers)
 
     @staticmethod
     def _check(request: CommitUpdate) -> None:

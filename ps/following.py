@@ -40,16 +40,12 @@ class Following:
         self._number = 0
         """Of the following under way."""
         self._lock = threading.Lock()
-        self._dropped = 0
+        self.dropped = 0
+        """Copies made in followings up to this one are gone."""
         self._kept_number = 0
         """Of the following in which the copy was made that is kept."""
         self._thread = threading.Thread(target=self._run, name="following", daemon=True)
         self._thread.start()
-
-    @property
-    def dropped(self) -> int:
-        """Copies made in followings up to this one are gone."""
-        return self._dropped
 
     def look(self, membership: Membership) -> None:
         """Drops a copy that its ps waits to be rid of: it lives, and cannot reach this one."""
@@ -60,7 +56,7 @@ class Following:
             with self._lock:
                 if self._kept_number <= member.copy_to_drop:
                     self._store.copies.kept.pop(task, None)
-                    self._dropped = max(self._dropped, member.copy_to_drop)
+                    self.dropped = max(self.dropped, member.copy_to_drop)
                     logger.warning("Drops the copy of %s, which has waited for this ps in vain", copy.source)
 
     def close(self) -> None:
@@ -96,7 +92,7 @@ class Following:
         def goes_on() -> bool:  # also while a chief that has just started has not heard of both
             now = self._session.membership.member(member.task)
             is_same = now is not None and now.incarnation == member.incarnation
-            return not self._closed and self._session.stopped is None and is_same and self._dropped < number
+            return not self._closed and self._session.stopped is None and is_same and self.dropped < number
 
         where, meter = (member.task, member.address), self._store.state.lanes
         with PeerStore(asker, *where, meter, self._security, goes_on, self._transport) as peer:
@@ -106,12 +102,12 @@ class Following:
             def begun() -> None:
                 with self._lock:
                     self._store.copies.kept.pop(member.task, None)
-                    self._dropped = max(self._dropped, number - 1)
+                    self.dropped = max(self.dropped, number - 1)
                 peer.confirm(0)
 
             image = peer.follow(member.task, number=number, begun=begun)
             with self._lock:
-                if self._dropped >= number:
+                if self.dropped >= number:
                     return
                 copy = self._store.copies.new_copy(image)
                 self._kept_number = number

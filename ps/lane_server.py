@@ -201,7 +201,7 @@ def serve_lane(store: Store, sender: Sender, messages: Iterator[bytes], stream: 
         FencedError: the sender is or becomes dead.
         FrameError: a frame that cannot be what it says.
     """
-    lane = QueueLane(lambda: store.state.peer_bytes, store.state.memory, stream)
+    lane = QueueLane(store.state.peer_bytes, store.state.memory, stream)
     store.open_lane(sender, lane)
     requests = LaneRequests(store, sender, lane)
     reader = threading.Thread(

@@ -85,25 +85,17 @@ def facts_of(spec: GroupSpec, parts: Parts, present: Sequence[bool]) -> Facts:
     for run in cut_runs(extents, spec.shards, present, alike):
         offset, tensor = parts[run.piece]
         piece = tensor[run.start - offset : run.stop - offset]
-        here = _squared_norm(piece)
-        if not math.isfinite(here):
-            if bool(torch.isfinite(piece).all()):
-                here = float(piece.double().square().sum())
-            else:
-                name = spec.shards[run.shard].variable
-                if name not in not_finite:
-                    not_finite.append(name)
+        here, is_finite = _squared_norm(piece)
+        name = spec.shards[run.shard].variable
+        if not is_finite and name not in not_finite:
+            not_finite.append(name)
         squared += here
     return Facts(squared, not not_finite, tuple(not_finite[:_MAX_NAMES]))
 
 
 def _facts_of_rows(spec: GroupSpec, values: torch.Tensor) -> Facts:
-    squared = _squared_norm(values)
-    if math.isfinite(squared):
-        return Facts(squared)
-    if bool(torch.isfinite(values).all()):
-        return Facts(float(values.double().square().sum()))
-    return Facts(squared, False, (spec.shards[0].variable,))
+    squared, is_finite = _squared_norm(values)
+    return Facts(squared, is_finite, () if is_finite else (spec.shards[0].variable,))
 
 
 def join_facts(facts: Sequence[Facts]) -> Facts:
@@ -114,7 +106,12 @@ def join_facts(facts: Sequence[Facts]) -> Facts:
     return Facts(squared if finite else math.nan, finite, tuple(names[:_MAX_NAMES]))
 
 
-def _squared_norm(piece: torch.Tensor) -> float:
+def _squared_norm(piece: torch.Tensor) -> tuple[float, bool]:
+    """And whether every element is finite: the squares of large ones need not be."""
     wide = torch.float64 if piece.dtype is torch.float64 else torch.float32
     norms = (float(torch.linalg.vector_norm(chunk, dtype=wide)) for chunk in piece.split(_CHUNK))
-    return math.fsum(norm * norm for norm in norms) if piece.numel() else 0.0
+    squared = math.fsum(norm * norm for norm in norms) if piece.numel() else 0.0
+    if math.isfinite(squared):
+        return squared, True
+    is_finite = bool(torch.isfinite(piece).all())
+    return float(piece.double().square().sum()) if is_finite else squared, is_finite

@@ -179,15 +179,11 @@ def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedOptimizerError(
             f"a parameter server cannot run {rule.name} with differentiable=True: no graph crosses the wire"
         )
-    _try(rule, arguments)
-    return arguments
-
-
-def _try(rule: OptimizerRule, arguments: Mapping[str, Any]) -> None:
     try:
         rule.cls([torch.zeros(1)], **arguments)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise ConfigurationError(f"{rule.name} refuses its hyper-parameters {dict(arguments)}: {error}") from None
+        raise ConfigurationError(f"{rule.name} refuses its hyper-parameters {arguments}: {error}") from None
+    return arguments
 
 
 def warm_up() -> None:

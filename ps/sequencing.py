@@ -24,13 +24,11 @@ def begin(state: StoreState, sender: Sender, call: Call) -> SequenceDecision:
         state.senders.check(sender)
         if not sender.sequence:
             return NEW
-        decision = state.senders.window(sender).begin(sender.sequence)
-        while decision.verdict is Verdict.RUNNING:
+        while (decision := state.senders.window(sender).begin(sender.sequence)).verdict is Verdict.RUNNING:
             state.changed.wait(TICK_S)
             state.senders.check(sender)
             if not call.is_active():
                 raise PeerUnavailableError(f"{sender} left while its call waited")
-            decision = state.senders.window(sender).begin(sender.sequence)
         return decision
 
 

@@ -192,15 +192,11 @@ class ShardGroup:
             )
         is_new = tuple(came) != self._came
         if is_new:
-            hyper = tuple([self._effective(group) for group in came])
+            hyper = tuple([optimizers.effective(self._rule, group) for group in came])
             if [self._rule.slots(new) for new in hyper] != [self._rule.slots(old) for old in self._hyper]:
                 self._plan = None
             self._came, self._hyper = tuple(dict(group) for group in came), hyper
         return is_new
-
-    def _effective(self, came: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._rule is not None
-        return optimizers.effective(self._rule, came)
 
     def _likeness(self) -> list[Hashable]:
         """What shards must share to be updated together."""

@@ -233,11 +233,7 @@ class SocketLanes:
             self._ended()
 
     def _serve_over(self, up: socket.socket, down: socket.socket, sender: Sender, family: Family) -> None:
-        store, meter = self._store, self._store.state.lanes
-
-        def unread_bytes() -> int:
-            return store.state.peer_bytes
-
+        store, meter, unread_bytes = self._store, self._store.state.lanes, self._store.state.peer_bytes
         receiver: SocketReceiver
         replies: TcpReplies | ShmReplies
         if family == "tcp":

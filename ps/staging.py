@@ -5,6 +5,7 @@ A gradient that a newer transfer replaces is dropped: a worker never has two gra
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -46,7 +47,7 @@ class Staging:
     """Parts per (sender, transfer)."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int], _SenderBuffers] = {}
+        self._buffers: dict[tuple[str, int], _SenderBuffers] = collections.defaultdict(_SenderBuffers)
         self._peer_bytes = 0
         """What one sender may have staged, as it was when it mattered last: it grows with what the ps holds."""
 
@@ -72,7 +73,7 @@ class Staging:
             check_piece(spec, offset, piece)
         else:
             _check_elements(spec, offset, piece)
-        buffers = self._buffers_of(sender)
+        buffers = self._buffers[sender.key]
         if kind is FrameKind.GRADIENT and not self._is_newest(buffers, spec.group, transfer):
             return
         entry = buffers.transfers.get(transfer)
@@ -110,7 +111,7 @@ class Staging:
     def has_room(self, sender: Sender, num_bytes: int, shared_bytes: int) -> bool:
         """Whether so much more may be staged: whoever has most here may go on, so that a gradient becomes complete, as
         long as all others together have no more than ``shared_bytes``; the others may go on up to that."""
-        own = self._buffers_of(sender)
+        own = self._buffers[sender.key]
         if own.waived:
             return True
         staged = [buffers.num_bytes for buffers in self._buffers.values()]
@@ -120,13 +121,7 @@ class Staging:
 
     def waive(self, sender: Sender) -> None:
         """The sender has waited long enough: it has room until nothing of it is staged."""
-        self._buffers_of(sender).waived = True
-
-    def _buffers_of(self, sender: Sender) -> _SenderBuffers:
-        buffers = self._buffers.get(sender.key)
-        if buffers is None:
-            buffers = self._buffers[sender.key] = _SenderBuffers()
-        return buffers
+        self._buffers[sender.key].waived = True
 
     def num_frames(self, sender: Sender, transfer: int) -> int:
         """Frames of a transfer that came so far."""
@@ -140,7 +135,7 @@ class Staging:
         Raises:
             ProtocolError: a newer transfer replaced this one.
         """
-        buffers = self._buffers_of(sender)
+        buffers = self._buffers[sender.key]
         for group in groups:
             newest = buffers.newest.get(group, 0)
             if ref.num_frames and newest > ref.transfer:

@@ -108,7 +108,6 @@ class StoreState:
         tables = [one.group for one in [*self.locked_groups.values()] if isinstance(one.group, TableGroup)]
         return {labelled(ROW_SHARE, row): share for table in tables for row, share in table.hottest_rows()}
 
-    @property
     def peer_bytes(self) -> int:
         """Bytes that one incarnation may have staged, and that may wait for it unread."""
         return self.limits.peer_bytes(self.num_bytes)

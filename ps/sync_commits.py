@@ -11,7 +11,7 @@ from stratagem.cluster.units import Unit, Update
 from stratagem.errors import LimitError, ProtocolError, StratagemError
 from stratagem.measuring import measures
 from stratagem.ps.applying import Applying, Turn
-from stratagem.ps.merge import SliceGradient, any_present, facts_of, join_facts, merge_slices
+from stratagem.ps.merge import SliceGradient, any_present, merge_slices
 from stratagem.ps.requests import (
     CommitResult,
     CommitUpdate,
@@ -68,14 +68,7 @@ class SyncCommits:
             wait(state, lambda: state.steps.all_prepared(key), request.sender, call, None)
         with self._merging:
             merged = self._merge(key)
-            if merged is None:
-                return Facts()
-            return join_facts(
-                [
-                    facts_of(state.locked_group(group).spec, parts, merged.present[group])
-                    for group, parts in merged.parts.items()
-                ]
-            )
+            return self._commits.facts(merged.parts, merged.present) if merged is not None else Facts()
 
     def commit(self, request: CommitUpdate, part: RequestedSlice, store_epoch: int, call: Call) -> CommitResult:
         """Commits a slice, waits until the step is applied, sends the weights."""
@@ -124,18 +117,17 @@ class SyncCommits:
                 request.sender, request.gradients, self._commits.present(request.groups), call, keep=False
             )
         else:
-            numbers = [commit.group for commit in request.groups]
-            state.staging.drop(request.sender, request.gradients.transfer, numbers)
+            self._commits.forget(request)
         if not math.isfinite(part.weight) or part.weight < 0:
             raise ProtocolError(f"step {key[0]}: expected a finite weight of at least 0, got {part.weight}")
         if not state.steps.is_applied(key):
             came = Contribution(
                 request.sender, unit, request.update, part, request.groups, gradient, contributes=contributes
             )
-            if (num_bytes := state.steps.num_bytes(request.sender.key) + came.num_bytes) > state.peer_bytes:
+            if (num_bytes := state.steps.num_bytes(request.sender.key) + came.num_bytes) > state.peer_bytes():
                 raise LimitError(
                     f"the slices of {request.sender} in steps that wait here take {num_bytes:,} bytes, over "
-                    f"max_peer_bytes of {state.peer_bytes:,}; commit earlier steps first"
+                    f"max_peer_bytes of {state.peer_bytes():,}; commit earlier steps first"
                 )
             state.steps.prepare(key, came)
 

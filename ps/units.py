@@ -5,6 +5,7 @@ Pure; snapshotted with the weights.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class UnitLedger:
     """Decides whether an update is new here."""
 
     def __init__(self) -> None:
-        self._closed: dict[Epoch, UnitBitmap] = {}
+        self._closed: dict[Epoch, UnitBitmap] = collections.defaultdict(UnitBitmap)
         self._sizes: dict[Epoch, int] = {}
         """Bytes of the bitmap of each epoch that was closed in, at most."""
         self._num_bytes = 0
@@ -99,10 +100,7 @@ class UnitLedger:
                 continue
             epoch = unit.dataset, unit.epoch
             self._make_room(epoch, unit.index)
-            bitmap = self._closed.get(epoch)
-            if bitmap is None:
-                bitmap = self._closed[epoch] = UnitBitmap()
-            bitmap.add(unit.index)
+            self._closed[epoch].add(unit.index)
             self._open.pop(unit, None)
 
     def mark_lost(self, units: Mapping[Epoch, UnitBitmap]) -> int:
@@ -114,9 +112,8 @@ class UnitLedger:
         num_lost = 0
         for epoch, bitmap in units.items():
             self._make_room(epoch, 8 * len(bitmap.to_bytes()) - 1)
-            mine = self._closed.get(epoch, UnitBitmap())
-            num_lost += len(bitmap - mine)
-            self._closed[epoch] = mine | bitmap
+            num_lost += len(bitmap - self._closed[epoch])
+            self._closed[epoch] |= bitmap
         self._open = {unit: ordinals for unit, ordinals in self._open.items() if not self._is_closed(unit)}
         return num_lost
 

@@ -160,7 +160,7 @@ class Variables:
             may_wait = kind is FrameKind.GRADIENT and frame.tensor.nbytes >= MIN_AWAITED_BYTES
             if call is not None and may_wait and not spec.is_table:
                 wait_room(state, sender, frame.tensor.nbytes, call)
-            state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, lambda: state.peer_bytes)
+            state.staging.add(sender, kind, frame.transfer, spec, frame.offset, frame.tensor, state.peer_bytes)
             state.changed.notify_all()
 
     def _take_from_origin(self, groups: Sequence[GroupSpec]) -> None:
