@@ -41,7 +41,6 @@ class Background:
             self._stop(1, f"the chief failed: {error}")
 
     async def close(self) -> None:
-        """Cancels what still runs, and waits for it."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -28,8 +28,6 @@ class Join:
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life."""
-
     progress: bytes = b""
     """What the task says about itself, as it came: the chief only shows it."""
     waiting_step: int = 0

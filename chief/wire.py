@@ -64,7 +64,6 @@ def _checked(plan: Plan) -> Plan:
 
 
 def leases_to_proto(leases: Leases) -> chief_pb2.NextUnitsReply:
-    """The answer to a worker that asks for units."""
     granted = [lease_to_proto(lease) for lease in leases.granted]
     return chief_pb2.NextUnitsReply(leases=granted, end=leases.end, attempt=leases.attempt)
 
@@ -112,7 +111,6 @@ def topic_from_proto(name: chief_pb2.Topic) -> Topic:
 
 
 def states_from_proto(states: Iterable[chief_pb2.MetricState], dataset: int, epoch: int) -> list[MetricState]:
-    """What was counted on units of an epoch."""
     return [MetricState(topic_from_proto(each.topic), Unit(dataset, epoch, each.index), each.data) for each in states]
 
 

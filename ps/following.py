@@ -60,7 +60,6 @@ class Following:
                     logger.warning("Drops the copy of %s, which has waited for this ps in vain", copy.source)
 
     def close(self) -> None:
-        """Ends."""
         self._closed = True
         self._thread.join(5.0)
 

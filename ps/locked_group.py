@@ -36,12 +36,10 @@ class LockedGroup:
 
     @property
     def spec(self) -> GroupSpec:
-        """What the group holds."""
         return self.group.spec
 
     @property
     def version(self) -> Version:
-        """Version of the weights now."""
         return Version(self._epoch, self.group.counter)
 
     def scratch(self) -> torch.Tensor:

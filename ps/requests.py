@@ -12,8 +12,6 @@ from stratagem.ps.units import UnitClose
 
 
 class Version(NamedTuple):
-    """Version of a shard group."""
-
     epoch: int
     """Of the group in this process, since its last restore: nobody else counts on under it."""
     counter: int
@@ -36,8 +34,6 @@ class FrameKind(enum.Enum):
 
 
 class Sender(NamedTuple):
-    """Who sends a request."""
-
     task: str
     """Task id, for example "worker:1"."""
     incarnation: int
@@ -123,8 +119,6 @@ class Facts:
 
 
 class CommitUpdate(NamedTuple):
-    """Applies a staged update."""
-
     sender: Sender
     update: Update
     gradients: TransferRef
@@ -150,8 +144,6 @@ class GroupVersion(NamedTuple):
 
 
 class CommitResult(NamedTuple):
-    """Outcome of a commit."""
-
     applied: bool
     versions: tuple[GroupVersion, ...]
     left_out: bool = False

@@ -15,8 +15,6 @@ WINDOW = 64
 
 
 class Verdict(enum.Enum):
-    """What to do with a request."""
-
     NEW = "new"
     """Do it, then :meth:`SequenceWindow.finish`."""
     RUNNING = "running"

@@ -43,8 +43,6 @@ CANNOT_BE_READ = (
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What a snapshot holds."""
-
     groups: list[ShardGroup]
     units: UnitLedger
     store_epoch: int

@@ -108,12 +108,10 @@ class GroupSpec:
 
     @functools.cached_property
     def num_elements(self) -> int:
-        """Elements of the flat tensor."""
         return self.shards[-1].stop if self.shards else 0
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes of the flat tensor."""
         return self.num_elements * self.dtype.itemsize
 
 

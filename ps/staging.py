@@ -124,7 +124,6 @@ class Staging:
         self._buffers[sender.key].waived = True
 
     def num_frames(self, sender: Sender, transfer: int) -> int:
-        """Frames of a transfer that came so far."""
         buffers = self._buffers.get(sender.key)
         entry = buffers.transfers.get(transfer) if buffers is not None else None
         return entry.num_frames if entry is not None else 0
@@ -170,7 +169,6 @@ class Staging:
             del self._buffers[key]
 
     def clear(self) -> None:
-        """Lets go of everything."""
         self._buffers.clear()
 
     @staticmethod

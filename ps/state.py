@@ -160,7 +160,6 @@ class StoreState:
             self.backup.settle()
 
     def close_lanes(self, error: StratagemError) -> None:
-        """Ends every lane."""
         with self.changed:
             for lane in [*self.senders.lanes.values()]:
                 lane.close(error)

@@ -125,7 +125,6 @@ class SyncSteps:
         return key in self._open
 
     def is_prepared(self, key: StepKey, unit: Unit) -> bool:
-        """Whether the slice is here."""
         step = self._open.get(key)
         return step is not None and unit in step.contributions
 
@@ -246,7 +245,6 @@ class SyncSteps:
         return self._open[key].error if key in self._open else None
 
     def is_applied(self, key: StepKey) -> bool:
-        """Whether the step was applied here."""
         return key in self._applied or (key not in self._open and key[0] < self._forgotten_step)
 
     def is_left_out(self, key: StepKey, unit: Unit) -> bool:
@@ -266,7 +264,6 @@ class SyncSteps:
         )
 
     def clear(self) -> None:
-        """Forgets everything, as after a restore."""
         self._open.clear()
         self._closings.clear()
         self._applied.clear()

@@ -34,8 +34,6 @@ class UnitClose(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AppliedUnits:
-    """What is applied here."""
-
     closed: dict[Epoch, UnitBitmap]
     open: tuple[tuple[Update, int], ...]
     """Updates applied of units not closed, one entry per unit, with the number of servers each takes part on."""
@@ -118,7 +116,6 @@ class UnitLedger:
         return num_lost
 
     def describe(self) -> AppliedUnits:
-        """What is applied here."""
         entries = (
             (Update((unit,), ordinal), num_servers)
             for unit, ordinals in sorted(self._open.items())

@@ -57,7 +57,6 @@ _MERGES = {ps_pb2.MEAN: Merge.MEAN, ps_pb2.SUM: Merge.SUM}
 
 
 def sender_from(message: common_pb2.Sender) -> Sender:
-    """Who sends."""
     if not message.task or not message.incarnation:
         raise ProtocolError("a request must name its sender: task id and incarnation")
     return Sender(message.task, message.incarnation, message.sequence)
@@ -81,12 +80,10 @@ def sender_of_lane(metadata: Iterable[tuple[str, Any]]) -> Sender:
 
 
 def closes_from(messages: Iterable[ps_pb2.UnitClose]) -> tuple[UnitClose, ...]:
-    """Units to close."""
     return tuple([UnitClose(unit_from_proto(close.unit), close.num_updates) for close in messages])
 
 
 def group_spec_from(message: ps_pb2.GroupSpec) -> GroupSpec:
-    """A shard group."""
     shards = tuple(
         ShardSpec(shard.variable, tuple(shard.shape), shard.first_row, shard.num_rows, shard.offset, shard.param_group)
         for shard in message.shards
@@ -108,7 +105,6 @@ def _initial_rows(message: ps_pb2.InitialRows) -> InitialRows:
 
 
 def assign_from(message: ps_pb2.AssignValuesRequest) -> AssignValues:
-    """An assignment."""
     return AssignValues(
         sender_from(message.sender),
         _transfer(message.values),
@@ -120,7 +116,6 @@ def assign_from(message: ps_pb2.AssignValuesRequest) -> AssignValues:
 
 
 def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> PrepareUpdate:
-    """First half of an update."""
     return PrepareUpdate(
         sender_from(message.sender),
         update_from_proto(message.update),
@@ -132,7 +127,6 @@ def prepare_from(message: ps_pb2.PrepareUpdateRequest) -> PrepareUpdate:
 
 
 def commit_from(message: ps_pb2.CommitUpdateRequest) -> CommitUpdate:
-    """An update."""
     if message.action not in _ACTIONS:
         raise ProtocolError(f"expected action APPLY or SKIP, got {message.action}")
     return CommitUpdate(
@@ -168,19 +162,16 @@ def plain(struct: struct_pb2.Struct) -> dict[str, Any]:
 
 
 def facts_to(facts: Facts) -> ps_pb2.PrepareUpdateReply:
-    """Facts about a gradient."""
     return ps_pb2.PrepareUpdateReply(squared_norm=facts.squared_norm, finite=facts.finite, not_finite=facts.not_finite)
 
 
 def commit_to(result: CommitResult) -> ps_pb2.CommitUpdateReply:
-    """Outcome of a commit."""
     reply = ps_pb2.CommitUpdateReply(applied=result.applied, left_out=result.left_out)
     add_versions(reply.versions, result.versions)
     return reply
 
 
 def pull_to(result: PullResult) -> ps_pb2.PullWeightsReply:
-    """Outcome of a pull."""
     scalars = struct_pb2.Struct()
     scalars.update({name: list(values) for name, values in result.scalars.items()})
     reply = ps_pb2.PullWeightsReply(slots=result.slots, step_counts=result.step_counts, scalars=scalars)
@@ -198,7 +189,6 @@ def add_versions(target: Any, versions: Iterable[GroupVersion]) -> None:
 
 
 def description_to(description: StoreDescription) -> ps_pb2.DescribeUnitsReply:
-    """What a ps has applied."""
     opened = [
         ps_pb2.AppliedUpdate(update=update_to_proto(update), num_servers=num_servers)
         for update, num_servers in description.units.open
@@ -233,7 +223,6 @@ def image_from(message: ps_pb2.FollowReply) -> StoreImage:
 
 
 def saved_to(files: Iterable[SavedFile], step: int) -> ps_pb2.SaveShardsReply:
-    """Files of a snapshot."""
     return ps_pb2.SaveShardsReply(files=[to_message(ps_pb2.SavedFile, file) for file in files], step=step)
 
 

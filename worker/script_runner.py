@@ -23,8 +23,6 @@ _OUR_FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a script ended."""
-
     exit_code: int
     message: str = ""
     """One paragraph about a failure; empty on success."""

@@ -21,8 +21,6 @@ from stratagem.measuring.totals import RunningTotals
 
 @dataclasses.dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed checkpoint."""
-
     path: str
     manifest: ServersManifest
     store_epochs: tuple[int, ...] = ()

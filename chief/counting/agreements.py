@@ -29,7 +29,6 @@ class Agreements:
             self._said.setdefault(topic, {})[incarnation] = value
 
     def decided(self, topic: Topic) -> int | None:
-        """What was decided."""
         return self._decided.get(topic)
 
     def leave(self, incarnation: Incarnation, group: str) -> None:

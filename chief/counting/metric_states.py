@@ -42,8 +42,6 @@ class Page:
 
 @dataclasses.dataclass
 class MetricStates:
-    """The metric states of a job."""
-
     _open: dict[Topic, dict[Unit, bytes]] = dataclasses.field(default_factory=dict)
     _num_bytes: dict[Topic, int] = dataclasses.field(default_factory=dict)
     _logs: dict[Topic, Logs] = dataclasses.field(default_factory=dict)

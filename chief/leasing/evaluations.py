@@ -77,13 +77,10 @@ class RunningEvaluation:
 
 
 class Evaluations:
-    """The evaluations of a job."""
-
     def __init__(self) -> None:
         self._all: dict[Topic, RunningEvaluation] = {}
 
     def items(self) -> Iterator[tuple[Topic, RunningEvaluation]]:
-        """All that were begun."""
         return iter(list(self._all.items()))
 
     def restore(self, name: Topic, pin: Pin, counted: Iterable[Unit], is_over: bool) -> None:

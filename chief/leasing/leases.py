@@ -17,8 +17,6 @@ from stratagem.errors import ProtocolError
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """A unit leased."""
-
     incarnation: Incarnation
     restores: int
     """Restores of ps the job had seen when the unit was leased; fewer than now: its updates may be lost."""

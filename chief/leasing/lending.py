@@ -154,7 +154,6 @@ class TrainingUnits(UnitLender[TrainingPass]):
         return known
 
     async def accept(self, request: LeaseRequest[TrainingPass]) -> None:
-        """Counts units as accepted."""
         incarnation, data = request.incarnation, request.units_of
         believed = await self._recovery.believe(incarnation, data.dataset, data.epoch, request.accepted)
         await self._admit(incarnation)
@@ -168,7 +167,6 @@ class TrainingUnits(UnitLender[TrainingPass]):
             self._changed.notify()
 
     async def leave(self, request: LeaseRequest[TrainingPass]) -> None:
-        """Takes units back."""
         data = request.units_of
         removal = self._lease_book.leave(request.incarnation, data.dataset, data.epoch)
         await self._recovery.carry_out(request.incarnation, removal)

@@ -21,8 +21,6 @@ crashed, knows which numbers the ps may have seen."""
 
 
 class SliceState(enum.Enum):
-    """Where a slice is on its way."""
-
     RESERVED = "reserved"
     GRANTED = "granted"
     ACCEPTED = "accepted"

@@ -12,8 +12,6 @@ from stratagem.cluster.task import TaskId
 
 
 class SessionState(enum.Enum):
-    """Where a task stands."""
-
     WAITING = "waiting"
     AWAITED = "awaited"
     JOINED = "joined"
@@ -58,7 +56,6 @@ class Session:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The newest process."""
         return Incarnation(str(self.task), self.number)
 
     @property

@@ -114,7 +114,6 @@ class PsPool:
         return incarnation in self._sessions.servers
 
     async def close(self) -> None:
-        """Drops all connections."""
         for server in self._servers.values():
             await server.close()
         self._servers.clear()

@@ -55,7 +55,6 @@ class ServerDescription:
         return self.initialized and (not self.origin_elements or self.taken_elements > 0)
 
     def has_closed(self, unit: Unit) -> bool:
-        """Whether the unit is complete here."""
         return has(self.closed, unit)
 
     def ordinals(self, unit: Unit) -> list[int]:
@@ -77,7 +76,6 @@ class ServerDescription:
         return units
 
     def has(self, update: Update) -> bool:
-        """Whether the update is applied here."""
         return update in self.open or (bool(update.units) and all(self.has_closed(unit) for unit in update.units))
 
 

@@ -42,7 +42,6 @@ class JobPage:
         ]
 
     async def background(self, _: web.Application) -> AsyncIterator[None]:
-        """What runs beside the requests."""
         PACKAGE.addHandler(self._log.of_chief)
         looking = asyncio.create_task(self._watch.run())
         yield

@@ -63,7 +63,6 @@ class PageWatch:
         self._newest = ""
 
     async def run(self) -> None:
-        """Looks, for ever."""
         while True:
             self._wanted.clear()
             took_s = 0.0

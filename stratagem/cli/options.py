@@ -67,7 +67,6 @@ def script_arguments(command: Command) -> Command:
 
 
 def cluster_option(command: Command) -> Command:
-    """The option ``--cluster FILE``."""
     return click.option(
         "--cluster",
         "cluster_file",

@@ -42,7 +42,6 @@ def row(task: TaskState) -> tuple[str, ...]:
 
 
 def summary_line(status: StatusView) -> str:
-    """The job in one line."""
     if status.stop_reason:
         state = f"ending: {status.stop_reason}"
     elif status.ready:

@@ -34,7 +34,6 @@ def check_identity(name: str) -> str:
 
 
 def role_of(name: str) -> Role:
-    """The role of an identity."""
     return cast(Role, name.partition(":")[0])
 
 

@@ -53,7 +53,6 @@ class Membership:
     """Parameter servers that serve, from ps:0 on: what lies on which follows from it."""
 
     def has(self, process: tuple[str, int]) -> bool:
-        """Whether a task and incarnation is there."""
         member = self.member(process[0])
         return member is not None and member.live and member.incarnation == process[1]
 

@@ -145,7 +145,6 @@ def read_slurm(
 
 
 def _roles(environ: Mapping[str, str], jobs: Mapping[str, int] | None, num_tasks: int) -> list[str]:
-    """The role of each rank."""
     if jobs is None:
         num_ps = _number({"STRATAGEM_NUM_PS": "0", **environ}, "STRATAGEM_NUM_PS")
         if num_ps >= num_tasks:

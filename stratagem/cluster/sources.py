@@ -47,7 +47,6 @@ class Layer:
     """The values are text to be read as the field's type (environment)."""
 
     def origin_of(self, name: str) -> str:
-        """The origin of one field."""
         return self.origin.format(name=name, NAME=name.upper(), flag=name.replace("_", "-"))
 
 

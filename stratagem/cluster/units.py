@@ -92,7 +92,6 @@ class Plan:
 
     @functools.cached_property
     def num_batches(self) -> int:
-        """Global batches in an epoch."""
         if self.drop_last:
             return self.num_examples // self.batch_size
         return -(-self.num_examples // self.batch_size)
@@ -111,7 +110,6 @@ class Plan:
 
     @functools.cached_property
     def num_units(self) -> int:
-        """Units in an epoch."""
         if self.num_batches == 0:
             return 0
         last = self._slices(self._batch_examples(self.num_batches - 1))
@@ -142,7 +140,6 @@ class Plan:
         return batch * self.batch_size + start, batch * self.batch_size + stop
 
     def unit_examples(self, index: int) -> int:
-        """Examples in unit ``index``."""
         if self.num_slices == 1:
             self._check(index)
             return self._batch_examples(index)

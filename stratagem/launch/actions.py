@@ -10,15 +10,11 @@ from stratagem.cluster.task import TaskId
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Start the process of a task."""
-
     task: TaskId
 
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """Send a signal to the process of a task."""
-
     task: TaskId
     signum: int
 

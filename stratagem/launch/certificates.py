@@ -35,8 +35,6 @@ _EARLY = datetime.timedelta(minutes=5)  # clocks of hosts differ
 
 
 class Authority:
-    """A certificate authority."""
-
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
         self._key = key

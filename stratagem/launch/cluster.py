@@ -75,7 +75,6 @@ class LocalCluster:
 
     @property
     def status(self) -> StatusView | None:
-        """The newest status of the chief."""
         return self._poller.latest if self._poller is not None else None
 
     def run(self) -> int:

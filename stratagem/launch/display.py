@@ -151,5 +151,4 @@ Display = PlainDisplay | LiveDisplay
 
 
 def make_display(stdout: TextIO, stderr: TextIO) -> Display:
-    """The display that fits stderr."""
     return LiveDisplay(stdout, stderr) if stderr.isatty() else PlainDisplay(stdout, stderr)

@@ -92,11 +92,9 @@ class OutputRouter:
         self._show("stderr", f"stratagem: {text}")
 
     def tail(self, task: TaskId) -> list[str]:
-        """The last lines of a task's stderr."""
         return list(self._tails.get(task, ()))
 
     def log_file(self, task: TaskId) -> Path:
-        """The log of a task."""
         return self._log_dir / f"{task.type}-{task.index}.log"
 
     def close(self) -> None:

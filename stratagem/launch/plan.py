@@ -212,8 +212,6 @@ class LocalJob:
 
 
 class RunFolders:
-    """Folders of one run."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.journal = root / "chief"
@@ -235,8 +233,6 @@ class RunFolders:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A process to start."""
-
     command: tuple[str, ...]
     environ: dict[str, str]
 

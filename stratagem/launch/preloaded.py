@@ -102,7 +102,6 @@ class ForkServer:
         return OwnChild(launch, stdout, stderr)
 
     def code_of(self, pid: int) -> int | None:
-        """The exit code of a child that has ended."""
         self.receive()
         return self._codes.get(pid, -signal.SIGKILL if self.is_lost else None)
 

@@ -102,8 +102,6 @@ class LineReader:
 
 
 class TaskProcess:
-    """The process of one task."""
-
     def __init__(self, task: TaskId, launch: Launch, start: Starter = OwnChild) -> None:
         self.task = task
         self.returncode: int | None = None

@@ -12,8 +12,6 @@ _MEANING: dict[int, int] = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal
 
 
 class SignalPipe:
-    """The reading end of the pipe."""
-
     def __init__(self, fd: int) -> None:
         self.fd = fd
 

@@ -29,8 +29,6 @@ LATE_S = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Limits of the supervisor."""
-
     max_restarts: int = 3
     restart_workers: bool = True
     """False: a ring, which takes no worker back without a min_workers."""
@@ -44,8 +42,6 @@ class Policy:
 
 
 class Phase(enum.Enum):
-    """Where the job stands."""
-
     STARTING = "starting"
     RUNNING = "running"
     DRAINING = "draining"

@@ -31,8 +31,6 @@ _SAME = re.compile(r"update \d+ of unit .*|step \d+, collective .*")
 
 @dataclasses.dataclass(frozen=True)
 class TaskTrace:
-    """What one task did."""
-
     task: str
     spans: Sequence[Any]
     """As the Observer gives them, on the task's clock."""

@@ -50,8 +50,6 @@ class LaneTicket:
 
 @dataclasses.dataclass(frozen=True)
 class _PendingPeer:
-    """Somebody who is expected."""
-
     who: Hashable
     task: str
 

@@ -107,7 +107,6 @@ class Borrowed:
         self._segments.append(segment)
 
     def came(self, segment: int, number: int, at: int, size: int) -> None:
-        """A slot came."""
         if segment >= len(self._segments) or at + size > self._segments[segment].tensor.numel():
             raise ConnectionError(f"the peer lends slot {number}, which lies outside of the memory it shares")
         memory = self._segments[segment].tensor[at : at + size]
@@ -127,7 +126,6 @@ class Borrowed:
         return True
 
     def close(self) -> None:
-        """Lets go of everything."""
         self._free.clear()
         for segment in self._segments:
             segment.close()

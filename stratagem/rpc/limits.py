@@ -22,8 +22,6 @@ PATIENCE_S = 5.0
 
 @dataclasses.dataclass(eq=False)
 class CountedCall:
-    """A call under way."""
-
     peer: str
     cancel: Callable[[], object]
     identity: str = ""

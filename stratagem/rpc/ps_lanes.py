@@ -38,8 +38,6 @@ UNREAD_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class PsLaneOpener:
-    """Opens one lane to one ps."""
-
     stub: ps_pb2_grpc.ParameterServerStub
     sender: common_pb2.Sender
     """Of this worker."""

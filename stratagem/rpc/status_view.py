@@ -62,8 +62,6 @@ class TaskState:
 
 @dataclasses.dataclass(frozen=True)
 class StatusView:
-    """The whole job."""
-
     tasks: tuple[TaskState, ...] = ()
     chief_epoch: int = 0
     ready: bool = False

@@ -28,7 +28,6 @@ class VariableSpec:
 
     @property
     def row_elements(self) -> int:
-        """Elements in one row."""
         return math.prod(self.shape[1:])
 
 
@@ -101,7 +100,6 @@ class Layout:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The groups, in order."""
         return tuple(sorted({group for group, _ in self.shards}))
 
     def _cut(self) -> Iterator[Chunk]:

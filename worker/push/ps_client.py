@@ -137,7 +137,6 @@ class PsClient:
 
     @property
     def lane(self) -> Lane:
-        """The lane to this ps."""
         if self._lane is None:
             raise PeerUnavailableError(f"there is no connection to {self.task}")
         return self._lane
@@ -228,7 +227,6 @@ class PsClient:
         return self._send(method, request)
 
     def close(self, reason: str) -> None:
-        """Ends the connections."""
         if self._lane is not None:
             self._lane.close(reason)
         if self._control is not None:

@@ -83,7 +83,6 @@ class PendingRows:
         return self._parts[0]
 
     def clear(self) -> None:
-        """Forgets it."""
         self._parts.clear()
         self._handle.grad = None
 

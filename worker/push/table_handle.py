@@ -83,7 +83,6 @@ class WithoutValues(torch.Tensor):
 
     @classmethod
     def refuse(cls, what: str) -> NoReturn:
-        """Raises the error."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -69,7 +69,6 @@ def group_spec(
 def create_variables(
     client: PsClient, groups: Sequence[GroupSpec], can_initialize: bool
 ) -> ps_pb2.CreateVariablesReply:
-    """Tells a ps what it holds."""
     request = ps_pb2.CreateVariablesRequest(groups=groups, can_initialize=can_initialize, num_ps=client.num_ps())
     reply: ps_pb2.CreateVariablesReply = client.call("CreateVariables", request)
     return reply
@@ -132,7 +131,6 @@ def prepare_update(
     of_step: ps_pb2.StepSlice,
     want_facts: bool,
 ) -> ps_pb2.PrepareUpdateRequest:
-    """First half of a synchronous update."""
     return ps_pb2.PrepareUpdateRequest(
         update=update_to_proto(update),
         gradients=gradients.to_proto(),

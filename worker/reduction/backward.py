@@ -53,8 +53,6 @@ class BackwardWatch:
 
 @dataclasses.dataclass(eq=False)
 class Backward:
-    """One run of autograd."""
-
     task: int
     """Of the engine; nested runs have their own."""
     begun: bool = False

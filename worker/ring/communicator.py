@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 
 class Position(NamedTuple):
-    """Where a rank stands."""
-
     ordinal: int = 0
     """Collectives begun so far in this generation."""
     step: int = 0

@@ -53,7 +53,6 @@ class Scratch:
         return self._rows(self._slot, num_elements, dtype)
 
     def close(self) -> None:
-        """Lets go of the memory."""
         self._segments.clear()
         self._views.cache_clear()
         self._rows.cache_clear()

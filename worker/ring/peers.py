@@ -52,7 +52,6 @@ class Peers:
 
     @property
     def sender(self) -> common_pb2.Sender:
-        """This worker."""
         return common_pb2.Sender(task=self._session.task, incarnation=self._session.incarnation)
 
     @property
@@ -153,7 +152,6 @@ class Peers:
                 call.result()
 
     def close(self) -> None:
-        """Closes the connections."""
         with self._guard:
             for channel in self._channels.values():
                 channel.close()

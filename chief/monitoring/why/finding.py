@@ -32,8 +32,6 @@ class Cause(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One cause."""
-
     cause: Cause
     task: str
     """Whose it is; empty: everybody's."""

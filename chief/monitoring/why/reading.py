@@ -13,8 +13,6 @@ from stratagem.rpc.status_view import StatusView, TaskState
 
 @dataclasses.dataclass(frozen=True)
 class TaskReading:
-    """One task."""
-
     task: str
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What it measured in ``window_s``, by the names of ``stratagem.measuring.measures``; gauges as they are."""
@@ -83,8 +81,6 @@ class TaskReading:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The whole job."""
-
     tasks: tuple[TaskReading, ...] = ()
     is_over: bool = False
     """The job has ended; the numbers are those of all of it."""
@@ -92,7 +88,6 @@ class Reading:
     """Why nothing, or not more, is known."""
 
     def of(self, kind: str) -> list[TaskReading]:
-        """The tasks of one type."""
         return [task for task in self.tasks if task.task.partition(":")[0] == kind]
 
     @property

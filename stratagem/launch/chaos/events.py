@@ -34,8 +34,6 @@ _EXAMPLE = 'expected for example --chaos "kill ps:1@step=200; pause worker:0@20s
 
 @dataclasses.dataclass(frozen=True)
 class ChaosEvent:
-    """One fault."""
-
     text: str
     verb: str
     targets: tuple[TaskId, ...]

@@ -25,8 +25,6 @@ SLOW_PERIOD_S = 0.2
 
 @dataclasses.dataclass
 class Fired:
-    """A fault that happened."""
-
     event: ChaosEvent
     after_s: float
     """Seconds from the job's first step."""
@@ -98,7 +96,6 @@ class ChaosInjector:
         return self._relays[_CHIEF].address if _CHIEF in self._relays else otherwise
 
     def chief_listens(self, address: str) -> None:
-        """The chief serves there."""
         if _CHIEF in self._relays:
             self._relays[_CHIEF].target = address
 

@@ -16,8 +16,6 @@ CELLS = "notebook_cells.py"
 
 @dataclasses.dataclass(frozen=True)
 class EntryPoint:
-    """The script of a job."""
-
     path: Path
     """Of the script; absolute. Where ``source`` is given there is no such file: that is where it would stand."""
     source: str | None = None

@@ -88,7 +88,6 @@ class LocalTarget:
 
 
 def _arguments(plan: JobPlan, folder: Path) -> list[str]:
-    """Arguments of `stratagem run`."""
     request = plan.request
     script = plan.entry_point.path if plan.entry_point.source is None else folder / plan.entry_point.path.name
     flags: dict[str, object] = {"workers": request.num_workers, "ps": request.ps_count}

@@ -28,8 +28,6 @@ PROJECT = "/project"
 
 @dataclasses.dataclass(frozen=True)
 class ImagePlan:
-    """The image to make."""
-
     name: str
     """Under which it is built, and pushed if ``pushed``."""
     context: BuildContext
@@ -42,8 +40,6 @@ class ImagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """One job, complete."""
-
     id: str
     request: JobRequest
     entry_point: EntryPoint
