@@ -11,8 +11,7 @@ import yaml
 
 from stratagem.cli.options import pairs_of
 from stratagem.cluster.choice import STRATEGIES
-from stratagem.cluster.spec import nearest
-from stratagem.errors import ConfigurationError
+from stratagem.cluster.spec import refuse_unknown
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
 from stratagem.launch.manifests import jobset, kubernetes, trainjob
 from stratagem.launch.manifests.pod import Object
@@ -27,12 +26,9 @@ _DEFAULTS = ", ".join(f"{role}={one.cpu_cores:g}:{one.memory_gib:g}" for role, o
 
 
 def _machines(texts: tuple[str, ...]) -> dict[str, MachineConfig]:
-    machines = {}
-    for role, name in pairs_of("--machine NAME=VALUE", texts).items():
-        if role not in TASK_MACHINES:
-            raise ConfigurationError(f"unknown role {role!r} in --machine; {nearest(role, tuple(TASK_MACHINES))}")
-        machines[role] = parse_machine(name)
-    return machines
+    named = pairs_of("--machine NAME=VALUE", texts)
+    refuse_unknown("role", named, TASK_MACHINES, " in --machine")
+    return {role: parse_machine(name) for role, name in named.items()}
 
 
 @click.command("render", context_settings={"allow_interspersed_args": False, "show_default": True})

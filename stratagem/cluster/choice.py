@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from stratagem.cluster.spec import nearest
-from stratagem.errors import ClusterSpecError, ConfigurationError
+from stratagem.cluster.spec import refuse_unknown
+from stratagem.errors import ClusterSpecError
 
 StrategyName = Literal["one", "mirrored", "central", "ring", "ps"]
 STRATEGIES = ("auto", "one", "mirrored", "central", "ring", "ps")
@@ -29,8 +29,7 @@ def choose_strategy(name: str, num_workers: int, num_ps: int, num_devices: int =
         ConfigurationError: unknown name.
         ClusterSpecError: the strategy cannot run on this cluster.
     """
-    if name not in STRATEGIES:
-        raise ConfigurationError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+    refuse_unknown("strategy", [name], STRATEGIES)
     if name == "auto":
         name = "ps" if num_ps else "ring" if num_workers > 1 else "mirrored" if num_devices > 1 else "one"
     if name == "ps":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from stratagem.cluster.spec import ClusterSpec, nearest
+from stratagem.cluster.spec import ClusterSpec, refuse_unknown
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
@@ -150,9 +150,7 @@ def _roles(environ: Mapping[str, str], jobs: Mapping[str, int] | None, num_tasks
         if num_ps >= num_tasks:
             raise ClusterSpecError(f"expected STRATAGEM_NUM_PS below the {num_tasks} tasks of the step, got {num_ps}")
         jobs = {"worker": num_tasks - num_ps, "ps": num_ps}
-    for role in jobs:
-        if role not in TASK_TYPES:
-            raise ClusterSpecError(f"unknown role {role!r} in jobs; {nearest(role, TASK_TYPES)}")
+    refuse_unknown("role", jobs, TASK_TYPES, " in jobs", ClusterSpecError)
     roles = [role for role, count in jobs.items() for _ in range(count)]
     if len(roles) != num_tasks:
         raise ClusterSpecError(f"expected jobs for the {num_tasks} tasks of the step, got {len(roles)}: {dict(jobs)}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import pydantic
 
 from stratagem.cluster.config import ChiefConfig, EvaluatorConfig, PsConfig, RoleConfig, WorkerConfig
-from stratagem.cluster.spec import ClusterSpec, nearest
+from stratagem.cluster.spec import ClusterSpec, nearest, refuse_unknown
 from stratagem.cluster.task import TaskId
 from stratagem.cluster.tf_config import TaskPlacement, cluster_variables, placement_from_environment
 from stratagem.errors import ClusterSpecError, ConfigurationError
@@ -93,15 +93,14 @@ def file_layers(role: str, document: Mapping[str, Any], file: str) -> list[Layer
         ConfigurationError: an unknown section or key.
     """
     sections = ("cluster", "defaults", *ROLES)
+    refuse_unknown("section", document, sections, f" in {file}")
     for section, values in document.items():
-        if section not in sections:
-            raise ConfigurationError(f"unknown section {section!r} in {file}; {nearest(str(section), sections)}")
         if section != "cluster":
             if not isinstance(values, Mapping):
                 raise ConfigurationError(f"expected keys and values in section {section!r} of {file}, got {values!r}")
             models = ROLES.values() if section == "defaults" else [ROLES[section]]
             known = {name for model in models for name in model.model_fields}
-            _refuse_unknown(values, known, f"section {section!r} of {file}")
+            refuse_unknown("key", values, known, f" in section {section!r} of {file}")
     defaults = _known(document.get("defaults", {}), ROLES[role])
     return [Layer(f"{file} ({role})", document.get(role, {})), Layer(f"{file} (defaults)", defaults)]
 
@@ -179,12 +178,6 @@ def _known(values: Mapping[str, Any], model: type[RoleConfig]) -> dict[str, Any]
     return {name: value for name, value in values.items() if name in model.model_fields}
 
 
-def _refuse_unknown(values: Collection[str], known: Collection[str], where: str) -> None:
-    for name in values:
-        if name not in known:
-            raise ConfigurationError(f"unknown key {name!r} in {where}; {nearest(str(name), known)}")
-
-
 def resolve(model: type[Config], layers: Sequence[Layer]) -> Resolved[Config]:
     """The configuration of a role from its sources, strongest first.
 
@@ -195,7 +188,7 @@ def resolve(model: type[Config], layers: Sequence[Layer]) -> Resolved[Config]:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
-        _refuse_unknown(layer.values, model.model_fields.keys(), layer.origin.split("{")[0].strip())
+        refuse_unknown("key", layer.values, model.model_fields.keys(), f" in {layer.origin.split('{')[0].strip()}")
         for name, value in layer.values.items():
             if name not in values:
                 origins[name] = layer.origin_of(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from stratagem.arguments import check_kind
 from stratagem.cluster.task import TASK_TYPES, TaskId
-from stratagem.errors import ClusterSpecError
+from stratagem.errors import ClusterSpecError, ConfigurationError
 
 _SINGLE = ("chief", "evaluator")
 
@@ -37,6 +37,19 @@ def nearest(word: str, known: Iterable[str]) -> str:
     words = sorted(known)
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"
+
+
+def refuse_unknown(
+    what: str,
+    words: Iterable[object],
+    known: Collection[str],
+    where: str = "",
+    error: type[ConfigurationError] = ConfigurationError,
+) -> None:
+    """Raises ``error`` for the first of ``words`` that is none of the ``known`` ones; offers the nearest that is."""
+    for word in words:
+        if word not in known:
+            raise error(f"unknown {what} {word!r}{where}; {nearest(str(word), known)}")
 
 
 def nearest_type(word: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from stratagem.cluster.slurm import is_step, read_slurm
-from stratagem.cluster.spec import ClusterSpec, join_address, nearest, nearest_type, split_address
+from stratagem.cluster.spec import ClusterSpec, join_address, nearest_type, refuse_unknown, split_address
 from stratagem.cluster.task import TASK_TYPES, TaskId
 from stratagem.errors import ClusterSpecError
 
@@ -45,9 +45,7 @@ def parse_tf_config(text: str) -> TaskPlacement | None:
         raise ClusterSpecError(f"TF_CONFIG cannot be read: {error}; got {text[:200]!r}") from None
     if not isinstance(config, dict):
         raise ClusterSpecError(f"expected TF_CONFIG to be a JSON object, got {text[:200]!r}")
-    for key in config:
-        if key not in _KEYS:
-            raise ClusterSpecError(f"unknown key {key!r} in TF_CONFIG; {nearest(key, _KEYS)}")
+    refuse_unknown("key", config, _KEYS, " in TF_CONFIG", ClusterSpecError)
     if config.get("rpc_layer", "grpc") != "grpc":
         raise ClusterSpecError(f"expected rpc_layer 'grpc' in TF_CONFIG, got {config['rpc_layer']!r}")
     task = _parse_task(config["task"]) if "task" in config else None
@@ -63,9 +61,7 @@ def _parse_task(task: object) -> TaskId:
     if not isinstance(task, dict) or "type" not in task:
         raise ClusterSpecError(f'expected "task": {{"type": "worker", "index": 0}} in TF_CONFIG, got {task!r}')
     fields: dict[str, Any] = task
-    for key in fields:
-        if key not in _TASK_KEYS:
-            raise ClusterSpecError(f"unknown key {key!r} in the task of TF_CONFIG; {nearest(key, _TASK_KEYS)}")
+    refuse_unknown("key", fields, _TASK_KEYS, " in the task of TF_CONFIG", ClusterSpecError)
     if fields["type"] not in TASK_TYPES:
         raise ClusterSpecError(
             f"unknown task type {fields['type']!r} in TF_CONFIG; {nearest_type(str(fields['type']))}"

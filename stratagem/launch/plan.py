@@ -156,8 +156,12 @@ class LocalJob:
         ):
             if is_asked and chosen in ONE_PROCESS:
                 raise ConfigurationError(f"{why}, and this job is one process: add --workers 2 or --ps 1")
-        if self.chaos:
-            self._check_chaos()
+        transport = self.communication.get("transport", "grpc")
+        if self.chaos and self.has_relays and transport != "grpc":
+            raise ConfigurationError(
+                f"--chaos: cut, reset and random act on connections of gRPC, and --transport {transport} has others: "
+                "leave --transport out"
+            )
 
     def check_size(self, num_cores: int) -> None:
         """Refuses more processes than a host bears: on a shared core they miss heartbeats (``session_timeout_s``), and
@@ -168,14 +172,6 @@ class LocalJob:
                 f"--workers {self.num_workers} --ps {self.num_ps} are {self.num_workers + self.num_ps} processes on "
                 f"this host of {num_cores} cores: expected at most {most} ({PER_CORE} for each core, {FEWEST} on any "
                 "host). Start the tasks on several machines (docs/start/machines.md)"
-            )
-
-    def _check_chaos(self) -> None:
-        transport = self.communication.get("transport", "grpc")
-        if self.has_relays and transport != "grpc":
-            raise ConfigurationError(
-                f"--chaos: cut, reset and random act on connections of gRPC, and --transport {transport} has others: "
-                "leave --transport out"
             )
 
     @property

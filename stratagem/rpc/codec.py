@@ -7,6 +7,7 @@ reader finds the payload without parsing, and is a multiple of 64, so that it is
 
 from __future__ import annotations
 
+import math
 import struct
 import warnings
 from collections.abc import Sequence
@@ -220,9 +221,7 @@ def decode_frame(message: bytes | memoryview) -> Frame:
     shape = tuple(header.shape)
     if len(shape) > MAX_RANK or any(dim >> 63 for dim in shape):
         raise FrameError(f"expected at most {MAX_RANK} dimensions below 2^63, got shape {list(shape)}")
-    num_elements = 1
-    for dim in shape:
-        num_elements *= dim
+    num_elements = math.prod(shape)
     if num_elements * dtype.itemsize != num_bytes:
         raise FrameError(f"expected {num_elements} elements of {dtype} for shape {list(shape)}, got {num_bytes} bytes")
     if header.kind in _MESSAGES and dtype is torch.uint8:

@@ -196,12 +196,9 @@ async def _abort(context: Any, status: Any) -> None:
     await context.abort(status.code, status.details, status.trailing_metadata)
 
 
-def _behaviour_of(handler: Any) -> Callable[..., Any]:
+def _behaviour_of(handler: Any) -> Any:
     """What a handler calls; it has one of four."""
-    found: Callable[..., Any] = (
-        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    )
-    return found
+    return handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
 
 def _replaced(handler: Any, unary: Callable[..., Any], streaming: Callable[..., Any]) -> Any:

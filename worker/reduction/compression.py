@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from stratagem.cluster.spec import nearest
+from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.worker.reduction.compress_int8 import Int8Compression
 from stratagem.worker.reduction.compress_interface import ErrorFeedback, FullBucket, GradientCompression
@@ -89,6 +89,5 @@ def compression_named(name: str) -> GradientCompression:
     Raises:
         ConfigurationError: no such compression.
     """
-    if name not in _COMPRESSIONS:
-        raise ConfigurationError(f"unknown compression {name!r}; {nearest(name, _COMPRESSIONS)}")
+    refuse_unknown("compression", [name], _COMPRESSIONS)
     return _COMPRESSIONS[name]()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from stratagem.cluster.choice import ONE_PROCESS, StrategyName, choose_strategy
-from stratagem.cluster.spec import nearest
+from stratagem.cluster.spec import refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig
 
@@ -75,10 +75,7 @@ class Workload:
                 f"expected at least one worker and no negative count, got {self.num_workers} workers and "
                 f"{self.num_ps} ps"
             )
-        if self.access_mode not in ACCESS_MODES:
-            raise ConfigurationError(
-                f"unknown access mode {self.access_mode!r}; {nearest(self.access_mode, ACCESS_MODES)}"
-            )
+        refuse_unknown("access mode", [self.access_mode], ACCESS_MODES)
         if self.volume_gib < 1:
             raise ConfigurationError(f"expected a volume of at least 1 GiB, got {self.volume_gib}")
         if self.web and self.chosen_strategy in ONE_PROCESS:

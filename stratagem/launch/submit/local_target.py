@@ -112,10 +112,9 @@ def _pid(folder: Path) -> int | None:
         while not (text := os.pread(fd, 32, 0)):
             time.sleep(0.01)
         return int(text)
-    else:
-        return None
     finally:
         os.close(fd)
+    return None
 
 
 def check_installed(requirements: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stratagem.arguments import whole_number
 from stratagem.cluster.choice import ONE_PROCESS, STRATEGIES, StrategyName, choose_strategy
-from stratagem.cluster.spec import nearest
+from stratagem.cluster.spec import nearest, refuse_unknown
 from stratagem.errors import ConfigurationError
 from stratagem.launch.machines import TASK_MACHINES, MachineConfig, parse_machine
 from stratagem.launch.manifests.workload import ACCESS_MODES
@@ -54,8 +54,7 @@ class JobRequest:
     job_labels: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise ConfigurationError(f"unknown target {self.target!r}; {nearest(str(self.target), TARGETS)}")
+        refuse_unknown("target", [self.target], TARGETS)
         self._check_arguments()
         whole_number("worker_count", self.worker_count, 0)
         whole_number("ps_count", self.ps_count, 0)
@@ -186,11 +185,8 @@ class JobRequest:
                     f"{name}={value!r} says nothing to target={self.target!r}: leave it out, or choose "
                     "target='kubernetes'"
                 )
-        if self.kubernetes_access_mode not in (None, *ACCESS_MODES):
-            raise ConfigurationError(
-                f"unknown kubernetes_access_mode {self.kubernetes_access_mode!r}; "
-                f"{nearest(str(self.kubernetes_access_mode), ACCESS_MODES)}"
-            )
+        if self.kubernetes_access_mode is not None:
+            refuse_unknown("kubernetes_access_mode", [self.kubernetes_access_mode], ACCESS_MODES)
         if self.target == "kubernetes" and not self.docker_image_bucket_name:
             raise ConfigurationError(
                 "target='kubernetes' needs docker_image_bucket_name: the registry (host[:port]/path) to which the "
