@@ -42,7 +42,6 @@ def run(config: ChiefConfig, *, print_address: bool = False, until_eof: bool = F
     """Serves until the job ends.
 
     Args:
-        config: of the chief.
         print_address: print the host:port really bound on stdout, one line.
         until_eof: stop when standard input ends: it is a pipe from the process that started this one.
 

@@ -62,9 +62,6 @@ def run(config: PsConfig) -> int:
 
     Listens first, then joins; ready means that the chief has registered it and put it back to a checkpoint, if any.
 
-    Args:
-        config: of this ps.
-
     Returns:
         The exit code: the job's when the chief stopped it, 1 after a failure, 2 for a configuration that cannot
         work, 143 after SIGTERM or SIGINT.

@@ -33,11 +33,7 @@ Present = dict[int, tuple[bool, ...]]
 
 
 class Applying:
-    """What asynchronous and synchronous commits have in common.
-
-    Args:
-        state: of the store.
-    """
+    """What asynchronous and synchronous commits have in common."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -153,9 +149,7 @@ class Turn:
     and restores wait for it. Entered, it says whether the update must still be applied.
 
     Args:
-        state: of the store.
         sender: whose call changes them.
-        update: what is applied.
         store_epoch: of the store that it is for.
         call: whether the sender still waits.
     """

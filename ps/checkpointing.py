@@ -48,8 +48,6 @@ class Checkpointing:
     """Holds, snapshots and restores.
 
     Args:
-        state: of the store.
-        index: index of this ps.
         next_epoch: gives a store epoch larger than the one it is given.
         folders: where requests may write and read; None: everywhere.
     """

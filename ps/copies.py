@@ -50,7 +50,6 @@ class StoreCopy:
     """The copy of another ps's store.
 
     Args:
-        image: what it begins with.
         state: an empty one.
 
     Raises:
@@ -118,10 +117,7 @@ class StoreCopies:
     """The copies of this ps's store, and those that it keeps of others.
 
     Args:
-        task: of this ps.
-        state: of its store.
         checkpoints: puts another content in the place of the store's.
-        incarnation: of this process.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class Following:
     Args:
         store: of this ps; keeps the copy.
         session: says where the other one is, and who this one is.
-        security: of this ps.
         transport: the lane asked for.
     """
 

@@ -94,7 +94,6 @@ class QueueLane(Corkable):
     Args:
         max_pinned_bytes: bytes of messages that may wait here; a reader that is slower is cut off.
         memory: where weights are kept that change before they have left.
-        stream: that carries them.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ from stratagem.ps.table_group import TableGroup
 
 
 class LockedGroup:
-    """A group on this ps.
-
-    Args:
-        group: the group.
-    """
+    """A group on this ps."""
 
     def __init__(self, group: ShardGroup) -> None:
         self.group = group

@@ -44,7 +44,6 @@ def merge_slices(spec: GroupSpec, slices: Sequence[SliceGradient], out: torch.Te
     """Sums slices into ``out``, in slice order.
 
     Args:
-        spec: the group.
         slices: gradients of the slices; those with coefficient 0 are left out.
         out: flat tensor of the group; elements of shards without a gradient are undefined afterwards.
 

@@ -133,7 +133,6 @@ def rule_for(name: str, by_rows: bool = False) -> OptimizerRule:
     """The rule of a torch.optim class.
 
     Args:
-        name: of the class.
         by_rows: for a table.
 
     Raises:
@@ -159,7 +158,6 @@ def effective(rule: OptimizerRule, came: Mapping[str, Any]) -> dict[str, Any]:
     chooses its own.
 
     Args:
-        rule: which optimizer.
         came: as in a ``param_group`` without ``params``; tuples may have become lists.
 
     Returns:
@@ -202,7 +200,6 @@ def build(
     """A torch optimizer over existing parameters and existing state.
 
     Args:
-        rule: which optimizer.
         groups: hyper-parameters and parameters of each param_group.
         state: for each parameter, what the class keeps.
         dtype: of the parameters.

@@ -39,8 +39,6 @@ class PeerStore:
         asker: this ps.
         task: the other one.
         address: host:port where it serves.
-        meter: counts bytes.
-        security: of this ps.
         goes_on: asked now and then while a read waits: whether there is still a reason to.
         transport: the lane asked for.
 

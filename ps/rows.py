@@ -74,7 +74,6 @@ def merge_rows(spec: GroupSpec, gradients: Sequence[tuple[float, Pieces]]) -> Pi
     """The weighted sum of gradients of one table, as one piece.
 
     Args:
-        spec: the table.
         gradients: factor and pieces of each, in the order in which they are summed.
     """
     blocks = [(factor, block) for factor, pieces in gradients for block in unpack(spec, pieces)]
@@ -108,7 +107,6 @@ class RowTable:
         """A copy of some rows, ``(len(numbers), width)``.
 
         Args:
-            numbers: of the rows.
             out: flat memory for them.
 
         Raises:

@@ -29,7 +29,6 @@ class ParameterServerServicer:
     """ParameterServer over a :class:`stratagem.ps.store.Store`.
 
     Args:
-        store: does the work.
         lanes: opens lanes other than grpc.
         max_message_bytes: told to senders.
         security: of this ps, where it asks another.

@@ -34,11 +34,7 @@ class _Plan:
 
 
 class ShardGroup:
-    """Weights and optimizer state of one group on this ps. Not thread-safe.
-
-    Args:
-        spec: what it holds.
-    """
+    """Weights and optimizer state of one group on this ps. Not thread-safe."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
@@ -54,7 +50,6 @@ class ShardGroup:
         self.counter = 0
         """Grows with every change of the weights."""
         self.num_updates = 0
-        """Updates applied."""
         self.initialized = not spec.shards
         self._rule = optimizers.rule_for(spec.optimizer, spec.is_table) if spec.optimizer else None
         self._came: tuple[Mapping[str, Any], ...] = ()

@@ -155,7 +155,6 @@ class SocketLanes:
     Args:
         store: stages what comes and sends what is asked for.
         host: address to listen on.
-        security: of this ps.
         max_lanes_per_peer: see ``PsConfig``.
     """
 

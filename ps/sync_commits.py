@@ -44,7 +44,6 @@ class SyncCommits:
     """Synchronous updates.
 
     Args:
-        state: of the store.
         commits: applies what is merged here.
     """
 

@@ -22,11 +22,7 @@ MIN_AWAITED_BYTES = 1 << 20
 
 
 class Variables:
-    """Creates, assigns and serves variables.
-
-    Args:
-        state: of the store.
-    """
+    """Creates, assigns and serves variables."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -39,7 +35,6 @@ class Variables:
         """Creates groups, or attaches to those that exist.
 
         Args:
-            sender: who asks.
             groups: all shards that this ps is to hold for the sender's model.
             can_initialize: the sender can supply initial values.
             call: the remote call.

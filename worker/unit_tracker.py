@@ -18,7 +18,8 @@ class UnitTracker:
         self.current: Unit | None = None
         """The unit that the script works on; None before the first and after the last."""
         self._num_steps = 0
-        self._has_gradients = False
+        self.has_gradients = False
+        """Whether backward has reached the current unit since its last step."""
         self._accumulating: list[Unit] = []
         self._idle: list[Unit] = []
         self._left_early: set[Unit] = set()
@@ -31,11 +32,6 @@ class UnitTracker:
     def open_units(self) -> tuple[Unit, ...]:
         """Units taken and not yet closed, those of the next update last and oldest first."""
         return (*self._idle, *self._accumulating, *((self.current,) if self.current else ()))
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether backward has reached the current unit since its last step."""
-        return self._has_gradients
 
     @property
     def has_waiting(self) -> bool:
@@ -64,7 +60,7 @@ class UnitTracker:
     def take(self, unit: Unit) -> None:
         """The script takes the batch of ``unit``."""
         assert self.current is None, "leave() the last unit first"
-        self.current, self._num_steps, self._has_gradients = unit, 0, False
+        self.current, self._num_steps, self.has_gradients = unit, 0, False
 
     @property
     def left_early(self) -> frozenset[Unit]:
@@ -90,10 +86,10 @@ class UnitTracker:
             if self._num_steps:
                 closed.append(self.current)
             else:
-                (self._accumulating if self._has_gradients else self._idle).append(self.current)
+                (self._accumulating if self.has_gradients else self._idle).append(self.current)
             if len(self._idle) > MAX_IDLE:
                 closed.append(self._idle.pop(0))
-        self.current, self._num_steps, self._has_gradients = None, 0, False
+        self.current, self._num_steps, self.has_gradients = None, 0, False
         return closed
 
     def end(self) -> list[Unit]:
@@ -106,7 +102,7 @@ class UnitTracker:
 
     def backward(self) -> None:
         """A gradient was computed."""
-        self._has_gradients = True
+        self.has_gradients = True
 
     def step(self) -> Update:
         """The identity of the ``optimizer.step()`` that happens now; without a current unit it is that of those which
@@ -119,12 +115,12 @@ class UnitTracker:
         self.accumulates |= bool(closed)
         self._accumulating = []
         self._num_steps += 1
-        self._has_gradients = False
+        self.has_gradients = False
         return closed
 
     def abandon(self) -> tuple[Unit, ...]:
         """Forgets every open unit (the job went back to a checkpoint) and returns them."""
         dropped = self.open_units
         self._accumulating, self._idle = [], []
-        self.current, self._num_steps, self._has_gradients = None, 0, False
+        self.current, self._num_steps, self.has_gradients = None, 0, False
         return dropped

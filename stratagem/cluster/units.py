@@ -72,7 +72,6 @@ class Plan:
     """
 
     num_examples: int
-    """Examples in the dataset."""
     batch_size: int
     """Examples in a global batch."""
     drop_last: bool = False

@@ -34,11 +34,8 @@ class Messages:
     """Messages of one rank.
 
     Args:
-        rank: this rank.
-        size: ranks in the group.
         opener: opens lanes within so many seconds.
         lane: what is tried first; shm gives way to tcp where there is no memory to share.
-        diagnosis: of the group's failures.
         timeout_s: seconds a message may take to leave, or to come.
     """
 

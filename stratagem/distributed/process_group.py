@@ -59,9 +59,7 @@ class LaneProcessGroup(dist.ProcessGroup):
     not fit is an error on every rank that says who was where. After an error the group is of no use any more.
 
     Args:
-        communicator: of the ranks.
         messages: for send and recv.
-        store: of this group.
         split: makes a group of some of these ranks, at a store.
         close: frees what the group stands on, with a reason.
     """
@@ -146,7 +144,6 @@ class LaneProcessGroup(dist.ProcessGroup):
         """A group of some ranks of this one, each of which calls it; None on the others.
 
         Args:
-            new_ranks: ranks in this group.
             timeout: of the new group; None: as this one's.
             group_name: unlike any before, and the same on every rank; None: made of the ranks.
         """

@@ -90,7 +90,6 @@ def reducing(op: Any, dtype: torch.dtype) -> RankReduction:
 
     Args:
         op: a ``torch.distributed.ReduceOp`` or one of its members.
-        dtype: of the tensors.
 
     Raises:
         ConfigurationError: there is no such reduction for the dtype.

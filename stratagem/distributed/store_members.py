@@ -20,7 +20,6 @@ class Rendezvous:
 
     Args:
         store: of this group alone.
-        rank: this rank.
         tasks: task id of every rank.
         timeout_s: seconds for all of it.
     """
@@ -77,9 +76,7 @@ class StoreMembers:
     that a rank is lost is seen at its lanes.
 
     Args:
-        rank: this rank.
         tasks: task id of every rank, in rank order.
-        security: of this process.
     """
 
     def __init__(self, rank: int, tasks: Sequence[str], security: Security) -> None:

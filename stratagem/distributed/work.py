@@ -105,7 +105,6 @@ class ReceiveWork(LaneWork):
         output: tensor that is filled.
         receive: what waits in the mailbox.
         finish: puts what came into ``output``.
-        messages: of this rank.
     """
 
     def __init__(

@@ -130,7 +130,6 @@ def make_throw_away(folder: Path, tasks: Iterable[str]) -> Callable[[str], None]
     """Certificates for one job on this machine. The authority's key is never written, so nobody can issue more.
 
     Args:
-        folder: where to; made.
         tasks: ids of the tasks; the launcher gets one too.
 
     Returns:

@@ -41,7 +41,6 @@ class GrpcLane(Corkable):
         method: full name of the streaming method.
         metadata: says who the caller is.
         peer: task id at the other end, for messages.
-        meter: counts bytes.
         max_inbox_bytes: frames that came before they were asked for may not take more.
         on_wait: called now and then while a read waits; what it raises ends the wait.
         together_bytes: of a message with frames sent inside :meth:`corked`, at most; 0: one each, as the other
@@ -190,7 +189,6 @@ class ServedGrpcLane:
 
     Args:
         peer: task id of the sender, for messages.
-        meter: counts bytes.
     """
 
     name = "grpc"

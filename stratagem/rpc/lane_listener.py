@@ -251,7 +251,6 @@ def connect_lane(
         host: where it is; not used for a Unix socket.
         deadline: ``time.monotonic()`` seconds.
         peer: task id of its owner; over TLS nobody else is accepted.
-        security: of the peer.
 
     Raises:
         PeerUnavailableError: nobody is there, or it does not let us in.

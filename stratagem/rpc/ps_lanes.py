@@ -40,7 +40,6 @@ UNREAD_BYTES = 1 << 30
 class PsLaneOpener:
     stub: ps_pb2_grpc.ParameterServerStub
     sender: common_pb2.Sender
-    """Of this worker."""
     ps: str
     """Task id, for messages."""
     address: str

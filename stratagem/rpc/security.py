@@ -71,7 +71,6 @@ class Security:
 
         Args:
             proven: ``auth_context()`` of the call: what TLS knows.
-            metadata: of the call.
 
         Raises:
             IdentityError: a wrong token, or a name that nobody has.
@@ -107,7 +106,6 @@ def make_security(identity: str, tls: str, token_file: str, insecure: bool = Fal
     """What these words say.
 
     Args:
-        identity: of this process.
         tls: folder of the certificates; empty: no TLS.
         token_file: file with the token; empty: none.
         insecure: the network may be trusted.

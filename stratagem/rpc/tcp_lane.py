@@ -58,7 +58,6 @@ class TcpSender(Corkable):
     Args:
         sock: connected; the lane owns it.
         peer: task id at the other end, for messages.
-        meter: counts bytes.
     """
 
     name = "tcp"

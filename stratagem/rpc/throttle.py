@@ -56,4 +56,3 @@ class Throttle:
 
 
 THROTTLE = Throttle()
-"""Of this process."""

@@ -17,7 +17,6 @@ class CloseReports:
     """What each ps has yet to hear. Repeating a close is harmless, so a report is dropped only when acknowledged.
 
     Args:
-        clients: the ps.
         recover: connects to a ps that was lost; waits for one that is away.
     """
 

@@ -59,10 +59,8 @@ class GradientPush:
     """Pushes the gradients of one optimizer.
 
     Args:
-        optimizer: the optimizer.
         parameters: what it changes, tables left out.
         variables: the same on the ps, in the same order.
-        tables: tables that it changes.
         on_backward: called in each backward that reaches a parameter.
         policy: clipping and NaN policy.
         closes: closed units to report with the commit.

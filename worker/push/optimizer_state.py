@@ -49,7 +49,6 @@ class OptimizerState:
 
     Args:
         variables: where the rows of its parameters live; variable i is parameter i.
-        optimizer: the optimizer.
         parameters: its parameters, in the order of the layout.
         may_assign: whether this worker's ``load_state_dict`` reaches the ps; others load the same file.
     """
@@ -145,7 +144,6 @@ class TableState:
     """Keeps the state of tables out of this process: it may be larger than its memory.
 
     Args:
-        optimizer: the optimizer.
         tables: those that it changes.
     """
 

@@ -47,7 +47,6 @@ class TableLink:
     runtime: WorkerRuntime
     placement: RowPlacement
     group: int
-    """Shard group of the table."""
     optimizer: str
     """Name of the torch.optim class; empty: no optimizer changes the table."""
     param_group: int
@@ -63,7 +62,6 @@ class RemoteTable:
     Args:
         num_rows: rows.
         width: elements of a row.
-        dtype: of the elements.
         initial: initial values of the rows: how the ps make them, or all rows, ``(num_rows, width)``, which may lie in
             a mapped file: they are read a part at a time.
     """

@@ -17,7 +17,6 @@ class RowShard:
     """Contiguous rows of a table on one ps."""
 
     ps: int
-    """Index of the ps."""
     first_row: int
     num_rows: int
     local_row: int

@@ -42,7 +42,6 @@ class GradientStaging:
 
     Args:
         variables: where the rows live; parameter i is variable i.
-        parameters: the parameters.
         on_backward: called in each backward that reaches a parameter.
         tables: those that the optimizer changes; their rows leave at :meth:`complete`.
     """
@@ -113,7 +112,6 @@ class GradientStaging:
         """Sends what is missing or has changed, for the given ps; what a commit must name is :meth:`reference`.
 
         Args:
-            servers: the ps.
             rows: gradient of each table.
             is_part: whether the update has parts of other workers too.
         """

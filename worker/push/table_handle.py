@@ -15,12 +15,7 @@ _ABOUT = frozenset(
     (
         *("__len__", "__hash__", "__repr__", "__eq__", "__ne__", "dim", "ndimension", "numel", "nelement", "size"),
         *("stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_"),
-        *(
-            "empty_like",
-            "zeros_like",
-            "full_like",
-            "is_same_size",
-        ),
+        *("empty_like", "zeros_like", "full_like", "is_same_size"),
     )
 )
 """Functions that ask about a tensor, or make another of its form."""

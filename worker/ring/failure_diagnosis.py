@@ -33,7 +33,6 @@ class FailureDiagnosis:
 
     Args:
         session: what the chief says about the members.
-        peers: the other ranks.
         close_group: breaks this rank's lanes, so that a call that waits there ends.
     """
 

@@ -36,7 +36,6 @@ class Cells:
     """Those of one rank, and those of its peers as it sees them.
 
     Args:
-        rank: this rank.
         memory: flat uint8 of :data:`NUM_BYTES`, all zero, for each rank in rank order; begins at a cache line.
         message_bytes: length of every message.
     """

@@ -61,8 +61,6 @@ class HostGroup:
     """Implements :class:`stratagem.worker.ring.group.Group` for the ranks of one host. Making one is collective, too.
 
     Args:
-        rank: this rank.
-        size: ranks in the group.
         links: a connected, authenticated AF_UNIX stream socket to every other rank; the group closes them.
         timeout_s: seconds a peer may stand still.
 

@@ -26,7 +26,6 @@ class Reduction:
 
     Args:
         op: SUM, MIN, MAX or PRODUCT.
-        dtype: of all tensors.
         num_sources: how many are reduced.
         max_elements: the longest range of one call.
     """

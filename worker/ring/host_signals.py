@@ -47,7 +47,6 @@ class Signals:
     """The sockets of one rank.
 
     Args:
-        rank: this rank.
         links: a connected AF_UNIX stream socket to every other rank. They belong to this object from now on.
         timeout_s: seconds to wait for one signal of a peer before it is said to stand still.
     """

@@ -18,8 +18,6 @@ class Neighbours(Breakable):
     stands still breaks both lanes for good, so that the others notice too.
 
     Args:
-        rank: this rank.
-        size: ranks in the ring.
         right: to rank + 1; None only if ``size`` is 1.
         left: from rank - 1; None only if ``size`` is 1.
         timeout_s: seconds that a neighbour may neither send nor take anything while this rank waits for it.

@@ -32,7 +32,6 @@ class Opener:
     Args:
         ring_service: lets the others in.
         peers: lets this worker in at the others.
-        meter: counts bytes.
         deadline: ``time.monotonic()`` seconds.
     """
 

@@ -35,8 +35,6 @@ class RingGroup(Neighbours):
     ``wire_dtype``, in the tensor's own for :meth:`reduce_scatter` and :meth:`all_to_all`, one chunk otherwise.
 
     Args:
-        rank: this rank.
-        size: ranks in the ring.
         right: to rank + 1; None only if ``size`` is 1. The group owns it.
         left: from rank - 1; None only if ``size`` is 1. The group owns it.
         chunk_bytes: largest payload of a message; the same on every rank.

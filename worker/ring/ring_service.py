@@ -79,7 +79,6 @@ class RingService:
         host: address to listen on for sockets.
         membership: what the chief says now.
         meter: counts bytes of grpc lanes.
-        security: of this worker.
         max_lanes_per_peer: see ``WorkerConfig``.
         max_inbox_bytes: of a lane, see ``WorkerConfig``.
     """

@@ -49,8 +49,6 @@ class TorchGroup(Breakable, Group):
     rounded as NCCL does.
 
     Args:
-        rank: this rank.
-        size: ranks in the group.
         backend: "nccl", or "gloo" for tests.
         store_address: "host:port"; rank 0 listens there, at that host's address only.
         timeout_s: seconds a collective may take.
