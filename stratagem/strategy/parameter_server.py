@@ -23,7 +23,7 @@ from stratagem.data.loaders import plan_of
 from stratagem.data.options import DistributeOptions, InputContext
 from stratagem.data.placement import InputPlacement
 from stratagem.data.split_dataset import SplitDataset
-from stratagem.errors import ConfigurationError, PeerUnavailableError, StaleStoreError
+from stratagem.errors import ConfigurationError
 from stratagem.measuring import measures
 from stratagem.strategy import roles
 from stratagem.strategy.base import Strategy
@@ -369,12 +369,7 @@ class ParameterServerStrategy(Strategy):
     def _pull_all(self) -> None:
         """Takes the newest weights, of ps that come back as well."""
         with self._runtime.meter.exposed("the newest weights"):
-            while True:
-                try:
-                    self._groups.pull()
-                    return
-                except (StaleStoreError, PeerUnavailableError):
-                    self._attach_again()
+            self._groups.refresh(self._attach_again)
 
     def _attach_again(self) -> None:
         """A ps has come back: takes what it holds, and gives it what it has no values of."""

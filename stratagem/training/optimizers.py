@@ -9,6 +9,7 @@ from torch import nn
 
 from stratagem.cluster.spec import nearest
 from stratagem.errors import ConfigurationError
+from stratagem.strategy.model_parts import parameters_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -25,7 +26,7 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
     Args:
         given: a class of ``torch.optim`` by name, in any case, with torch's defaults; an optimizer over the module's
             parameters; or what makes one of them.
-        module: the module, not prepared.
+        module: not prepared.
 
     Raises:
         ConfigurationError: an unknown name, or an optimizer of other parameters.
@@ -39,7 +40,7 @@ def optimizer_of(given: str | torch.optim.Optimizer | OptimizerFactory, module: 
         factory: OptimizerFactory = cls
     elif isinstance(given, torch.optim.Optimizer):
         own = {id(parameter) for parameter in module.parameters()}
-        if any(id(parameter) not in own for group in given.param_groups for parameter in group["params"]):
+        if any(id(parameter) not in own for parameter in parameters_of(given)):
             raise ConfigurationError(
                 f"the {type(given).__name__} has parameters that are not in this model's module: build it over "
                 "module.parameters() of the module given to sg.Model, or give a name or a factory"

@@ -87,7 +87,7 @@ def _check_dtypes(model: torch.nn.Module) -> None:
         )
 
 
-def parameters_of(
+def grouped_parameters(
     optimizer: torch.optim.Optimizer, names: dict[int, str], taken: set[int]
 ) -> list[tuple[torch.nn.Parameter, int]]:
     """Parameters of an optimizer, and the param_group of each."""

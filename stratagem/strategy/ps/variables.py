@@ -17,8 +17,9 @@ from stratagem.errors import (
     StaleStoreError,
 )
 from stratagem.ps.row_updates import check_for_rows
+from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.partitioners import FixedShardsPartitioner, Partitioner, place
-from stratagem.strategy.ps.checks import check_optimizer, parameters_of
+from stratagem.strategy.ps.checks import check_optimizer, grouped_parameters
 from stratagem.worker.gradient_guard import GradientPolicy
 from stratagem.worker.push.close_reports import CloseReports
 from stratagem.worker.push.gradient_push import GradientPush
@@ -91,11 +92,11 @@ class VariableGroups:
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            pairs = parameters_of(optimizer, names, taken)
+            pairs = grouped_parameters(optimizer, names, taken)
             for handle, group in pairs:
                 if id(handle) in every:
-                    check_for_rows(type(optimizer).__name__, optimizer.param_groups[group])
                     name = type(optimizer).__name__
+                    check_for_rows(name, optimizer.param_groups[group])
                     self._place_table(every[id(handle)], names[id(handle)], group, name, on_backward)
             dense = [(parameter, group) for parameter, group in pairs if id(parameter) not in every]
             named = [(names[id(parameter)], parameter, group) for parameter, group in dense]
@@ -129,7 +130,7 @@ class VariableGroups:
         """Of a second ``prepare``, which would train a variable of another name in the same memory."""
         known = {id(tensor): name for name, tensor in self.optimized}
         tables = {id(table.handle) for table in self._tables}
-        for parameter in [one for each in optimizers for group in each.param_groups for one in group["params"]]:
+        for parameter in [one for each in optimizers for one in parameters_of(each)]:
             if id(parameter) in tables:
                 raise ConfigurationError(
                     f"table {known[id(parameter)]} is prepared already, and its parameter servers keep what changes "
@@ -179,13 +180,14 @@ class VariableGroups:
                 variables.copies.check()
                 variables.pull()
 
-    def refresh(self) -> None:
-        """As :meth:`pull`, of ps that come back as well; what one of them undid the next commit finds."""
+    def refresh(self, attach: Callable[[], None] | None = None) -> None:
+        """As :meth:`pull`, of ps that come back as well; ``attach`` sees to these, else :meth:`reconnect`, and the next
+        commit finds what one of them undid."""
         while True:
             try:
                 return self.pull()
             except (StaleStoreError, PeerUnavailableError):
-                self.reconnect()
+                (attach or self.reconnect)()
 
     def forget(self) -> None:
         """The next pull takes everything that an optimizer changes, whatever this process has."""

@@ -15,6 +15,7 @@ from stratagem.checkpoint.tree import EncodedState, StateOnServers, encode
 from stratagem.data.distributed import DistributedDataset
 from stratagem.errors import CheckpointError, ConfigurationError, StratagemError
 from stratagem.strategy.base import Strategy
+from stratagem.strategy.model_parts import parameters_of
 from stratagem.strategy.ps.servers import Place, Servers, place_of
 from stratagem.strategy.replicas.variable import Variable
 
@@ -62,7 +63,6 @@ def take(
     """The states of objects. Under a synchronous strategy every worker has to call it.
 
     Args:
-        objects: by name.
         copy: whether later changes must not show.
         keep: whether this process is the one that writes; the others only do their part.
 
@@ -101,9 +101,8 @@ def _state(kind: str, item: Any, names: Mapping[Place, str]) -> Any:
 
 
 def _served_optimizer(name: str, optimizer: torch.optim.Optimizer, names: Mapping[Place, str]) -> dict[str, Any]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     try:
-        variables = [names[place_of(parameter)] for parameter in parameters]
+        variables = [names[place_of(parameter)] for parameter in parameters_of(optimizer)]
     except KeyError:
         raise ConfigurationError(
             f"{name} is not connected to the parameter servers: give it and its model to strategy.prepare first"
@@ -151,7 +150,7 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
         if item is model:
             value = {key: state.variable(key) for key in keys.values()}
         else:
-            parameters = [parameter for group in item.param_groups for parameter in group["params"]]
+            parameters = parameters_of(item)
             if any(id(parameter) not in keys for parameter in parameters):
                 raise CheckpointError(f"{name} changes parameters that are not the model's")
             variables = [keys[id(parameter)] for parameter in parameters]
@@ -165,8 +164,7 @@ def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> 
     """Gives objects the states that were read; plain values are replaced in ``objects``.
 
     Args:
-        objects: by name.
-        states: kind and state of each.
+        states: kind and state of each, by name.
 
     Raises:
         CheckpointError: an object is not what the checkpoint says it was.
