@@ -24,8 +24,6 @@ class Preparation(GradientPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.torch_compile, bool | str | Mapping | None):
-            raise ConfigurationError(f"expected torch_compile=True, a mode or options, got {self.torch_compile!r}")
         if self.memory_format is not None and self.memory_format not in _NUM_DIMENSIONS:
             known = " or ".join(map(str, _NUM_DIMENSIONS))
             raise ConfigurationError(f"expected memory_format={known}, or None, got {self.memory_format!r}")

@@ -25,8 +25,6 @@ class ModelFunction:
     """
 
     def __init__(self, function: Callable[..., EstimatorSpec], params: Mapping[str, Any], config: RunConfig) -> None:
-        if not callable(function):
-            raise ConfigurationError(f"expected a model_fn, got {type(function).__name__}")
         self._function = function
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._params = params
