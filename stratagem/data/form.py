@@ -7,18 +7,19 @@ import dataclasses
 import json
 import types
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from stratagem.data.nested import is_mapping, is_named_tuple, is_record, is_rows, is_sequence, leaves
+from stratagem.data.nested import is_named_tuple, is_record, is_rows, is_sequence, leaves
 from stratagem.errors import ConfigurationError
 
 
 def form_of(batch: Any) -> Any:
     """What :func:`empty_of` needs to build a batch like ``batch`` with no examples; fit for JSON."""
-    if is_mapping(batch):
+    if isinstance(batch, Mapping):
         return {"dict": [[_key(key), form_of(value)] for key, value in batch.items()]}
     if is_named_tuple(batch):
         fields = {name: form_of(getattr(batch, name)) for name in batch._fields}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from stratagem.cluster.units import Plan
+from stratagem.data.loaders import length_of
 from stratagem.errors import ConfigurationError
 from stratagem.worker.ring.communicator import Communicator
 
@@ -32,18 +34,15 @@ def _seed_of(words: str) -> int:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little", signed=True)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class PlannedBatches:
-    """Batches that follow from a plan: nothing has to be drawn or sent.
+    """Batches that follow from a plan: nothing has to be drawn or sent."""
 
-    Args:
-        plan: its seed does not matter.
-        shift: added to the seed, for an order of this worker's own.
-    """
-
-    def __init__(self, plan: Plan, ordinal: int, shift: int) -> None:
-        self._plan = plan
-        self._ordinal = ordinal
-        self._shift = shift
+    _plan: Plan
+    """Its seed does not matter."""
+    _ordinal: int
+    _shift: int
+    """Added to the seed, for an order of this worker's own."""
 
     @property
     def num_batches(self) -> int | None:
@@ -83,10 +82,7 @@ class DrawnBatches:
 
     @property
     def num_batches(self) -> int | None:
-        try:
-            return len(self._sampler)  # type: ignore[arg-type]
-        except TypeError:  # also what a BatchSampler says over a sampler without a length
-            return None
+        return length_of(self._sampler)
 
     def of_epoch(self, epoch: int, first: int, seed: int) -> Iterator[Sequence[Any]]:
         if self.num_batches is None:

@@ -86,6 +86,14 @@ def has_own_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_sampler is not None and loader.batch_size is None
 
 
+def length_of(source: Any) -> int | None:
+    """How much a source says that it gives; None where it does not say, as a BatchSampler over a sampler without."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
+
+
 def is_plain(sampler: Any) -> bool:
     """Whether a plan can stand for the sampler: it says all examples once, in order or shuffled."""
     if type(sampler) is RandomSampler:

@@ -25,7 +25,7 @@ def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
         return change(batch)
     if type(batch) in (list, tuple) and batch and all([type(item) is torch.Tensor for item in batch]):
         return type(batch)([change(item) for item in batch])  # as most batches are
-    if is_mapping(batch) or is_named_tuple(batch) or is_record(batch) or is_sequence(batch):
+    if isinstance(batch, Mapping) or is_named_tuple(batch) or is_record(batch) or is_sequence(batch):
         return _with_each(batch, lambda item: map_leaves(item, change))
     return change(batch)
 
@@ -85,7 +85,7 @@ def _with_each(container: Any, change: Callable[[Any], Any]) -> Any:
     """A container of the same kind, each item of which is changed."""
     if type(container) in (tuple, list):
         return type(container)(map(change, container))
-    if is_mapping(container):
+    if isinstance(container, Mapping):
         return with_items(container, {key: change(item) for key, item in container.items()})
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*map(change, container))
@@ -103,11 +103,6 @@ def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
     for key, item in items.items():  # a Counter's update would add
         clone[key] = item
     return clone
-
-
-def is_mapping(batch: Any) -> bool:
-    """A dict or the like."""
-    return isinstance(batch, Mapping)
 
 
 def is_named_tuple(batch: Any) -> bool:
@@ -192,14 +187,13 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
     has_rows = any(map(is_rows, leaves(batch)))
 
     def cut(leaf: Any) -> Any:
-        if has_to(leaf) or (isinstance(leaf, torch.Tensor) and not _is_strided(leaf)):
+        if has_to(leaf) or (isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested)):
             raise ConfigurationError(
                 f"a batch with {_kind(leaf)} cannot be cut into the replicas' parts; let "
                 "distribute_datasets_from_function make a batch for each replica, or use a map-style dataset"
             )
-        if is_rows(leaf):
-            return leaf[start:stop]
-        return leaf[start:stop] if _may_have_examples(leaf, has_rows) and len(leaf) == count else leaf
+        is_cut = is_rows(leaf) or (_may_have_examples(leaf, has_rows) and len(leaf) == count)
+        return leaf[start:stop] if is_cut else leaf
 
     return map_leaves(batch, cut)
 
@@ -209,11 +203,8 @@ def empty_like(batch: Any) -> Any:
     counts = {len(leaf) for leaf in leaves(batch) if is_rows(leaf)}
 
     def emptied(leaf: Any) -> Any:
-        if is_rows(leaf):
-            return leaf[:0]
-        if _may_have_examples(leaf, bool(counts)) and (not counts or len(leaf) in counts):
-            return leaf[:0]
-        return leaf
+        is_cut = is_rows(leaf) or (_may_have_examples(leaf, bool(counts)) and (not counts or len(leaf) in counts))
+        return leaf[:0] if is_cut else leaf
 
     return map_leaves(batch, emptied)
 
@@ -224,10 +215,6 @@ def _may_have_examples(leaf: Any, has_rows: bool) -> bool:
     if isinstance(leaf, tuple):
         return not has_rows or all(isinstance(item, str | bytes) for item in leaf)
     return isinstance(leaf, list)
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _kind(leaf: Any) -> str:

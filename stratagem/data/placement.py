@@ -99,17 +99,14 @@ class Listener:
         """The pass is over; not ``complete``: the script left its loop, or there was an error."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class StepCounter(Listener):
     """Numbers the collectives by the steps of a dataset, where nobody else does: by them a ring that heals knows where
-    each worker stands.
+    each worker stands."""
 
-    Args:
-        communicator: of the workers that go through the dataset; None: there is one.
-    """
-
-    def __init__(self, communicator: Communicator | None) -> None:
-        self._communicator = communicator
+    _communicator: Communicator
+    """Of the workers that go through the dataset."""
 
     def begin(self, share: StepShare, batch: Any) -> None:
-        if self._communicator is not None and self._communicator.healing is not None:
+        if self._communicator.healing is not None:
             self._communicator.step += 1

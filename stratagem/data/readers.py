@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from stratagem.data.batch_split import BatchSplit, cut
 from stratagem.data.form import fingerprint
 from stratagem.data.index_batches import IndexBatches
-from stratagem.data.loaders import Batches, carried, rebuild, seed_epoch
+from stratagem.data.loaders import Batches, carried, length_of, rebuild, seed_epoch
 from stratagem.data.nested import empty_like, num_examples, part_of
 from stratagem.errors import ConfigurationError
 
@@ -129,12 +129,7 @@ class StreamReader:
 
 
 class PerReplicaReader:
-    """Hands out the batches of an iterable one replica after the other, as they come.
-
-    Args:
-        source: batches, each for one replica.
-        num_local_replicas: how many make a step.
-    """
+    """Hands out batches of single replicas, one replica after the other, as they come."""
 
     common = ""
     knows_totals = False
@@ -173,10 +168,7 @@ class Reopened:
         self._is_spent = False
 
     def num_batches(self) -> int | None:
-        try:
-            return len(self._source)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return length_of(self._source)
 
     def open(self, epoch: int, first: int, seed: int) -> Iterator[Any]:
         """The batches of an epoch from number ``first`` on."""

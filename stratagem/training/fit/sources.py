@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from stratagem.arguments import whole_number
 from stratagem.data.distribute import distribute
 from stratagem.data.distributed import DistributedDataset
+from stratagem.data.loaders import length_of
 from stratagem.data.nested import is_rows, leaves, map_leaves, num_examples
 from stratagem.data.options import DistributeOptions
 from stratagem.data.placement import InputPlacement, StepCounter
@@ -199,12 +201,7 @@ def for_prediction(strategy: Strategy, source: Any, device: torch.device) -> Spl
 
 def steps_in(dataset: Any, asked: int | None) -> int | None:
     """GLOBAL batches of an epoch: as many as were asked for, else those of a pass; None: nobody knows."""
-    if asked is not None:
-        return asked
-    try:
-        return len(dataset)
-    except TypeError:
-        return None
+    return length_of(dataset) if asked is None else asked
 
 
 def devices_of(strategy: Strategy, device: torch.device) -> tuple[torch.device, ...]:
@@ -237,11 +234,11 @@ def _is_table(part: Any) -> bool:
     )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _OfTensors:
     """An iterable of batches whose arrays are tensors."""
 
-    def __init__(self, source: Any) -> None:
-        self.given = source
+    given: Any
 
     def __iter__(self) -> Iterator[Any]:
         return map(_with_tensors, self.given)
