@@ -49,16 +49,15 @@ def encode(value: Any, name: str, *, copy: bool) -> EncodedState:
     Raises:
         ConfigurationError: something that cannot be written without pickle; says where.
     """
-    state = EncodedState(None, {})
-    state.tree = _Encoder(name, copy, state.tensors).encode(value, ())
-    return state
+    encoder = _Encoder(name, copy)
+    return EncodedState(encoder.encode(value, ()), encoder.tensors)
 
 
 class _Encoder:
-    def __init__(self, name: str, copy: bool, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, name: str, copy: bool) -> None:
         self._name = name
         self._copy = copy
-        self._tensors = tensors
+        self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Json:
         if value is None or isinstance(value, bool | str):
@@ -122,13 +121,13 @@ class _Encoder:
         dense = value.detach().resolve_conj().resolve_neg()
         kept = dense.to("cpu", copy=self._copy).contiguous()
         key = "/".join(path) or "value"
-        while key in self._tensors:
+        while key in self.tensors:
             key += "'"
         leaf: dict[str, Json] = {"$tensor": key}
         if kept.dtype not in DTYPES:  # the file knows fewer dtypes than torch: its bytes, then
             leaf |= {"dtype": str(kept.dtype).removeprefix("torch."), "shape": list(kept.shape)}
             kept = kept.reshape(-1).view(torch.uint8)
-        self._tensors[key] = kept
+        self.tensors[key] = kept
         return leaf
 
 
@@ -153,7 +152,8 @@ def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable
             return {key: of(item) for key, item in value.items()}
         content = value[tag]
         if tag == "$tensor":
-            return _typed(tensor(content), value)
+            found = tensor(content)
+            return found.view(_dtype(value["dtype"])).view(value["shape"]) if "dtype" in value else found
         if tag == "$variable":
             return variable(content)
         if tag == "$module":
@@ -165,12 +165,6 @@ def decode(tree: Json, tensor: Callable[[str], torch.Tensor], variable: Callable
         raise CheckpointError(f"the checkpoint holds a value of kind {tag}; a newer version of Stratagem wrote it")
 
     return of(tree)
-
-
-def _typed(tensor: torch.Tensor, leaf: Mapping[str, Json]) -> torch.Tensor:
-    if "dtype" not in leaf:
-        return tensor
-    return tensor.view(_dtype(leaf["dtype"])).view(leaf["shape"])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -14,8 +14,6 @@ from stratagem.nn.embedding import checked_sizes, own_weight
 from stratagem.nn.initial import Init, Normal, fill, initial_rows
 from stratagem.nn.remote_rows import RemoteRows, TableLayer, has_sparse_gradient, pooled
 
-Mode = Literal["sum", "mean"]
-
 
 class EmbeddingBag(TableLayer, nn.EmbeddingBag):
     """``torch.nn.EmbeddingBag`` with sparse gradients: as :class:`stratagem.nn.Embedding`, its rows pooled by bag.
@@ -49,7 +47,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        mode: Mode = "mean",
+        mode: Literal["sum", "mean"] = "mean",
         sparse: bool = True,
         _weight: torch.Tensor | None = None,
         include_last_offset: bool = False,
@@ -61,11 +59,15 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
         seed: int | None = None,
     ) -> None:
         padding_idx = checked_sizes(num_embeddings, embedding_dim, padding_idx, dtype, sparse)
+        if mode not in ("sum", "mean"):
+            raise ConfigurationError(
+                f"expected mode 'sum' or 'mean' (torch has no sparse gradient of 'max'), got {mode!r}"
+            )
         initial = initial_rows(init, seed, padding_idx) if _weight is None else _weight
         if isinstance(self, RemoteRows):
             sizes = num_embeddings, embedding_dim, padding_idx
             self.build(sizes, initial, dtype, max_norm, norm_type, scale_grad_by_freq)
-            self.mode, self.include_last_offset = _checked(mode), include_last_offset
+            self.mode, self.include_last_offset = mode, include_last_offset
             return
         super().__init__(
             num_embeddings,
@@ -73,7 +75,7 @@ class EmbeddingBag(TableLayer, nn.EmbeddingBag):
             max_norm,
             norm_type,
             scale_grad_by_freq,
-            mode=_checked(mode),
+            mode=mode,
             sparse=True,
             _weight=own_weight(num_embeddings, embedding_dim, _weight, device, dtype),
             include_last_offset=include_last_offset,
@@ -133,9 +135,3 @@ class RemoteEmbeddingBag(RemoteRows, EmbeddingBag):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-
-def _checked(mode: Mode) -> Mode:
-    if mode not in ("sum", "mean"):
-        raise ConfigurationError(f"expected mode 'sum' or 'mean' (torch has no sparse gradient of 'max'), got {mode!r}")
-    return mode

@@ -41,13 +41,8 @@ class Occurrences(NamedTuple):
 
 
 def found_in(ids: Places, num_rows: int) -> tuple[Places, Occurrences]:
-    """The numbers in ``ids``, ascending, each once, and where they occur: as ``numpy.unique``, which throws away what
-    backward has to find again.
-
-    Args:
-        ids: from 0 to ``num_rows - 1``.
-        num_rows: see ``ids``.
-    """
+    """The numbers in ``ids``, from 0 to ``num_rows - 1``, ascending, each once, and where they occur: as
+    ``numpy.unique``, which throws away what backward has to find again."""
     bits = len(ids).bit_length()
     if num_rows <= 1 << (63 - bits):  # a number and its place are one word, which is sorted in half the time
         words = ids << bits | np.arange(len(ids))
@@ -116,16 +111,12 @@ class RemoteRows(nn.Module):
         scale_grad_by_freq: bool,
         freeze: bool = False,
     ) -> None:
-        """In the place of the constructor of the class in ``torch.nn``.
+        """In the place of the constructor of the class in ``torch.nn``, whose arguments these are.
 
         Args:
             sizes: rows, elements of a row, the row of the padding.
             initial: how the rows begin, or all of them, which are read in ``prepare``.
             dtype: None: that of the rows, or torch's default dtype.
-            max_norm: refused.
-            norm_type: kept.
-            scale_grad_by_freq: see the layer.
-            freeze: whether the table is not trained.
         """
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.padding_idx = sizes
@@ -252,14 +243,8 @@ def has_sparse_gradient(place: torch.Tensor, scale_grad_by_freq: bool) -> bool:
 
 
 def summed_by_row(found: Occurrences, values: torch.Tensor, per_value: int = 1) -> torch.Tensor:
-    """The gradients of rows by occurrence as one of each row. Most batches have most rows once: those are copied, the
-    others added.
-
-    Args:
-        found: where the rows occur.
-        values: a gradient for each ``per_value`` occurrences in turn.
-        per_value: see ``values``.
-    """
+    """The gradients of rows by occurrence, one for each ``per_value`` of them in turn, as one of each row. Most batches
+    have most rows once: those are copied, the others added."""
     one, others = found.one, found.others
     if not len(found.place):
         return values.new_zeros(len(one), values.shape[1])

@@ -81,12 +81,7 @@ def refuse_divided(preparation: Preparation) -> None:
 
 def share_loss(optimizer: torch.optim.Optimizer, communicator: Communicator, weight: Callable[[], Weight]) -> None:
     """LBFGS ends its iterations and chooses its steps by the loss: by its own loss each replica would go its own way.
-
-    Args:
-        optimizer: of one replica.
-        communicator: of that replica; each time the closure was called, all reduce its loss.
-        weight: of the replica's gradient, and so of its loss.
-    """
+    So each time the closure of one was called, all reduce the loss, by the ``weight`` that its gradient has."""
 
     def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs["closure"] if kwargs else args[-1]

@@ -123,12 +123,7 @@ class SynchronousInput(Strategy):
 
 
 class StepListener(Listener):
-    """Tells the shares of each batch, counts steps, and numbers the collectives by them.
-
-    Args:
-        strategy: whose dataset it is.
-        ordinal: of the dataset.
-    """
+    """Tells the shares of each batch of a strategy's dataset, counts steps, and numbers the collectives by them."""
 
     def __init__(self, strategy: SynchronousInput, ordinal: int) -> None:
         self._strategy = strategy

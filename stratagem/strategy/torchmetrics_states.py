@@ -36,12 +36,7 @@ def states_of(metric: torchmetrics.Metric) -> States:
 
 
 def merged(metric: torchmetrics.Metric, parts: Sequence[States]) -> torchmetrics.Metric:
-    """A copy of ``metric`` on the CPU that has counted what several have.
-
-    Args:
-        metric: says how states are reduced.
-        parts: states, on any devices.
-    """
+    """A copy of ``metric`` on the CPU that has counted what several have, whose states may be on any devices."""
     twin = metric.clone().cpu()
     if not parts:
         twin.reset()

@@ -16,16 +16,12 @@ from stratagem.rpc.binding import free_port
 
 
 def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[str, str]) -> ClusterSpec:
-    """The cluster that these variables say, with addresses at which its workers reach each other.
+    """The cluster that these variables say, with addresses at which its workers reach each other; ``config``, of this
+    worker, is by the cluster as they say it.
 
     The variables say one address, MASTER_ADDR:MASTER_PORT. Where a torchrun keeps a store there
     (TORCHELASTIC_USE_AGENT_STORE), worker 0 chooses another port for the chief, and all learn it from that store.
     Elsewhere the chief serves at that address; each worker listens where it reaches it from.
-
-    Args:
-        cluster: as the variables say it.
-        config: of this worker, by that cluster.
-        environ: the variables.
 
     Raises:
         PeerUnavailableError: nobody answers at the store.

@@ -105,12 +105,7 @@ class XlaGroup(Group):
         if op is ReduceOp.PRODUCT:  # TPUs have no such reduction
             out.copy_(self._gathered(wide).prod(0))
             return
-        names = {
-            ReduceOp.SUM: self._model.REDUCE_SUM,
-            ReduceOp.MIN: self._model.REDUCE_MIN,
-            ReduceOp.MAX: self._model.REDUCE_MAX,
-        }
-        out.copy_(self._model.all_reduce(names[op], wide.to(self.device)).cpu())
+        out.copy_(self._model.all_reduce(getattr(self._model, f"REDUCE_{op.name}"), wide.to(self.device)).cpu())
 
     def all_gather(self, source: torch.Tensor, outs: Sequence[torch.Tensor], tag: Tag) -> None:
         self._compare(tag)

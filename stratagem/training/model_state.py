@@ -27,12 +27,7 @@ _NEVER_CALLED = frozenset({"train_step", "test_step", "predict_step", "make_trai
 
 
 class ModelState:
-    """A model and how far its training has come.
-
-    Args:
-        strategy: whose replicas train it.
-        module: not prepared.
-    """
+    """A model and how far its training has come."""
 
     def __init__(self, strategy: Strategy, module: nn.Module) -> None:
         self.strategy = strategy

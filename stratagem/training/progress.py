@@ -79,11 +79,7 @@ class PlainLines(Callback):
 
 
 class Bar(Callback):
-    """A bar for each epoch; drawn by the training itself, a few times a second.
-
-    Args:
-        stream: a terminal.
-    """
+    """A bar for each epoch, on a terminal; drawn by the training itself, a few times a second."""
 
     def __init__(self, stream: TextIO, pace: Pace) -> None:
         columns = ("{task.description}", BarColumn(), "{task.fields[steps]}", "{task.fields[logs]}")

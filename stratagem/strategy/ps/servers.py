@@ -49,9 +49,6 @@ class EvaluatedUnits:
 
     Implements :class:`stratagem.data.distributed.UnitSource`; each epoch is a pass. The epoch of a unit is the attempt
     of its pass.
-
-    Args:
-        pull: takes the weights of the ps.
     """
 
     def __init__(self, chief: ChiefClient, group: str, plan: Plan, pull: Callable[[], None], meter: StepMeter) -> None:
@@ -103,17 +100,14 @@ class EvaluatedUnits:
             self._client.leave()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class WholeData:
-    """Evaluation data that have no numbers (an iterable): one unit, for one worker.
+    """Evaluation data that have no numbers (an iterable): one unit, for one worker."""
 
-    Args:
-        num_batches: no more than these; None: all.
-    """
-
-    def __init__(self, batches: SplitDataset, num_batches: int | None, units: EvaluatedUnits) -> None:
-        self._batches = batches
-        self._num_batches = num_batches
-        self._units = units
+    _batches: SplitDataset
+    _num_batches: int | None
+    """No more than these; None: all."""
+    _units: EvaluatedUnits
 
     def __iter__(self) -> Iterator[Any]:
         self._units.start_epoch(self._units.num_passes, 1)
@@ -177,10 +171,8 @@ class Servers:
             ConfigurationError: the loader's batches have no numbers.
         """
         whole = plan_of(loader, 1, math.inf)
-        num_examples = (
-            whole.num_examples if num_batches is None else min(whole.num_examples, num_batches * whole.batch_size)
-        )
-        plan = dataclasses.replace(whole, num_examples=num_examples, shuffle=False)
+        wanted = whole.num_examples if num_batches is None else num_batches * whole.batch_size
+        plan = dataclasses.replace(whole, num_examples=min(whole.num_examples, wanted), shuffle=False)
         units = self._evaluated_units(plan)
         return DistributedDataset(loader, plan, 0, units, self._device), units
 

@@ -24,12 +24,7 @@ from stratagem.worker.step_meter import StepMeter
 
 
 class CentralReplicas(SeveralReplicas):
-    """Implements :class:`LocalReplicas`: the user's objects stay in one place, each replica has copies of models alone.
-
-    Args:
-        parameter_device: where the user's objects are.
-        num_seen: examples that each replica was given so far.
-    """
+    """Implements :class:`LocalReplicas`: the user's objects stay in one place; replicas have copies of models alone."""
 
     def __init__(
         self,

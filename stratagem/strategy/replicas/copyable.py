@@ -189,13 +189,10 @@ def _culprit(module: nn.Module) -> str:
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name != "_modules" and not _can_be_copied(value):
-                inner = _first_bad_key(value) if isinstance(value, Mapping) else ""
-                return f"{_named(path, inner or name)} of {_kind(module)}"
+                items = value.items() if isinstance(value, Mapping) else ()
+                inner = next((str(key) for key, item in items if not _can_be_copied(item)), name)
+                return f"{_named(path, inner)} of {_kind(module)}"
     return _kind(module)
-
-
-def _first_bad_key(values: Mapping[Any, Any]) -> str:
-    return next((str(key) for key, value in values.items() if not _can_be_copied(value)), "")
 
 
 def _can_be_copied(value: Any) -> bool:

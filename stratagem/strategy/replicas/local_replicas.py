@@ -119,11 +119,7 @@ class OneReplica(LocalReplicas):
 
 
 class SeveralReplicas(LocalReplicas):
-    """Implements :class:`LocalReplicas` with a thread and copies of all objects for each replica.
-
-    Args:
-        devices: one a replica.
-    """
+    """Implements :class:`LocalReplicas` with a thread and copies of all objects for each replica."""
 
     def __init__(
         self, strategy: Strategy, devices: Sequence[torch.device], ops: CrossDeviceOps, meter: StepMeter

@@ -52,15 +52,10 @@ for _name in _RETURNING_SELF.split():
 
 
 class OnlyReplica:
-    """Forward pre-hook that refuses a replica's module to the other replicas (docs/protocol.md 16).
-
-    Args:
-        which: the replica that asks.
-    """
+    """Forward pre-hook that refuses a replica's module to the other replicas (docs/protocol.md 16)."""
 
     def __init__(self, replica: int, which: Callable[[], int | None]) -> None:
-        self._replica = replica
-        self._which = which
+        self._replica, self._which = replica, which
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         here = self._which()

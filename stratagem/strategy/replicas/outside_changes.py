@@ -16,8 +16,6 @@ from stratagem.strategy.replicas.copies import Copies, settings_of
 
 _OF_ONE_REPLICA = frozenset({"_compiled_call_impl", "_opt_called", "param_groups", "state", "step"})
 """Attributes that are not carried, or in a way of their own."""
-
-
 _END = object()
 
 
@@ -256,11 +254,7 @@ class ModelChanges:
 
 class OptimizerChanges:
     """Carries changes of replica 0's optimizer to its copies: settings and attributes in every run, all when asked to.
-
-    Args:
-        optimizers: one a replica.
-        copies: of the replicas after the first.
-    """
+    Arguments as of :class:`ModelChanges`."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], copies: Sequence[Copies]) -> None:
         self._optimizers = optimizers

@@ -322,15 +322,10 @@ class ReplicaThreads:
         self.turn_lock.take(replica)
 
     def _own_thread_replica(self) -> _ThreadReplica | None:
-        thread_replica = _thread_replica.get()
+        found = _thread_replica.get()
         # A thread that the step started may have inherited the context variable.
-        return (
-            thread_replica
-            if thread_replica is not None
-            and thread_replica.replica_threads is self
-            and thread_replica.thread == threading.get_ident()
-            else None
-        )
+        is_own = found is not None and found.replica_threads is self and found.thread == threading.get_ident()
+        return found if is_own else None
 
     # -- failures ----------------------------------------------------------------------------------------------
 

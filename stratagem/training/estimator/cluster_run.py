@@ -103,30 +103,29 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         JobStoppedError: in the evaluator: the job failed.
     """
     placement = placement_from_environment(os.environ)
-    task = placement.task if placement is not None else None
-    if placement is not None:  # chief and ps write where the Estimator saves, if they were not told where they may
-        os.environ.setdefault("STRATAGEM_CHECKPOINT_ROOTS", os.path.abspath(estimator.model_dir))
-    if task is not None and task.type == "evaluator":
-        return _follow(_Evaluation(estimator, eval_spec), train_spec.max_steps)
-    if task is not None and task.type in ("chief", "ps"):
-        roles.join_as(None)  # ends the process
     evaluation = _Evaluation(estimator, eval_spec)
     if placement is None:
         estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps, saving_listeners=[evaluation.after_saving])
         return evaluation.newest
+    # Chief and ps write where the Estimator saves, if they were not told where they may.
+    os.environ.setdefault("STRATAGEM_CHECKPOINT_ROOTS", os.path.abspath(estimator.model_dir))
+    if (task := placement.task) is not None and task.type == "evaluator":
+        return _follow(evaluation, train_spec.max_steps)
+    if task is not None and task.type in ("chief", "ps"):
+        roles.join_as(None)  # ends the process
     if not placement.cluster.evaluator:
         logger.warning("The cluster has no evaluator: nobody evaluates the checkpoints in %s", estimator.model_dir)
     estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps)
     return None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Evaluation:
     """Evaluates checkpoints and exports them."""
 
-    def __init__(self, estimator: Estimator, spec: EvalSpec) -> None:
-        self.estimator = estimator
-        self.spec = spec
-        self.newest: Evaluated | None = None
+    estimator: Estimator
+    spec: EvalSpec
+    newest: Evaluated | None = None
 
     def after_saving(self, saved: SavedStep) -> None:
         """Evaluates what training has just saved; training does not notice."""
@@ -137,8 +136,7 @@ class _Evaluation:
                 self.export(saved.path, saved.is_last)
 
     def evaluate(self, path: str, is_last: bool) -> None:
-        spec = self.spec
-        results = self.estimator.evaluate(spec.input_fn, spec.steps, path, spec.name)
+        results = self.estimator.evaluate(self.spec.input_fn, self.spec.steps, path, self.spec.name)
         self.newest = Evaluated(results, [])
         self.export(path, is_last)
 

@@ -213,9 +213,7 @@ class Estimator:
 
     def _summaries_of(self, name: str | None) -> Summaries:
         # One file for all evaluations of a process: readers order files by the second of their name.
-        if name not in self._evaluations:
-            self._evaluations[name] = Summaries(self.model_dir / (f"eval_{name}" if name else "eval"))
-        return self._evaluations[name]
+        return self._evaluations.setdefault(name, Summaries(self.model_dir / (f"eval_{name}" if name else "eval")))
 
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
         chosen = self.latest_checkpoint() if path is None else path

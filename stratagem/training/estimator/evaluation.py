@@ -167,12 +167,8 @@ def _metrics(values: Mapping[str, MetricValue], device: torch.device) -> dict[st
 
 
 class Predictor(nn.Module):
-    """The answers of a ``model_fn`` as a plain module, which can be exported; its parts have the names of its modules.
-
-    Args:
-        modules: what it creates in mode PREDICT.
-        global_step: of their weights.
-    """
+    """The answers of a ``model_fn`` in mode PREDICT as a plain module, which can be exported; its parts have the names
+    of its modules."""
 
     def __init__(self, function: ModelFunction, modules: dict[str, nn.Module], global_step: int) -> None:
         super().__init__()

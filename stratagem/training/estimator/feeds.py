@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +26,12 @@ ORDER_SEED = 0
 """Of shuffled examples: that of the other strategies, so that a training may go on under another one."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class InputPosition:
-    """The place in the data, as a part of a checkpoint that may be restored with other data.
+    """The place in the data, as a part of a checkpoint that may be restored with other data."""
 
-    Args:
-        dataset: None: it has none that a checkpoint could keep; parameter servers' chief knows it.
-    """
-
-    def __init__(self, dataset: SplitDataset | None) -> None:
-        self._dataset = dataset
+    _dataset: SplitDataset | None
+    """None: it has no place that a checkpoint could keep; parameter servers' chief knows it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -50,12 +48,7 @@ class InputPosition:
 
 
 class InStepFeed:
-    """The batches of a training for workers that run in step.
-
-    Args:
-        dataset: this worker's part.
-        is_once: it can be gone through once only.
-    """
+    """The batches of a training for workers that run in step."""
 
     def __init__(self, dataset: SplitDataset, is_once: bool) -> None:
         self.position = InputPosition(dataset)
@@ -84,11 +77,7 @@ class InStepFeed:
 
 
 class LeasedFeed:
-    """The same for workers to whom the chief leases batches: exactly as many as updates are to be made.
-
-    Args:
-        source: a DataLoader.
-    """
+    """The same for workers to whom the chief leases batches: exactly as many as updates are to be made."""
 
     def __init__(self, strategy: Strategy, source: Any) -> None:
         self.position = InputPosition(None)

@@ -28,11 +28,6 @@ logger = logging.getLogger(__name__)
 def prepare(strategy: Strategy, objects: ModelObjects, model_dir: Path, arguments: dict[str, Any]) -> int:
     """Prepares the objects; returns the updates that had been made when the job started.
 
-    Args:
-        objects: not prepared.
-        model_dir: where checkpoints are; every worker sees it.
-        arguments: of ``strategy.prepare``.
-
     Raises:
         CheckpointError: there are checkpoints, and none can be restored.
     """

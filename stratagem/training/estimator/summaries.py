@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Mapping
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_told: set[str] = set()
+
+@functools.cache
+def _say_it_is_missing() -> None:
+    logger.warning("TensorBoard is not installed: no summaries. pip install 'stratagem[tensorboard]'")
 
 
 class Summaries:
-    """Writes one file in a folder, until it is closed or collected. Without TensorBoard says so once, writes nothing.
-
-    Args:
-        folder: made with the first scalar.
-    """
+    """Writes one file in a folder, which the first scalar makes, until it is closed or collected. Without TensorBoard
+    says so once, writes nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,9 +33,7 @@ class Summaries:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                if "tensorboard" not in _told:
-                    _told.add("tensorboard")
-                    logger.warning("TensorBoard is not installed: no summaries. pip install 'stratagem[tensorboard]'")
+                _say_it_is_missing()
                 return
             self._writer = SummaryWriter(self._folder)
             self._end = weakref.finalize(self, self._writer.close)

@@ -50,11 +50,7 @@ SavingListener = Callable[[SavedStep], None]
 
 
 class EstimatorTraining:
-    """The objects of mode TRAIN under one strategy, and how far they have been trained.
-
-    Args:
-        model_dir: where checkpoints and summaries go.
-    """
+    """The objects of mode TRAIN under one strategy, and how far they have been trained."""
 
     def __init__(self, function: ModelFunction, strategy: Strategy, model_dir: Path, config: RunConfig) -> None:
         self.strategy = strategy

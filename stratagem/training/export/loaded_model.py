@@ -30,9 +30,7 @@ class LoadedModel(nn.Module):
     It cannot be trained: dropout and the like are not in it any more.
 
     Args:
-        program: ``torch.export.load(…).module()``.
-        metadata: what ``export_model`` was given.
-        arguments: names of the arguments that ``program`` takes, in order; None where they have none.
+        program: ``torch.export.load(…).module()``; ``metadata`` and ``arguments`` are of it.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -56,20 +57,16 @@ class FitAgreement:
         return wish
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class InStep(FitAgreement):
-    """Of workers that run in step.
-
-    Args:
-        dataset: what is trained on.
-        position: where this worker stands.
-    """
+    """Of workers that run in step."""
 
     is_alone = False
 
-    def __init__(self, workers: Communicator, dataset: Any, position: FitPosition) -> None:
-        self._workers = workers
-        self._dataset = dataset
-        self._position = position
+    _workers: Communicator
+    _dataset: Any
+    """What is trained on."""
+    _position: FitPosition
 
     @contextlib.contextmanager
     def listening(self, flush: Callable[[], None]) -> Iterator[None]:
@@ -92,11 +89,7 @@ class InStep(FitAgreement):
 
 
 class FitOnServers(FitAgreement):
-    """Under parameter servers, as a :class:`UnitListener`: the chief keeps all counts.
-
-    Args:
-        running: to count single units with.
-    """
+    """Under parameter servers, as a :class:`UnitListener`: the chief keeps all counts."""
 
     is_alone = False
     shares_epochs = True

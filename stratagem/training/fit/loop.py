@@ -129,11 +129,7 @@ class Training:
 
 
 def predict(steps: FitSteps, dataset: Iterable[Any], callbacks: CallbackList, num_steps: int | None) -> Any:
-    """The outputs for a dataset, in its order, joined along their first dimension.
-
-    Args:
-        num_steps: batches at most.
-    """
+    """The outputs for a dataset, of ``num_steps`` batches at most, in its order, joined along their first dimension."""
     parts: list[Any] = []
     callbacks.call("on_predict_begin")
     with in_eval_mode(steps.module), torch.no_grad():

@@ -16,9 +16,6 @@ class FitPosition:
 
     A checkpoint takes it by ``state_dict`` and ``load_state_dict``. Where workers run in step, every worker has to ask
     for the state.
-
-    Args:
-        epoch: the first one.
     """
 
     def __init__(self, dataset: Any, running: RunningMetrics, callbacks: Sequence[Stateful], epoch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from stratagem.cluster.units import MAX_STATE_BYTES
@@ -11,16 +12,13 @@ from stratagem.training.fit.running_metrics import RunningMetrics, StepResult
 from stratagem.worker.chief_client import ChiefClient
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class UnitCounts:
-    """What is counted on units, as it travels with their acceptance, and what comes of it.
+    """What is counted on units, as it travels with their acceptance, and what comes of it."""
 
-    Args:
-        running: of this object alone.
-    """
-
-    def __init__(self, chief: ChiefClient, running: RunningMetrics) -> None:
-        self._chief = chief
-        self._running = running
+    _chief: ChiefClient
+    _running: RunningMetrics
+    """Of this object alone."""
 
     def begin(self) -> None:
         self._running.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -17,15 +18,12 @@ BEAT_S = 1.0
 """While rank 0 is busy it says so this often: the others wait in a collective, which has a time-out."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class CheckpointMembers:
-    """The processes that save and restore together; all make the same calls in the same order.
+    """The processes that save and restore together; all make the same calls in the same order."""
 
-    Args:
-        communicator: between them; None: this process is alone.
-    """
-
-    def __init__(self, communicator: Communicator | None) -> None:
-        self._communicator = communicator
+    _communicator: Communicator | None
+    """Between them; None: this process is alone."""
 
     @property
     def _ring(self) -> Communicator | None:
