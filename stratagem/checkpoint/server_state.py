@@ -81,11 +81,8 @@ class ServerState:
         return self.variables[name]
 
     def optimizer_state(self, names: Iterable[str]) -> dict[int, dict[str, Any]]:
-        """The part ``state`` of an optimizer's ``state_dict()``.
-
-        Args:
-            names: of its parameters on the ps, in the optimizer's order.
-        """
+        """The part ``state`` of the ``state_dict()`` of an optimizer whose parameters have these names on the ps, in
+        its order."""
         facts = self._facts()
         state: dict[int, dict[str, Any]] = {}
         for index, name in enumerate(names):

@@ -69,11 +69,8 @@ class HealingReader:
             number += 1
 
     def note_losses(self, is_over: bool = False) -> list[int]:
-        """What comes again, with what was lost in the steps that the script has made.
-
-        Args:
-            is_over: the newest step is over too, whether anything was trained in it or not.
-        """
+        """What comes again, with what was lost in the steps that the script has made, and (``is_over``) in the newest
+        one, whether anything was trained in it or not."""
         for dealt in [*self._dealt]:
             has_counted = dealt.step in self._healing.counted_steps
             if has_counted or dealt.step < self._communicator.step + is_over:  # the script trains on it no more

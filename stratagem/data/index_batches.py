@@ -102,7 +102,6 @@ class DrawnBatches:
 
 
 IndexBatches = PlannedBatches | DrawnBatches
-"""Where the indices of global batches come from."""
 
 
 def _as_list(batch: Any) -> list[Any]:

@@ -102,11 +102,8 @@ def is_plain(sampler: Any) -> bool:
 
 
 def rebuild(loader: DataLoader[Any], batches: Sampler[Any], persistent: bool = False) -> DataLoader[Any]:
-    """A DataLoader like ``loader`` that reads ``batches``.
-
-    Args:
-        persistent: keep its worker processes between epochs if ``loader`` does.
-    """
+    """A DataLoader like ``loader`` that reads ``batches``; ``persistent``: it keeps its worker processes between epochs
+    if that does."""
     return DataLoader(loader.dataset, batch_sampler=batches, **carried(loader, persistent))
 
 
@@ -159,11 +156,7 @@ class _Seeded(torch.Generator):
 
 
 class Batches(Sampler[Any]):
-    """A sampler over an iterator of indices, or of lists of them.
-
-    Args:
-        indices: may be exchanged before each epoch.
-    """
+    """A sampler over an iterator of indices, or of lists of them, which may be exchanged before each epoch."""
 
     def __init__(self, indices: Iterator[Any]) -> None:
         self.indices = indices

@@ -83,8 +83,6 @@ def outline(value: Any) -> str:
 
 def _with_each(container: Any, change: Callable[[Any], Any]) -> Any:
     """A container of the same kind, each item of which is changed."""
-    if type(container) in (tuple, list):
-        return type(container)(map(change, container))
     if isinstance(container, Mapping):
         return with_items(container, {key: change(item) for key, item in container.items()})
     if isinstance(container, tuple) and hasattr(container, "_fields"):

@@ -61,11 +61,8 @@ class IndexReader:
         return self._batches.num_batches if self._batch_split.steps_per_batch == 1 else None
 
     def read(self, epoch: int, first: int, seed: int, batch_split: BatchSplit | None = None) -> Iterator[Parts]:
-        """The steps of an epoch from number ``first`` on.
-
-        Args:
-            batch_split: which examples are whose, other than at first.
-        """
+        """The steps of an epoch from number ``first`` on, whose examples are shared out as at first, or by
+        ``batch_split``."""
         split = batch_split or self._batch_split
         batches = self._batches.of_epoch(epoch, first // split.steps_per_batch, seed)
         return self.read_batches(batches, epoch, first, seed, split)
@@ -98,11 +95,8 @@ class IndexReader:
 
 
 class StreamReader:
-    """Cuts the global batches of an iterable into the replicas' parts.
-
-    Args:
-        common: see :class:`IndexReader`; None: the first global batch.
-    """
+    """Cuts the global batches of an iterable into the replicas' parts. What all have in common: see
+    :class:`IndexReader`; None: the first global batch."""
 
     def __init__(self, source: Reopened | ItemBatches, batch_split: BatchSplit, common: str | None = "") -> None:
         self.knows_totals = False
@@ -153,15 +147,11 @@ class PerReplicaReader:
 
 
 Reader = IndexReader | StreamReader | PerReplicaReader
-"""Reads this worker's parts."""
 
 
 class Reopened:
-    """An iterable that is gone through once an epoch. What was before the first wanted batch is read and dropped.
-
-    Args:
-        source: an iterator lasts one epoch.
-    """
+    """An iterable that is gone through once an epoch, an iterator in one epoch alone. What was before the first wanted
+    batch is read and dropped."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source

@@ -140,11 +140,8 @@ class SplitDataset:
         return state
 
     def hand_over(self, is_open: bool) -> dict[str, Any]:
-        """What a newcomer's dataset needs to go on with the others, between two steps.
-
-        Args:
-            is_open: whether they are steps of this dataset.
-        """
+        """What a newcomer's dataset needs to go on with the others, between two steps, of this dataset if it
+        ``is_open``."""
         state = self.state_dict()
         is_left = self._pass is not None and not is_open  # by the script: the next pass is another one
         return state | ({"epoch": self._epoch + 1, "step": 0} if is_left else {}) | {"is_open": is_open}

@@ -45,12 +45,10 @@ Init = Normal | Uniform | Constant
 def initial_rows(
     init: Init, seed: int | None, zero_row: int | None, generator: torch.Generator | None = None
 ) -> InitialRows:
-    """What makes the rows.
+    """What makes the rows, of which ``zero_row`` is zero.
 
     Args:
-        seed: of the random numbers; None: drawn from torch's generator, as torch's own layers draw their weights.
-        zero_row: a row that is zero.
-        generator: that the seed is drawn from; None: torch's own.
+        seed: of the random numbers; None: drawn from the generator, or torch's own, as torch's layers draw weights.
 
     Raises:
         ConfigurationError: no distribution of this module, bounds in the wrong order, a seed out of range.

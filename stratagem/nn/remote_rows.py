@@ -157,12 +157,8 @@ class RemoteRows(nn.Module):
         self.remote_table.begin_with(initial_rows(init, None, None, generator))
 
     def batch_rows(self, ids: torch.Tensor) -> BatchRows:
-        """The rows that a batch uses, each once.
-
-        Args:
-            ids: of any shape; int32 or int64.
-
-        In backward the table gets the rows' gradients.
+        """The rows that a batch uses, each once; ids are int32 or int64, of any shape. In backward the table gets the
+        rows' gradients.
 
         Raises:
             IndexError: an id that the table does not have.

@@ -173,15 +173,14 @@ class Strategy:
                     f"{type(item).__name__}; loaders go to distribute_dataset"
                 )
         preparation = Preparation(gradients, clip_norm, nan, sync_batchnorm, torch_compile, memory_format)
-        for item in objects:
-            if isinstance(item, torch.nn.Module) and not _is_metric(item):
-                preparation.lay_out(item)
         others = [item for item in objects if not _is_metric(item)]
+        for item in others:
+            if isinstance(item, torch.nn.Module):
+                preparation.lay_out(item)
         rest = iter(self._prepare(others, preparation) if others else ())
         self._check_parameters([original(item) for item in others])
-        for item in objects:
-            if _is_metric(item):
-                self._prepare_metric(item)
+        for metric in filter(_is_metric, objects):
+            self._prepare_metric(metric)
         prepared = [item if _is_metric(item) else next(rest) for item in objects]
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 

@@ -49,10 +49,8 @@ def from_bytes(data: bytes) -> States:
 def states_of_all(strategy: Strategy, own: Sequence[States]) -> list[States]:
     """What all replicas of all workers have counted, in the order of the replicas, on every worker.
 
-    Workers that run in step all have to call it. Without collectives between workers it is ``own``.
-
-    Args:
-        own: one for each local replica.
+    Workers that run in step all have to call it. Without collectives between workers it is ``own``, of the local
+    replicas.
     """
     workers = strategy.communicator
     if workers is None or workers.size == 1:

@@ -38,7 +38,6 @@ class Newcomers:
     _communicator: Communicator
     """Of a ring that heals."""
     _healing: Healing
-    """Its books."""
     _objects: Callable[[], Sequence[Any]]
     """What was prepared, and variables: the same on every worker, in the same order."""
     _shares: StepShares

@@ -33,7 +33,6 @@ class Prepared:
         """Parameters created in the scope, neither prepared nor watched so far: by module and name, for torch does not
         move a parameter to XLA that has a weak reference."""
         self.is_running = False
-        """Whether :meth:`Strategy.run` runs."""
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Parameters whose gradients the strategy sees to."""

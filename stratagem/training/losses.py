@@ -124,10 +124,7 @@ class Loss:
         return twin
 
     def __call__(self, outputs: Any, targets: Any, weights: torch.Tensor | None = None) -> LossValue:
-        """The loss of a batch.
-
-        Args:
-            weights: one for each example.
+        """The loss of a batch, of which each example may have a weight.
 
         Raises:
             ConfigurationError: targets or weights that do not fit, or, at the first batch, outputs that are not what

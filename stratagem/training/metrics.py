@@ -72,10 +72,8 @@ class Mean:
 
 
 class OfTorchmetrics:
-    """Implements :class:`Metric` by one of torchmetrics, merged by its own reductions, wherever its states are.
-
-    Args:
-        metric: the user's; it is copied.
+    """Implements :class:`Metric` by a copy of one of torchmetrics, merged by its own reductions, wherever its states
+    are.
 
     Raises:
         ConfigurationError: it does not count all.

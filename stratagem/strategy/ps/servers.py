@@ -54,7 +54,6 @@ class EvaluatedUnits:
     def __init__(self, chief: ChiefClient, group: str, plan: Plan, pull: Callable[[], None], meter: StepMeter) -> None:
         self._client = LeaseClient(chief, plan)
         self.group = group
-        """Names the evaluation."""
         self.num_passes = 0
         """Passes that were begun; the newest is the ordinal of the topic."""
         self._pull = pull
@@ -135,7 +134,6 @@ class Servers:
     _device: torch.device
     """Where this worker computes."""
     _pull: Callable[[], None]
-    """Takes the newest weights."""
 
     def __post_init__(self) -> None:
         self.chief = self._runtime.chief

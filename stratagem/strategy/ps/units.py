@@ -69,7 +69,6 @@ class LeasedUnits:
     _runtime: WorkerRuntime
     _groups: VariableGroups
     _tracker: UnitTracker
-    """Matches units and steps."""
     _accept: Callable[[Sequence[Unit]], None]
     """Hears which units are complete."""
     _pull: Callable[[], None]
@@ -79,7 +78,6 @@ class LeasedUnits:
     _on_begin: Callable[[Lease | None, Any], None]
     """Hears of each unit before its batch is handed out, and of the end of it as (None, None)."""
     _listeners: Callable[[], Sequence[UnitListener]]
-    """Gives those who hear of units."""
 
     def __post_init__(self) -> None:
         self._meter = self._runtime.meter

@@ -41,11 +41,8 @@ RETRY_S = 0.05
 
 
 class VariableGroups:
-    """Creates the variables of every ``prepare`` and keeps their copies here up to date.
-
-    Args:
-        partitioner: cuts variables; None: each lies whole on one ps.
-    """
+    """Creates the variables of every ``prepare``, cut by the partitioner or (None) each whole on one ps, and keeps
+    their copies here up to date."""
 
     def __init__(self, runtime: WorkerRuntime, partitioner: Partitioner | None) -> None:
         self._runtime = runtime

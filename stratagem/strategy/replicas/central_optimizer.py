@@ -22,7 +22,6 @@ class CentralOptimizer(MirroredOptimizer):
     _mirrored_copies_of: Callable[[nn.Parameter], Sequence[nn.Parameter]]
     """From a parameter to its copy on each replica."""
     _mirrored_step_once: Callable[[], None]
-    """Makes the step for all."""
     _mirrored_meet: Meet
     _mirrored_name: str
     """Of its step, for messages."""
@@ -73,11 +72,7 @@ class CentralOptimizer(MirroredOptimizer):
 
 
 class CentralGroup(CopiedAsDict):
-    """A parameter group as one replica sees it: settings are those of all, parameters its own.
-
-    Args:
-        copy_of: of a parameter, on the replica.
-    """
+    """A parameter group as one replica sees it: settings are those of all, parameters the copies that it has."""
 
     def __init__(self, group: dict[str, Any], copy_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
         self.data = group  # itself: what is set here is set for all

@@ -64,11 +64,7 @@ class CentralReplicas(SeveralReplicas):
 
 class CentralMirrors(Mirrors):
     """The first of the copies is no replica's: it is the user's object, in the one place, and replicas come after it.
-
-    Args:
-        num_seen: examples that each replica was given so far; those since a model was prepared are how much the
-            replica's buffers count in an average.
-    """
+    The examples that each replica was given since a model was prepared are how much its buffers count in an average."""
 
     def __init__(self, *args: Any, num_seen: Callable[[], Sequence[int]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -153,11 +153,8 @@ def settings_of(group: dict[str, Any]) -> Settings:
 
 
 def moved_state(state: Any, source: torch.device, target: torch.device, with_step: bool) -> Any:
-    """The state of one parameter of an optimizer, moved with its parameter.
-
-    Args:
-        with_step: whether the step count moves too; torch keeps it on the CPU otherwise.
-    """
+    """The state of one parameter of an optimizer, moved with its parameter; ``with_step`` its step count too, which
+    torch keeps on the CPU otherwise."""
     if not isinstance(state, dict):
         return travelled(state, source, target)
     return {

@@ -260,12 +260,8 @@ class Packed:
 
 
 def pack(per_tensor: Sequence[Sequence[torch.Tensor]], num_packs: int) -> Packed:
-    """Flattens and concatenates each replica's tensors, dtype by dtype, and splits the whole into ``num_packs``.
-
-    Args:
-        per_tensor: by tensor, then by replica; dense.
-        num_packs: 0: every tensor is a pack of its own.
-    """
+    """Flattens and concatenates each replica's dense tensors (by tensor, then by replica), dtype by dtype, and splits
+    the whole into ``num_packs``; 0: every tensor is a pack of its own."""
     groups: dict[object, list[int]] = {}
     for index, tensors in enumerate(per_tensor):
         groups.setdefault(tensors[0].dtype if num_packs else index, []).append(index)

@@ -21,10 +21,7 @@ class Meeting:
     """One place for all collectives of the replicas, one after the other. Guarded by the condition of their threads.
 
     A replica that cannot come any more (it has ended its step, or waits for the others elsewhere) is an error at once.
-    One that computes is waited for, as long as that takes.
-
-    Args:
-        timeout_s: seconds to wait for replicas while no step runs.
+    One that computes is waited for, as long as that takes; while no step runs, ``timeout_s`` seconds.
     """
 
     def __init__(self, replica_threads: ReplicaThreads, timeout_s: float) -> None:

@@ -100,11 +100,8 @@ def original(item: Any) -> Any:
 
 
 def mirrored(kind: type[Mirrored], copies: Sequence[Any], home: Home, **more: Any) -> Any:
-    """Makes the name for ``copies``: a ``kind`` that also has the special methods of their class.
-
-    Args:
-        more: what else ``kind`` has, by the names of its slots without ``_mirrored_``.
-    """
+    """Makes the name for ``copies``: a ``kind`` that also has the special methods of their class, and ``more`` in its
+    slots, whose names begin with ``_mirrored_``."""
     kinds: tuple[Any, Any] = (kind, type(copies[0]))
     return _with_special_methods(*kinds)(copies, home, **more)
 

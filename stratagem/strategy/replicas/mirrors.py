@@ -183,11 +183,7 @@ class Mirrors:
                     )
 
     def _install(self, item: Any, copies: list[Any], others: Mapping[int, _Pair]) -> _Pair:
-        """Makes the proxy of an original that has been copied.
-
-        Args:
-            others: made before it in the same call.
-        """
+        """Makes the proxy of an original that has been copied; ``others`` were made before it in the same call."""
         if isinstance(item, nn.Module):
             for replica, model in enumerate(copies):
                 for part in (model, *model.children()):

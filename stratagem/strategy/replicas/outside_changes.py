@@ -54,11 +54,8 @@ class Seen:
 
 
 class HookChanges:
-    """Carries hooks that were registered on replica 0's objects, or removed from them.
-
-    Args:
-        objects: of each object, what it is on each replica.
-    """
+    """Carries hooks that were registered on replica 0's objects, or removed from them; each object is given as it is on
+    every replica."""
 
     def __init__(self, objects: Sequence[Sequence[Any]]) -> None:
         self._hooks: list[list[dict[Any, Any]]] = []
@@ -85,11 +82,8 @@ class HookChanges:
 
 
 class GradientHookChanges:
-    """Carries hooks of gradients that were registered on replica 0's parameters, or removed from them.
-
-    Args:
-        parameters: of each, what it is on each replica.
-    """
+    """Carries hooks of gradients that were registered on replica 0's parameters, or removed from them; each parameter
+    is given as it is on every replica."""
 
     def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         self._parameters = parameters

@@ -309,12 +309,8 @@ class Variable(TensorOperators):
 
 
 def keep_variables(strategy: Strategy, replica: int, memo: dict[int, Any]) -> None:
-    """Makes deep copies of models and optimizers for a local replica use the variables' values there.
-
-    Args:
-        replica: the local replica that the copies are for.
-        memo: what ``copy.deepcopy`` is about to be given.
-    """
+    """Makes deep copies of models and optimizers for a local replica use the variables' values there, by the ``memo``
+    that ``copy.deepcopy`` is about to be given."""
     for variable in strategy.variables():
         memo[id(variable)] = variable
         memo[id(variable.tensors[0])] = variable.tensors[variable._index(replica)]

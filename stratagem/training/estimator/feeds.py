@@ -101,11 +101,7 @@ Feed = InStepFeed | LeasedFeed
 
 
 def open_feed(strategy: Strategy, given: Input, build: Callable[[Any], nn.Module]) -> Feed:
-    """Opens the input.
-
-    Args:
-        build: creates the model with a small batch; returns its modules.
-    """
+    """Opens the input; ``build`` creates the model with a small batch, and returns its modules."""
     if given.makes_replica_batches and strategy.servers is None:  # else the chief leases all batches: one pipeline
         opened: list[tuple[Any, Any]] = []
 

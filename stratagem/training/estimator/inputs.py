@@ -25,13 +25,10 @@ _KNOWN = ("mode", "params", "config", "input_context")
 
 
 class Input:
-    """A user's ``input_fn``.
+    """A user's ``input_fn``, which takes ``mode``, ``params``, ``config`` and ``input_context`` where it wants them.
 
     It returns a DataLoader of GLOBAL batches or an iterable of them. One that takes ``input_context`` makes batches for
     single replicas, and shards by it itself, as in ``distribute_datasets_from_function``.
-
-    Args:
-        function: takes ``mode``, ``params``, ``config`` and ``input_context`` where it wants them.
     """
 
     def __init__(self, function: InputFunction, mode: ModeKeys, params: Mapping[str, Any], config: RunConfig) -> None:

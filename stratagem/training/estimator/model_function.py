@@ -14,11 +14,8 @@ _KNOWN = ("features", "labels", "mode", "params", "config")
 
 
 class ModelFunction:
-    """A ``model_fn``.
-
-    Args:
-        function: takes ``features``, and ``labels``, ``mode``, ``params``, ``config`` by these names where it wants
-            them.
+    """A ``model_fn``, which takes ``features``, and ``labels``, ``mode``, ``params``, ``config`` by these names where
+    it wants them.
 
     Raises:
         ConfigurationError: it takes no features, or something else.

@@ -66,11 +66,8 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 @_by_itself()
 def trace(module: nn.Module, arguments: tuple[Any, ...]) -> ExportedProgram:
-    """Exports ``module`` with a batch of any number of rows.
-
-    Args:
-        module: from :func:`bare_copy`.
-        arguments: examples or specs of the positional arguments of ``module``.
+    """Exports what :func:`bare_copy` gave, with a batch of any number of rows like the examples or specs of its
+    positional arguments.
 
     Raises:
         ExportError: with torch's reason.

@@ -28,11 +28,7 @@ class FitAgreement:
     """Others may do all of an epoch before this worker does anything of it."""
 
     def listening(self, flush: Callable[[], None]) -> contextlib.AbstractContextManager[Any]:
-        """Around the training.
-
-        Args:
-            flush: makes an update of gradients that wait for further ones.
-        """
+        """Around the training; ``flush`` makes an update of gradients that wait for further ones."""
         return contextlib.nullcontext()
 
     def arrive(self) -> None:
@@ -65,7 +61,6 @@ class InStep(FitAgreement):
 
     _workers: Communicator
     _dataset: Any
-    """What is trained on."""
     _position: FitPosition
 
     @contextlib.contextmanager

@@ -66,11 +66,8 @@ class Evaluation:
         self._dataset = sampled(dataset)
 
     def run(self, is_silent: bool = False) -> dict[str, float]:
-        """Goes through the data; the logs of all workers.
-
-        Args:
-            is_silent: no callback hears of it: this worker only does its part of what others evaluate.
-        """
+        """Goes through the data; the logs of all workers. ``is_silent``: no callback hears of it, for this worker only
+        does its part of what others evaluate."""
         steps, running = self._steps, self._running
         callbacks = self._callbacks.silenced() if is_silent else self._callbacks
         running.reset()
@@ -106,11 +103,8 @@ def _leased(strategy: Strategy, servers: Servers, source: Any, num_steps: int | 
 
 
 def at_epochs(chosen: int | Collection[int], evaluation: Evaluation) -> Callable[[int, bool], dict[str, float]]:
-    """What evaluates after the epochs that are chosen, and gives no logs after the others.
-
-    Args:
-        chosen: every how many epochs, or the numbers, from 1, of the epochs.
-    """
+    """What evaluates after every so many epochs, or after those whose numbers, from 1, are given, and gives no logs
+    after the others."""
     if not isinstance(chosen, Collection):
         every = whole_number("validation_freq", chosen)
         return lambda number, is_silent: {} if (number + 1) % every else evaluation.run(is_silent)

@@ -58,11 +58,8 @@ class _Count:
 
 
 class RunningMetrics:
-    """Counts steps. Nothing waits for a device until somebody reads.
-
-    Args:
-        metrics: one set for each local replica, alike.
-    """
+    """Counts steps, by a set of metrics for each local replica, all alike. Nothing waits for a device until somebody
+    reads."""
 
     def __init__(self, strategy: Strategy, metrics: Sequence[Mapping[str, Metric]]) -> None:
         self._strategy = strategy

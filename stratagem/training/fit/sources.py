@@ -136,11 +136,8 @@ def source_of(
 
 
 def validation_source(data: Any, batch_size: int | None, default: int | None) -> Any:
-    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``.
-
-    Args:
-        default: the ``batch_size``, where there is none, of what takes one.
-    """
+    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``. Without a
+    ``batch_size`` it is ``default``, where it is one's to say."""
     if isinstance(data, tuple | list) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
         return source_of(*data, batch_size=batch_size or default)
     return source_of(data, batch_size=batch_size or default if isinstance(data, Dataset) else batch_size)
@@ -297,7 +294,6 @@ class Heard:
         self._hear = hear
         self._has_heard = False
         self.is_leased = isinstance(dataset, DistributedDataset)
-        """Whether the chief leases the batches."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._heard(iter(self._dataset))
@@ -320,11 +316,8 @@ class Heard:
 
 
 class Passes:
-    """Goes through a dataset epoch by epoch. A context manager: in the end it leaves the pass that is open.
-
-    Args:
-        num_steps: GLOBAL batches of an epoch, which may then be part of a pass, or several; None: an epoch is a pass.
-    """
+    """Goes through a dataset epoch by epoch, each of ``num_steps`` GLOBAL batches, which may be part of a pass or
+    several, or (None) a pass. A context manager: in the end it leaves the pass that is open."""
 
     def __init__(self, dataset: Heard | SplitDataset, num_steps: int | None) -> None:
         if num_steps is not None and num_steps < 1:

@@ -48,11 +48,8 @@ class FitSteps:
     compiled: Compiled
 
     def train(self, batch: Any, num_waiting: int) -> StepResult:
-        """Forward, backward and, after the last batch of an update, the update.
-
-        Args:
-            num_waiting: steps before this one whose gradients go into the same update.
-        """
+        """Forward, backward and, after the last batch of an update, the update, into which go the gradients of
+        ``num_waiting`` steps before this one."""
         assert self.optimizer is not None
         parts = unpack(batch)
         if not num_waiting:

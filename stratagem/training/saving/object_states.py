@@ -161,10 +161,7 @@ def states_of_variables(objects: Mapping[str, Any], state: ServerState) -> dict[
 
 
 def put_back(objects: dict[str, Any], states: Mapping[str, tuple[str, Any]]) -> None:
-    """Gives objects the states that were read; plain values are replaced in ``objects``.
-
-    Args:
-        states: kind and state of each, by name.
+    """Gives objects the states that were read, each with its kind; plain values are replaced in ``objects``.
 
     Raises:
         CheckpointError: an object is not what the checkpoint says it was.
