@@ -110,17 +110,15 @@ class WholeData:
 
     def __iter__(self) -> Iterator[Any]:
         self._units.start_epoch(self._units.num_passes, 1)
-        complete = False
         try:
             while (lease := self._units.next(wait=True)) is not None:
                 self._units.begin(lease, None)
                 with contextlib.closing(iter(self._batches)) as batches:
                     yield from itertools.islice(batches, self._num_batches)
                 self._units.done(lease)
-            complete = True
-        finally:
-            if not complete:
-                self._units.leave()
+        except BaseException:  # also where the script leaves its loop
+            self._units.leave()
+            raise
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -83,7 +83,7 @@ class LeasedUnits:
         self._meter = self._runtime.meter
         self._bounded = 0 < self._plan.staleness < math.inf
         self._clock = 0
-        self._uncounted: Unit | None = None
+        self._is_counting = False
         self.is_read = False
         """Whether the script goes through an epoch."""
 
@@ -143,13 +143,17 @@ class LeasedUnits:
                 self._groups.refresh()
         self._tracker.take(lease.unit)
         self._on_begin(lease, batch)
-        self._uncounted = lease.unit
+        self._is_counting = True
         for listener in self._listeners():
             listener.begin_unit()
         self._meter.got_data()
 
     def done(self, lease: Lease) -> None:
-        self._count()
+        self._is_counting = False
+        for listener in self._listeners():
+            if (counted := listener.collect()) is not None:
+                topic, data = counted
+                self._client.count(lease.unit, data, topic)
         self._accept(self._tracker.leave())
         if self._plan.staleness == 0 and self._tracker.num_idle:
             raise ConfigurationError(
@@ -174,18 +178,9 @@ class LeasedUnits:
         # A unit that the script was working on goes back. If it had stepped, the next worker's update is recognised as
         # a duplicate.
         self._tracker.abandon()
-        if self._uncounted is not None:
-            self._uncounted = None
+        if self._is_counting:
+            self._is_counting = False
             for listener in self._listeners():
                 listener.collect()
         with contextlib.suppress(StratagemError):  # a job that ends has nobody to tell
             self._client.leave()
-
-    def _count(self) -> None:
-        unit, self._uncounted = self._uncounted, None
-        if unit is None:
-            return
-        for listener in self._listeners():
-            if (counted := listener.collect()) is not None:
-                topic, data = counted
-                self._client.count(unit, data, topic)

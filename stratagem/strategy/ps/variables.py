@@ -82,24 +82,23 @@ class VariableGroups:
         self._refuse_trained(optimizers)
         names = self._names(models)
         there = {id(table.handle) for table in self._tables}  # of an earlier call: they keep their rows
-        tables_here = {id(table.handle): table for model in models for table in tables_of(model)}
-        every = {identity: table for identity, table in tables_here.items() if identity not in there}
+        found = (table for model in models for table in tables_of(model))
+        every = {id(table.handle): table for table in found if id(table.handle) not in there}
         trained: list[tuple[torch.optim.Optimizer, list[torch.nn.Parameter], RemoteVariables, list[RemoteTable]]] = []
         taken = set(there)
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            pairs = grouped_parameters(optimizer, names, taken)
-            for handle, group in pairs:
-                if id(handle) in every:
-                    name = type(optimizer).__name__
-                    check_for_rows(name, optimizer.param_groups[group])
-                    self._place_table(every[id(handle)], names[id(handle)], group, name, on_backward)
-            dense = [(parameter, group) for parameter, group in pairs if id(parameter) not in every]
-            named = [(names[id(parameter)], parameter, group) for parameter, group in dense]
-            tables = [every[id(handle)] for handle, _ in pairs if id(handle) in every]
-            variables = self._place(named, type(optimizer).__name__)
-            trained.append((optimizer, [parameter for parameter, _ in dense], variables, tables))
+            kind, dense, tables = type(optimizer).__name__, [], []
+            for parameter, group in grouped_parameters(optimizer, names, taken):
+                name = names[id(parameter)]
+                if (table := every.get(id(parameter))) is None:
+                    dense.append((name, parameter, group))
+                else:
+                    check_for_rows(kind, optimizer.param_groups[group])
+                    self._place_table(table, name, group, kind, on_backward)
+                    tables.append(table)
+            trained.append((optimizer, [parameter for _, parameter, _ in dense], self._place(dense, kind), tables))
         for identity, table in every.items():
             if identity not in taken:
                 self._place_table(table, names[identity], 0, "", on_backward)
