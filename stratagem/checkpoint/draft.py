@@ -27,10 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointDraft:
-    """A checkpoint in the making; leaving the ``with`` block removes it, unless it was committed.
-
-    Args:
-        parent: the directory it will be committed in; made if need be.
+    """A checkpoint in the making, to be committed in ``parent``, which is made if need be; leaving the ``with`` block
+    removes it, unless it was committed.
 
     Raises:
         CheckpointError: the directory cannot be written.

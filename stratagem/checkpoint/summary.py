@@ -26,10 +26,7 @@ _MADE_BY = (
 
 
 def summarize(path: pathlib.Path) -> dict[str, Any]:
-    """Step, time, files, objects and tensors of a checkpoint.
-
-    Args:
-        path: the checkpoint, or a directory of checkpoints: then the newest complete one.
+    """Step, time, files, objects and tensors of a checkpoint, or of the newest complete one in a directory of them.
 
     Raises:
         CheckpointError: it is not complete, or a file cannot be read.

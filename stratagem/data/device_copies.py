@@ -18,13 +18,9 @@ Arrivals = dict[torch.device, torch.cuda.Event]
 
 
 class DeviceCopies:
-    """Reads steps ahead and starts their copies. GPUs copy on a stream of their own, beside what they compute; that the
-    host goes on meanwhile needs ``DataLoader(pin_memory=True)``.
-
-    Args:
-        devices: one for each local replica.
-        ahead: steps to read ahead; 0: each is read and copied when it is wanted.
-    """
+    """Reads steps ahead (0: each is read and copied when it is wanted) and starts their copies to the devices of the
+    local replicas. GPUs copy on a stream of their own, beside what they compute; that the host goes on meanwhile needs
+    ``DataLoader(pin_memory=True)``."""
 
     def __init__(self, devices: Sequence[torch.device], ahead: int) -> None:
         self.ahead = ahead

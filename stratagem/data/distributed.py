@@ -43,12 +43,8 @@ class UnitSource(Protocol):
 
 
 class DistributedDataset:
-    """Batches of this task. Each ``iter()`` is the next epoch.
-
-    Args:
-        loader: the user's loader of global batches.
-        ordinal: ordinal of the dataset in the script, starting at 1.
-    """
+    """Batches of this task, of the user's loader of global batches. Each ``iter()`` is the next epoch. Ordinals are
+    those of the datasets in the script, from 1."""
 
     def __init__(
         self, loader: DataLoader[Any], plan: Plan, ordinal: int, source: UnitSource, device: torch.device

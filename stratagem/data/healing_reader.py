@@ -31,10 +31,7 @@ class HealingReader:
     """Reads this worker's parts of global batches; from the step after a loss on they are cut for those who are left.
 
     What a lost worker had of a step that was trained without it comes again after the last step of the epoch, in
-    further steps, the same on every worker.
-
-    Args:
-        batch_size: examples of a further step, at most.
+    further steps of at most ``batch_size`` examples, the same on every worker.
     """
 
     def __init__(self, reader: IndexReader, communicator: Communicator, healing: Healing, batch_size: int) -> None:

@@ -57,27 +57,27 @@ class PlannedBatches:
             yield order[start : start + plan.batch_size].tolist()
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DrawnBatches:
     """What a sampler of the user's says.
 
     One that has a length is drawn as a whole when an epoch starts, by worker 0 for all, with torch's random numbers
     seeded by (seed, dataset, epoch): a resumed job draws the same.
-
-    Args:
-        sampler: gives indices, or lists of them.
-        shift: added to the seed, for an order of this worker's own.
-        communicator: among the workers that have to draw the same; None: this one alone.
     """
 
-    def __init__(self, sampler: Iterable[Any], ordinal: int, shift: int, communicator: Communicator | None) -> None:
-        self._sampler = sampler
-        self._ordinal = ordinal
-        self._shift = shift
-        self._communicator = communicator
-        if communicator is not None and self.num_batches is None:
+    _sampler: Iterable[Any]
+    """Gives indices, or lists of them."""
+    _ordinal: int
+    _shift: int
+    """As of :class:`PlannedBatches`."""
+    _communicator: Communicator | None
+    """Among the workers that have to draw the same; None: this one alone."""
+
+    def __post_init__(self) -> None:
+        if self._communicator is not None and self.num_batches is None:
             raise ConfigurationError(
-                f"worker 0 draws all indices of an epoch for everybody, but {type(sampler).__name__} does not say how "
-                "many there are: give it a __len__, or use distribute_datasets_from_function"
+                f"worker 0 draws all indices of an epoch for everybody, but {type(self._sampler).__name__} does not "
+                "say how many there are: give it a __len__, or use distribute_datasets_from_function"
             )
 
     @property

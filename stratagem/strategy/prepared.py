@@ -41,12 +41,8 @@ class Prepared:
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], fixed: bool = False
     ) -> None:
-        """An optimizer that steps in this process, or in its stead on parameter servers.
-
-        Args:
-            optimizer: as it is on a replica.
-            fixed: whether it may never change others; else all that were prepared.
-        """
+        """An optimizer, as it is on a replica, that steps in this process, or in its stead on parameter servers.
+        ``fixed``: it may never change other parameters; else all that were prepared."""
         parameters = list(parameters)
         self.add(parameters)
         numbers = frozenset(map(id, parameters))

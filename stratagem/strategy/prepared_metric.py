@@ -17,12 +17,8 @@ from stratagem.strategy.torchmetrics_states import empty_copy, merged, states_of
 
 
 class PreparedMetric:
-    """What replicas count, each in a metric of its own.
-
-    Args:
-        metric: the user's, of which each replica gets an empty copy.
-        strategy: whose replicas. Those of several workers run in step: every worker computes.
-    """
+    """What a strategy's replicas count, each in an empty copy of the user's metric. Where several workers run in step,
+    every worker computes."""
 
     def __init__(self, metric: torchmetrics.Metric, strategy: Strategy) -> None:
         self.name = type(metric).__name__

@@ -15,12 +15,8 @@ from stratagem.worker.reduction.gradient_weight import Weight
 
 
 class StepShares:
-    """The share of the batch that a step is run on, and what the step itself says with ``set_weight``.
-
-    Args:
-        num_replicas: of all workers in this step: without a batch of a distributed dataset, each counts as much as the
-            others.
-    """
+    """The share of the batch that a step is run on, and what the step itself says with ``set_weight``. Without a batch
+    of a distributed dataset each replica of all workers counts as much as the others."""
 
     def __init__(self, num_local: int, num_replicas: Callable[[], int]) -> None:
         self._num_local = num_local

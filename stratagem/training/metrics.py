@@ -39,12 +39,8 @@ class Metric(Protocol):
 
 
 class Mean:
-    """Implements :class:`Metric`: the mean of a function of outputs and targets over all that it gives a value for.
-
-    Args:
-        function: of a batch's outputs and targets; any shape.
-        finish: of the mean.
-    """
+    """Implements :class:`Metric`: the mean of a function of a batch's outputs and targets, of any shape, over all that
+    it gives a value for; ``finish`` makes the result of it."""
 
     def __init__(self, function: MetricFunction, finish: Callable[[float], float] = float) -> None:
         self._function = function

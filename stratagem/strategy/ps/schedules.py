@@ -48,14 +48,13 @@ class _SchedulePace:
 
 
 def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool]) -> None:
-    """Has ``scheduler.step()``, called for each update of this worker, count the updates of all.
+    """Has ``scheduler.step()``, called for each update of this worker, count the updates of all; changes it in place.
 
     The place in the schedule is then the number of updates that the job has applied, as TensorFlow's schedules read
     ``optimizer.iterations``, which the parameter servers hold. A step after the loop over the data, or after several
     updates of this worker, is an epoch's and counts once; one with arguments does what these say.
 
     Args:
-        scheduler: changed in place.
         is_in_loop: whether the script goes through a dataset now, or has none.
     """
     kind: Any = type(scheduler)
@@ -93,12 +92,12 @@ def follow(scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], 
 def keep_up(
     scheduler: LRScheduler, push: GradientPush, is_in_loop: Callable[[], bool], dataset: Callable[[], int]
 ) -> Callable[[int], None]:
-    """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed.
+    """Staleness 0: has a scheduler that is stepped with each update take part in those that this worker missed; changes
+    it in place.
 
     A small last batch has no slice for some workers; all must have the same settings in the next step.
 
     Args:
-        scheduler: changed in place.
         is_in_loop: see :func:`follow`.
         dataset: number of the dataset whose batch this worker had last.
 

@@ -279,10 +279,8 @@ def pack(per_tensor: Sequence[Sequence[torch.Tensor]], num_packs: int) -> Packed
 def cross_device_ops_of(
     given: CrossDeviceOps | type[CrossDeviceOps] | None, devices: Sequence[torch.device]
 ) -> CrossDeviceOps:
-    """What a strategy was given, a class with its defaults.
-
-    Args:
-        given: None: NCCL where each replica has a GPU of its own, else one device.
+    """What a strategy was given, a class with its defaults; None: NCCL where each replica has a GPU of its own, else
+    one device.
 
     Raises:
         ConfigurationError: it is something else.

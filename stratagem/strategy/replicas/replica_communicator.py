@@ -66,14 +66,11 @@ def reopen(communicators: Sequence[ReplicaCommunicator]) -> None:
 
 
 class WaitingMeter(StepMeter):
-    """What reducers of several replicas measure with: while one waits, the others have their turn.
+    """What reducers of several replicas, which share it, measure with: while one waits, the others have their turn.
 
     Only :meth:`exposed` and :meth:`computes` work. The time of the first counts where all replicas wait: as long as one
     computes, communication is hidden behind that. The second is for those that have their turn: a reducer waits at the
     end of a backward, and meanwhile another replica begins its step, or ends its own wait.
-
-    Args:
-        replica_threads: all its replicas share this meter.
     """
 
     def __init__(self, meter: StepMeter, replica_threads: ReplicaThreads) -> None:

@@ -31,12 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class RestoredObjects:
-    """The objects of mode EVAL or PREDICT, with the weights of a checkpoint.
-
-    Args:
-        mode: EVAL or PREDICT.
-        device: where it computes, if the strategy is the pass-through.
-    """
+    """The objects of mode EVAL or PREDICT, with the weights of a checkpoint. The device counts if the strategy is the
+    pass-through."""
 
     def __init__(self, function: ModelFunction, mode: ModeKeys, strategy: Strategy, device: torch.device) -> None:
         self.strategy = strategy

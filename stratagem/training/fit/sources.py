@@ -31,11 +31,8 @@ Distributed = DistributedDataset | SplitDataset
 
 
 class Arrays(Dataset[Any]):
-    """Examples along the first dimension of arrays; a DataLoader reads whole batches of it at once.
-
-    Args:
-        parts: inputs, and perhaps targets and weights: tensors of one length, or dicts, lists and tuples of them.
-    """
+    """Examples along the first dimension of inputs, and perhaps targets and weights: tensors of one length, or dicts,
+    lists and tuples of them; a DataLoader reads whole batches of it at once."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         if any(map(_is_table, parts)):
@@ -281,13 +278,8 @@ def _as_is(batch: Any) -> Any:
 
 
 class Heard:
-    """A dataset of whose first batch somebody hears, each time it is gone through; where the chief leases batches and
-    others took them all, of the first example.
-
-    Args:
-        dataset: each ``iter()`` is a pass over it.
-        hear: gets a batch as a step gets it.
-    """
+    """A dataset of whose first batch somebody hears, as a step gets it, each time it is gone through; where the chief
+    leases batches and others took them all, of the first example."""
 
     def __init__(self, dataset: Any, hear: Callable[[Any], None]) -> None:
         self._dataset = dataset
