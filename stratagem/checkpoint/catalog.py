@@ -139,7 +139,7 @@ def offer(path: pathlib.Path) -> str:
     """What to take instead of a checkpoint, in words."""
     parent = path.parent
     beside = scan(parent) or scan(parent.parent)
-    return _offer([other for other in beside if other != path])
+    return offer_of([other for other in beside if other != path])
 
 
 def remove(path: pathlib.Path) -> None:
@@ -149,12 +149,8 @@ def remove(path: pathlib.Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def offer_in(directory: pathlib.Path) -> str:
-    """As :func:`offer`, for a checkpoint that could not be written there."""
-    return _offer(scan(directory))
-
-
-def _offer(candidates: list[pathlib.Path]) -> str:
+def offer_of(candidates: list[pathlib.Path]) -> str:
+    """As :func:`offer`, of these, oldest first."""
     good = next((path for path in reversed(candidates) if not find_damage(path)), None)
     return "There is no other checkpoint" if good is None else f"The last good checkpoint is {good}"
 

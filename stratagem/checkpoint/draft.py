@@ -9,16 +9,14 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
-import json
 import logging
 import os
 import pathlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from stratagem.checkpoint.catalog import HOST, find_damage, offer_in
+from stratagem.checkpoint.catalog import HOST, find_damage, offer_of, scan
 from stratagem.checkpoint.durable import set_aside, sync, write_durably
 from stratagem.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode
 from stratagem.errors import CheckpointError
@@ -76,15 +74,6 @@ class CheckpointDraft:
         """
         with self._writing(self._folder / name):
             self.files.append(SavedFile(name, *write(self._folder / name)))
-
-    def add_json(self, name: str, value: Any) -> None:
-        """Writes JSON durably.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-        self.add(name, lambda path: write_durably(path, data))
 
     def build_on(self, checkpoint: pathlib.Path) -> None:
         """From now on, what is written becomes the ``host/`` of a checkpoint that parameter servers wrote in here.
@@ -150,7 +139,7 @@ class CheckpointDraft:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {path}: {error.strerror or error}. {offer_in(self.path.parent)}"
+                f"cannot write {path}: {error.strerror or error}. {offer_of(scan(self.path.parent))}"
             ) from None
 
 

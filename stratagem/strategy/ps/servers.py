@@ -23,16 +23,13 @@ from stratagem.data.split_dataset import SplitDataset
 from stratagem.errors import ClusterTimeoutError, PeerUnavailableError, StaleStoreError, StratagemError
 from stratagem.measuring import measures
 from stratagem.strategy.ps.units import UnitListener
-from stratagem.strategy.ps.variables import VariableGroups
+from stratagem.strategy.ps.variables import RETRY_S, VariableGroups
 from stratagem.worker.chief_client import ChiefClient
 from stratagem.worker.leases import LeaseClient
 from stratagem.worker.runtime import WorkerRuntime
 from stratagem.worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
-
-RETRY_S = 0.05
-"""Until the next look at who is the lead, when the last one died."""
 
 Place = tuple[int, torch.Size]
 """Address and shape of a tensor; of one without memory, which stands for a table, the object instead."""

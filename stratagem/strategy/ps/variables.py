@@ -37,7 +37,7 @@ GROUPS_PER_OPTIMIZER = 16  # one for each dtype; keeps group numbers equal on al
 MAX_TRIES = 5
 """To create variables, or to attach to them, while ps go away and come back."""
 RETRY_S = 0.05
-"""Until the next look whether another worker has given a ps its values."""
+"""Until the next look whether another worker has done its part: given a ps its values, become the lead."""
 
 
 class VariableGroups:

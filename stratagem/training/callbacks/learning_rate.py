@@ -74,13 +74,12 @@ class ReduceLROnPlateau(Callback):
         if not 0 < factor < 1:
             raise ConfigurationError(f"expected a factor between 0 and 1, got {factor!r}")
         self._arguments = monitor, mode, min_delta
-        self._monitor = Monitor(*self._arguments)
         self._factor = factor
         self._patience = whole_number("patience", patience, 0)
         self._verbose = verbose
         self._cooldown = whole_number("cooldown", cooldown, 0)
         self._min_lr = min_lr
-        self._wait = self._cooling = 0
+        self.on_train_begin()
 
     def on_train_begin(self, logs: LogsArgument = None) -> None:
         self._monitor = Monitor(*self._arguments)

@@ -25,8 +25,6 @@ from stratagem.training.saving.new_checkpoints import JobWatch
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.5
-
 
 @checked
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +197,7 @@ def _follow(evaluation: _Evaluation, max_steps: int | None) -> Evaluated | None:
     with JobWatch(str(model_dir)) as job:
         while True:
             # Asked before the look: a checkpoint saved before the end is seen by the look after it.
-            reason = job.over(POLL_S)
+            reason = job.over()
             path, started = newest(model_dir, CHECKPOINT_NAME), time.monotonic()
             step = 0 if path is None else read_step(path) or 0
             decision = schedule.decide(started, None if path is None else step, reason is not None)

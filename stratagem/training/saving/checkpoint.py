@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import pathlib
@@ -19,6 +20,7 @@ import torch
 from stratagem.arguments import checked, whole_numbers
 from stratagem.checkpoint.catalog import check, offer, read_step, remove, scan
 from stratagem.checkpoint.draft import CheckpointDraft, remove_unfinished
+from stratagem.checkpoint.durable import write_durably
 from stratagem.checkpoint.manifest import Manifest
 from stratagem.checkpoint.reading import (
     DESCRIPTION,
@@ -309,7 +311,8 @@ class Checkpoint:
             name: {"state": state.tree, "files": add_tensors(draft, name, state.tensors, self._max_file_bytes)}
             for name, state in states.items()
         }
-        draft.add_json(DESCRIPTION, {"format": FORMAT, "objects": objects})
+        description = json.dumps({"format": FORMAT, "objects": objects}, separators=(",", ":"), allow_nan=False)
+        draft.add(DESCRIPTION, partial(write_durably, data=description.encode()))
         # What the bits of a training depend on besides its script (docs/protocol.md 24).
         facts = {
             "strategy": type(self._strategy).__name__,

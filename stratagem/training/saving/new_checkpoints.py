@@ -65,9 +65,9 @@ class JobWatch:
     def __exit__(self, *_: object) -> None:
         self._session.goodbye(0)
 
-    def over(self, timeout_s: float) -> StratagemError | None:
-        """Why the job is over; None when it still runs after ``timeout_s`` seconds."""
-        return self._session.wait_stopped(timeout_s)
+    def over(self) -> StratagemError | None:
+        """Why the job is over; None when it still runs after :data:`POLL_S` seconds."""
+        return self._session.wait_stopped(POLL_S)
 
 
 def new_checkpoints() -> Iterator[NewCheckpoint]:
@@ -85,7 +85,7 @@ def new_checkpoints() -> Iterator[NewCheckpoint]:
     with JobWatch() as job:
         while True:
             # Asked before the look: a checkpoint committed before the end is seen by the look after it.
-            reason = job.over(POLL_S)
+            reason = job.over()
             newest = latest_checkpoint(job.checkpoint_dir)
             step = None if newest is None else read_step(Path(newest))
             if newest is not None and step is not None and step > given:
