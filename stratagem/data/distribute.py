@@ -115,7 +115,7 @@ def distribute_from_function(
             f"expected a function that gets an InputContext and returns batches, got {type(dataset_fn).__name__}: "
             "distribute_dataset takes datasets and loaders"
         )
-    source = dataset_fn(placement.input_context)
+    source = dataset_fn(InputContext(placement.num_workers, placement.worker, placement.num_replicas))
     if not isinstance(source, IterableDataset):
         source = _with_batches(source, None)
     reader = PerReplicaReader(source, placement.num_local_replicas)

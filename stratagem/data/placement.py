@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from stratagem.cluster.units import Plan
-from stratagem.data.options import InputContext
 from stratagem.worker.ring.communicator import Communicator
 from stratagem.worker.ring.healing import Healing
 
@@ -49,11 +48,6 @@ class InputPlacement:
     def healing(self) -> Healing | None:
         """The books of a ring that goes on without lost workers; None: this one does not."""
         return None if self.communicator is None else self.communicator.healing
-
-    @property
-    def input_context(self) -> InputContext:
-        """What a dataset function is told."""
-        return InputContext(self.num_workers, self.worker, self.num_replicas)
 
 
 @dataclasses.dataclass(frozen=True)

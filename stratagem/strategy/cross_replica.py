@@ -146,8 +146,8 @@ def addend(part: torch.Tensor) -> torch.Tensor:
 
 
 def concatenated(column: Sequence[torch.Tensor], axis: int, workers: Communicator | None) -> tuple[torch.Tensor, int]:
-    """The tensors of all replicas of all workers in one, and where those of this worker begin, one for each local
-    replica.
+    """The tensors of all replicas of all workers in one, and where those of this worker begin; ``column``: one of each
+    local replica.
 
     Raises:
         ConfigurationError: dtypes or other axes differ.

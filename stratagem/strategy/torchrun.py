@@ -16,8 +16,8 @@ from stratagem.rpc.binding import free_port
 
 
 def with_addresses(cluster: ClusterSpec, config: WorkerConfig, environ: Mapping[str, str]) -> ClusterSpec:
-    """The cluster that these variables say, with addresses at which its workers reach each other; ``config``, of this
-    worker, is by the cluster as they say it.
+    """The cluster that these variables say, with addresses at which its workers reach each other; ``config`` is
+    this worker's, by the cluster as they say it.
 
     The variables say one address, MASTER_ADDR:MASTER_PORT. Where a torchrun keeps a store there
     (TORCHELASTIC_USE_AGENT_STORE), worker 0 chooses another port for the chief, and all learn it from that store.

@@ -89,7 +89,8 @@ class VariableGroups:
         num_placed = len(self._placed)
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            kind, dense, tables = type(optimizer).__name__, [], []
+            kind = type(optimizer).__name__
+            dense, tables = [], []
             for parameter, group in grouped_parameters(optimizer, names, taken):
                 name = names[id(parameter)]
                 if (table := every.get(id(parameter))) is None:

@@ -55,7 +55,8 @@ class OnlyReplica:
     """Forward pre-hook that refuses a replica's module to the other replicas (docs/protocol.md 16)."""
 
     def __init__(self, replica: int, which: Callable[[], int | None]) -> None:
-        self._replica, self._which = replica, which
+        self._replica = replica
+        self._which = which
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         here = self._which()

@@ -216,7 +216,8 @@ class Estimator:
         return self._evaluations.setdefault(name, Summaries(self.model_dir / (f"eval_{name}" if name else "eval")))
 
     def _checkpoint(self, path: str | os.PathLike[str] | None) -> Path | None:
-        return newest(self.model_dir, CHECKPOINT_NAME) if path is None else Path(path)
+        chosen = self.latest_checkpoint() if path is None else path
+        return None if chosen is None else Path(chosen)
 
 
 def _made(given: StrategyOrFactory | None) -> Strategy | None:

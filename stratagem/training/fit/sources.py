@@ -133,8 +133,8 @@ def source_of(
 
 
 def validation_source(data: Any, batch_size: int | None, default: int | None) -> Any:
-    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``. Without a
-    ``batch_size`` it is ``default``, where it is one's to say."""
+    """As :func:`source_of`, of ``validation_data``: arrays come as ``(x, y)`` or ``(x, y, sample_weight)``. ``default``
+    is the ``batch_size``, where there is none, of what takes one."""
     if isinstance(data, tuple | list) and len(data) in (2, 3) and is_rows(leaves(data[1])[0]):
         return source_of(*data, batch_size=batch_size or default)
     return source_of(data, batch_size=batch_size or default if isinstance(data, Dataset) else batch_size)
