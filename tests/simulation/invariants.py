@@ -297,9 +297,9 @@ class Invariants:
             placed = self._placed()
             is_known = sum(map(len, placed)) == len(missing)  # else there is one on a ps, or one has just died
             on_ps = placed if is_known else [[name] for name in missing]
-            lost = sum(len(set[tuple[int, int]]().union(*(missing[name] for name in names))) for names in on_ps)
+            num_lost = sum(len(set[tuple[int, int]]().union(*(missing[name] for name in names))) for names in on_ps)
             if is_known or len(missing) <= len(placed):
-                least, most = (lost, lost) if cluster.job.staleness else (least, least)
+                least, most = (num_lost, num_lost) if cluster.job.staleness else (least, least)
         elif cluster.job.has_table or cluster.job.prepares_apart:  # a ps without a variable has rows of something else
             most += len(self.lost_units)
         if not least <= told <= most:
