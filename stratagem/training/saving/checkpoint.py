@@ -10,7 +10,7 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, overload
@@ -177,13 +177,16 @@ class Checkpoint:
 
     @checked
     def write(self, folder: str | os.PathLike[str], *, step: int | None = None, blocking: bool | None = None) -> str:
-        """Saves the only checkpoint in ``folder``: once it is complete, older ones in there are removed.
+        """Saves the only checkpoint in ``folder``: once it is complete, those that were there before are removed.
 
         For a path that a script chooses itself, as "best" or "epoch-3"; :meth:`restore` takes the folder. Arguments,
         result and errors as of :meth:`save`.
         """
         with timed_phase(measures.SAVE):
-            return self._save(pathlib.Path(folder), "step", step, blocking, _remove_others)
+            self.wait()
+            at = pathlib.Path(folder)
+            older = [path for path in scan(at) if path.parent == at]
+            return self._save(at, "step", step, blocking, partial(_remove, older))
 
     def wait(self) -> None:
         """Returns when an asynchronous save is complete.
@@ -377,7 +380,9 @@ def _served_draft(folder: pathlib.Path, servers: Servers) -> CheckpointDraft:
     return draft
 
 
-def _remove_others(checkpoint: pathlib.Path) -> None:
-    for other in scan(checkpoint.parent):
-        if other.parent == checkpoint.parent and other != checkpoint:
+def _remove(older: Sequence[pathlib.Path], checkpoint: pathlib.Path) -> None:
+    """What was there before this checkpoint was begun. Of two workers of parameter servers that save at once none
+    removes the other's."""
+    for other in older:
+        if other != checkpoint:
             remove(other)

@@ -96,6 +96,21 @@ def test_write_keeps_the_folder_to_one_checkpoint(tmp_path: Path) -> None:
     assert script.checkpoint.restore(tmp_path / "best").path == second == latest_checkpoint(tmp_path)
 
 
+def test_write_leaves_what_another_writes_meanwhile(tmp_path: Path) -> None:
+    """As workers of parameter servers do, whose numbers of steps differ: each once removed the other's."""
+    other = Checkpoint(epoch=14)
+
+    class Slow:
+        def state_dict(self) -> dict[str, Any]:
+            other.write(tmp_path, step=14)
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    Checkpoint(slow=Slow()).write(tmp_path, step=4)
+    assert other.restore(tmp_path).step == 14
+
+
 def test_an_asynchronous_save_keeps_the_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, write = threading.Event(), Checkpoint._write
     began = threading.Event()
