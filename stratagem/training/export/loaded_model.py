@@ -60,6 +60,11 @@ class LoadedModel(nn.Module):
             args = known.bind(*args, **kwargs).args
         return self.__dict__["_program"](*args)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("fit", "evaluate", "predict", "summary"):
+            raise AttributeError(f"a loaded model is a module and has no {name}; sg.Model(loaded) has all but fit")
+        return super().__getattr__(name)
+
     def train(self, mode: bool = True) -> LoadedModel:
         """Stays in eval mode.
 

@@ -45,6 +45,8 @@ def test_it_cannot_be_trained_but_moves_between_modes_as_evaluation_does(tmp_pat
     assert loaded.eval() is loaded and loaded.train(False) is loaded
     with pytest.raises(ConfigurationError, match=r"cannot be trained; .*state_dict\.pt"):
         loaded.train()
+    with pytest.raises(AttributeError, match=r"has no predict; sg\.Model\(loaded\) has"):
+        _ = loaded.predict
 
 
 def test_a_copy_is_its_own(tmp_path: Path) -> None:
