@@ -79,7 +79,8 @@ def test_two_workers_in_a_ring_and_an_evaluator(cluster: Start, tmp_path: Path, 
 
 @pytest.mark.parametrize("num_ps", [0, 1])
 def test_two_estimators_of_one_script(cluster: Start, tmp_path: Path, num_ps: int) -> None:
-    done = cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=["--staleness", "0"]).finish()
+    flags = ["--staleness", "0", "--max-restarts", "0"]
+    done = cluster(2, num_ps, "two_estimators.py", "--model-dir", tmp_path, flags=flags).finish()
     assert done.code == 0, done.stderr
     assert steps_in(tmp_path / "first") == steps_in(tmp_path / "second") == [3]
 

@@ -112,7 +112,10 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     if task is not None and task.type in ("chief", "ps"):
         roles.join_as(None)  # ends the process
     if not placement.cluster.evaluator:
-        logger.warning("The cluster has no evaluator: nobody evaluates the checkpoints in %s", estimator.model_dir)
+        logger.warning(
+            "The cluster names no evaluator: if none is started beside it, nobody evaluates the checkpoints in %s",
+            estimator.model_dir,
+        )
     estimator.train(train_spec.input_fn, max_steps=train_spec.max_steps)
     return None
 

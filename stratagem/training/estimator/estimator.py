@@ -99,8 +99,8 @@ class Estimator:
         together and end with exit code 143. A second one ends the process at once.
 
         Workers that run in step all make the steps and the checkpoints together. Under parameter servers the steps of
-        all workers count, and ``train`` returns when all of them are applied; the batches come out of one stream of
-        examples, so that none is smaller than the others.
+        all workers count, and ``train`` returns when all of them are applied and saved; the batches come out of one
+        stream of examples, so that none is smaller than the others.
 
         Args:
             input_fn: returns a DataLoader, or an iterable, of GLOBAL batches ``(features, labels)``. One that takes

@@ -12,4 +12,5 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model-dir", type=Path, required=True)
 options = parser.parse_args()
 for name in ("first", "second"):
-    Estimator(net_fn, options.model_dir / name).train(input_fn, steps=3)
+    trained = Estimator(net_fn, options.model_dir / name).train(input_fn, steps=3)
+    assert trained.latest_checkpoint(), "train has saved when it returns, whoever saves"
