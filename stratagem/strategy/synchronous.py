@@ -365,7 +365,9 @@ class SynchronousStrategy(SynchronousInput):
             yield
             return
         everywhere = self._everywhere(models)
-        kept = [copies_of_buffers(part for model in own for part in model.modules()) for own in everywhere]
+        parts_of = [[part for model in own for part in model.modules()] for own in everywhere]
+        # Together: replicas first get what was changed outside of them (loaded, say), which is to be kept.
+        kept = self._local.together([functools.partial(copies_of_buffers, own) for own in parts_of])
         start = [0] * len(self.local_devices)
         before = [self._seen_before.get(id(original(model)), start) for model in models]
         seen = [[now - then[replica] for then in before] for replica, now in enumerate(self._shares.num_seen)]

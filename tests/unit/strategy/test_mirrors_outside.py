@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import stratagem as sg
 from stratagem.errors import ConfigurationError
 from tests.unit.strategy.mirrored_replicas import Replicas, equal
 
@@ -336,3 +337,14 @@ def test_attributes_and_state_of_optimizers(replicas: Replicas, own: Net) -> Non
     for its in replicas.copies(optimizer):
         assert not any(state["momentum_buffer"].any() for state in its.state.values())
     assert equal(*replicas.copies(model)) and not next(own.parameters()).any()
+
+
+def test_what_is_loaded_is_kept_by_an_evaluation_before_the_first_step() -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    model = strategy.prepare(Net())
+    model.load_state_dict({**model.state_dict(), "offset": torch.ones(2)})
+    with strategy.averaged_buffers(model):
+        pass
+    replicas = strategy.local_results(strategy.run(lambda: model.offset.tolist()))
+    strategy.close()
+    assert replicas == ([1.0, 1.0], [1.0, 1.0])
